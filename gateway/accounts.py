@@ -1,17 +1,17 @@
-"""API keys: whose request it is, and what they may ask for.
+"""API keys: the account that a request belongs to, and its limits.
 
-Without keys everybody is welcome, and nobody is told from others. Keys come from a YAML file
-(`--api-keys-file`) or, plain ones without limits, from `DRAFTGATE_API_KEYS`.
+Without keys, all requests are accepted and belong to one account. Keys are read from a YAML file
+(`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`.
 
     keys:
       - name: search            # the tenant, in metrics and logs
-        key: sk-...             # or its SHA-256 in hex, so that the file holds no secret:
+        key: sk-...             # or its SHA-256 in hex, to keep the secret out of the file:
         key_sha256: 9f86d0...
-        share: 2                # of the pool, where others have 1
+        share: 2                # weight in the pool (default 1)
         requests_per_minute: 600
         tokens_per_minute: 200000
-        first_priority: -1      # the highest class it may ask for (default 0; null: any)
-        least_ttft_ms: 200      # no tighter targets than these
+        first_priority: -1      # most urgent class allowed (default 0; null: any)
+        least_ttft_ms: 200      # tightest latency targets allowed
         least_tpot_ms: 20
 """
 
@@ -34,11 +34,11 @@ Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 _DIGITS: Final = 64
-"""Hexadecimal digits of a SHA-256."""
+"""Length of a SHA-256 in hex."""
 
 
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key's tenant and its bounds; see the module's example. No limit where None."""
+    """The tenant of a key, and its limits; see the example above. None means no limit."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     key: str | None = None
@@ -55,7 +55,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The SHA-256 of the key, in hex.
 
         Raises:
-            ValueError: not exactly one of key and digest is given, or it is malformed.
+            ValueError: both or neither of key and digest are given, or one is malformed.
         """
         if (self.key is None) == (self.key_sha256 is None):
             raise ValueError(f"{self.name}: give either key or key_sha256")
@@ -70,11 +70,11 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def quota(self) -> Quota:
-        """What it may use in a minute."""
+        """The limits per minute."""
         return Quota(self.requests_per_minute, self.tokens_per_minute)
 
     def capped(self, asked: ServiceLevel) -> ServiceLevel:
-        """Return what a request gets of the service that it asks for."""
+        """Return the service level that a request gets, within the limits of the account."""
         first = self.first_priority
         return ServiceLevel(
             _at_least(asked.ttft_s, self.least_ttft_ms),
@@ -84,7 +84,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 EVERYBODY: Final = Account("", first_priority=None)
-"""Whose requests are where there are no keys."""
+"""The account of all requests if there are no keys."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,10 +97,10 @@ class Accounts:
     """The keys of a node."""
 
     def __init__(self, accounts: Iterable[Account] = ()) -> None:
-        """Know these.
+        """Index the accounts by key.
 
         Raises:
-            ValueError: two share a name or a key, or one is malformed.
+            ValueError: two accounts have the same name or key, or one is malformed.
         """
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
@@ -122,11 +122,8 @@ class Accounts:
         return bool(self._by_digest)
 
     def find(self, key: str) -> Account | None:
-        """Return the account of a key; None if nobody has it.
-
-        Keys are looked up by their digest, and digests compared in constant time: how long it
-        takes tells nothing of any key.
-        """
+        """Return the account of a key; None if the key is unknown."""
+        # Lookup by digest and comparison in constant time: the duration reveals nothing of a key.
         digest = _sha256(key)
         account = self._by_digest.get(digest)
         known = account.digest if account is not None else _sha256("")
@@ -134,10 +131,10 @@ class Accounts:
 
 
 def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
-    """Return the accounts of a file, and one for each further key.
+    """Return the accounts in a file, and an account without limits for each further key.
 
     Raises:
-        ValueError: the file cannot be read or is malformed; the message names it.
+        ValueError: the file cannot be read or is malformed.
     """
     listed = [Account(f"key-{_sha256(key)[:8]}", key) for key in keys if key]
     if path is None:
@@ -149,7 +146,7 @@ def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
-    except msgspec.DecodeError as error:  # its words quote the file, and so perhaps a key
+    except msgspec.DecodeError as error:  # its message quotes the file, which has keys
         line = re.search(r"line \d+", str(error))
         raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
     except ValueError as error:

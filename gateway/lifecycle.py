@@ -1,8 +1,8 @@
-"""The states of a node, every transition, and what each state answers.
+"""The states of a node, their transitions, and the error of each state that takes no requests.
 
-starting --> ready --> draining        A failed node still answers /health with the reason, drains
-    |          |          ^            and ends. A worker that broke never recovers; a node fails
-    +-> failed <+         |            with its last one, or if one cannot start.
+starting --> ready --> draining        A failed node still answers /health with the reason; then
+    |          |          ^            it drains and stops. Failed workers never recover. A node
+    +-> failed <+         |            fails with its last worker, or if one cannot start.
           +---------------+
 """
 
@@ -15,7 +15,7 @@ from draftgate.gateway.errors import Draining, Starting, WorkerFailed
 
 
 class NodeState(StrEnum):
-    """Where a node is in its life."""
+    """The state of a node."""
 
     STARTING = "starting"
     READY = "ready"
@@ -32,19 +32,18 @@ TRANSITIONS: Final[dict[NodeState, frozenset[NodeState]]] = {
 
 RETRY_STARTING_S: Final = 5
 RETRY_DRAINING_S: Final = 1
-"""Another node answers at once; this one will be gone."""
+"""Short, because a load balancer sends the retry to another node."""
 
 
 class Lifecycle:
     """The state of this node, with the reason of a failure."""
 
     def __init__(self) -> None:
-        """Begin as starting."""
         self.state = NodeState.STARTING
         self.failure: str | None = None
 
     def move_to(self, state: NodeState, failure: str | None = None) -> None:
-        """Change the state; no-op if it is the present one.
+        """Change the state; does nothing if the state is the same.
 
         Raises:
             RuntimeError: the table has no such transition.
@@ -57,7 +56,7 @@ class Lifecycle:
         self.failure = failure or self.failure
 
     def note_failure(self, failure: str | None) -> None:
-        """Become failed if the workers report a failure; a draining node just remembers why."""
+        """Enter the failed state if the workers report a failure; a draining node only keeps it."""
         if failure is None or self.failure is not None:
             return
         self.failure = failure
@@ -65,11 +64,7 @@ class Lifecycle:
             self.move_to(NodeState.FAILED)
 
     def require_ready(self) -> None:
-        """Return if new requests are welcome.
-
-        Raises:
-            Unavailable: they are not; the subclass says why.
-        """
+        """Raise a subclass of `Unavailable` unless the node accepts requests."""
         if self.state is NodeState.READY:
             return
         if self.state is NodeState.STARTING:

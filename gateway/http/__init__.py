@@ -1,1 +1,1 @@
-"""The HTTP surface: OpenAI's API, and what operators need."""
+"""The HTTP API: OpenAI's endpoints, and those for operators."""

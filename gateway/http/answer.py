@@ -1,4 +1,4 @@
-"""One answer in the making: deltas in, figures and rendered pieces out."""
+"""The answer to a request while it is generated: collects deltas, returns rendered bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 
 
 class Answer:
-    """What the streaming and the whole form of an answer have in common."""
+    """An answer, streamed or whole.
+
+    Attributes:
+        run: set once the job has been admitted.
+    """
 
     def __init__(self, parsed: ParsedRequest, rendering: Rendering, watch: RequestWatch) -> None:
-        """Begin before the job is admitted; `run` is set once it is."""
         self.parsed = parsed
         self.rendering = rendering
         self.watch = watch
@@ -40,20 +43,20 @@ class Answer:
         return self._open_choices == 0
 
     def observe(self, delta: Delta) -> None:
-        """Take note of a delta; every one must pass here, in order."""
+        """Record a delta. Every delta must pass here, in order."""
         self.watch.observe(delta)
         self._open_choices -= delta.finish_reason is not None
         if delta.outcome is not None:
             self._outcomes[delta.choice // self.parsed.job.n] += delta.outcome
 
     def usage(self) -> Usage:
-        """Return the tokens so far."""
+        """Return the token usage so far."""
         prompt, output = self.watch.prompt_tokens, self.watch.output_tokens
         details = PromptTokensDetails(self.watch.cached_tokens)
         return Usage(prompt, output, prompt + output, details)
 
     def metrics(self) -> ResponseMetrics:
-        """Return the decisions and what came of them, a prompt's choices summed."""
+        """Return the decisions and their outcomes, summed over the choices of each prompt."""
         placed = self.run.placed
         first = placed[0]
         prompts = [
@@ -70,22 +73,22 @@ class Answer:
         )
 
     def chunk(self, delta: Delta) -> bytes:
-        """Return the events of a delta that was observed; often one, now and then none."""
+        """Return the events of an observed delta; usually one, sometimes none."""
         last = self.complete and not self.parsed.include_usage
         usage = self.usage() if self.parsed.continuous_usage else UNSET
         return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
 
     def ending(self) -> bytes:
-        """Return the events behind the last delta."""
+        """Return the events after the last delta."""
         if not self.parsed.include_usage:
             return self.rendering.ending()
         return self.rendering.ending(self.usage(), self.metrics())
 
     async def whole(self) -> bytes:
-        """Collect every delta of the run and return the response's JSON.
+        """Collect all deltas of the run and return the JSON of the response.
 
         Raises:
-            BackendFailed: the worker broke.
+            BackendFailed: the worker failed.
         """
         choices = [WholeChoice() for _ in range(self._open_choices)]
         async for delta in self.run.deltas:
@@ -93,12 +96,11 @@ class Answer:
             choices[delta.choice].append(delta)
         if self.parsed.job.sampling.logprobs is None and not self.parsed.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
-        # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
+        # Rendering 500 tokens with 20 alternatives each takes some 20 ms.
         return await offload(self.rendering.response, choices, self.usage(), self.metrics())
 
 
 def _resume_reply(resume: Resume) -> ResumeReply:
-    """Return where a prompt was and where it went on."""
     return ResumeReply(
         resume.index,
         resume.lost.worker.worker_id,
@@ -109,7 +111,7 @@ def _resume_reply(resume: Resume) -> ResumeReply:
 
 
 def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
-    """Return what was decided for a request, and what came of it."""
+    """Return the speculation plan of a prompt, and its outcome."""
     plan = placed.request.speculation
     return SpeculativeDecoding(
         plan.policy,

@@ -27,7 +27,12 @@ from draftgate.gateway.http.context import (
     read_body,
 )
 from draftgate.gateway.http.replies.rendering import event
-from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
+from draftgate.gateway.http.requests.forwarded import (
+    ForwardedFields,
+    changed_fields,
+    read_fields,
+    rewrite_body,
+)
 from draftgate.gateway.http.requests.headers import (
     TPOT_HEADER,
     TTFT_HEADER,
@@ -57,7 +62,7 @@ upstream's is this node's own (`--upstream-api-key-env`)."""
 
 
 class _ErrorInPlaceOfStream(UpstreamBroken):
-    """The upstream answered an error after comments were sent; its JSON goes on as it came."""
+    """The upstream answered an error after comments were sent; its JSON is passed on unchanged."""
 
     def __init__(self, json: bytes) -> None:
         super().__init__("the upstream answered an error")
@@ -81,18 +86,18 @@ async def forward(
         ConnectionResetError: the client is gone.
     """
     account = request[ACCOUNT]
-    wishes, body = await _read(request, node, account)
+    fields, body = await _read(request, node, account)
     if not generates:
-        wishes = replace(wishes, stream=False, n=1, max_tokens=0)
-    choices = wishes.n if generates else 0
-    watch.forwarding(wishes.model or "", account.name, choices, stream=wishes.stream)
+        fields = replace(fields, stream=False, n=1, max_tokens=0)
+    choices = fields.n if generates else 0
+    watch.forwarding(fields.model or "", account.name, choices, stream=fields.stream)
     with watch.span.child("forward") as span:
-        job = _job(request, body, wishes, span)
+        job = _job(request, body, fields, span)
         running = node.forwarder.run(job, watch.span)
         events = EventStream(request, request.app[SLOW_READERS])
         whole = None
         async with one_ending(events, watch, lambda error: event(error.body())):
-            whole = await _send(request, running, events, watch, waits=wishes.stream)
+            whole = await _send(request, running, events, watch, waits=fields.stream)
         return events.response if whole is None else whole
 
 
@@ -216,7 +221,9 @@ async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
     return UpstreamBroken(f"the upstream answered {answer.status} and not a stream of events")
 
 
-async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wishes, bytes]:
+async def _read(
+    request: web.Request, node: Node, account: Account
+) -> tuple[ForwardedFields, bytes]:
     """Return what a request asks for, and its body for the upstream."""
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
@@ -224,26 +231,26 @@ async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wis
     return await offload(_read_fields, body, node, account)
 
 
-def _read_fields(body: bytes, node: Node, account: Account) -> tuple[Wishes, bytes]:
+def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFields, bytes]:
     card = node.fleet.card
-    wishes = wishes_of(body, card.max_model_len)
+    fields = read_fields(body, card.max_model_len)
     if not body:
-        return wishes, body
+        return fields, body
     names = (node.config.served_model_name, card.model_id)
-    return wishes, rewritten(body, changes(wishes, names, account))
+    return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
-def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> ForwardJob:
+def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span) -> ForwardJob:
     """Return a request as the forwarder takes it, within its account's bounds."""
     account = request[ACCOUNT]
-    service = account.capped(replace(service_level(request.headers), priority=wishes.priority))
-    prompt, output = wishes.prompt_tokens, wishes.max_tokens
-    need = CapacityNeed(wishes.n, prompt, (prompt + output) * wishes.n, service.tpot_s)
+    service = account.capped(replace(service_level(request.headers), priority=fields.priority))
+    prompt, output = fields.prompt_tokens, fields.max_tokens
+    need = CapacityNeed(fields.n, prompt, (prompt + output) * fields.n, service.tpot_s)
     ask = for_account(
         Ask(new_id(), (need,), output, service), account, body, retry_count(request.headers)
     )
-    call = _call(request, body, span, service)._replace(sequences=wishes.n)
-    wanted = wishes.temperature, wishes.mode, wishes.max_draft_tokens
+    call = _call(request, body, span, service)._replace(sequences=fields.n)
+    wanted = fields.temperature, fields.mode, fields.max_draft_tokens
     return ForwardJob(ask, call, RequestView(prompt, output, *wanted, service))
 
 

@@ -1,1 +1,1 @@
-"""The endpoints, one module for each kind: what a path does."""
+"""The handlers of the endpoints."""

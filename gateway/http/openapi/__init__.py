@@ -1,1 +1,1 @@
-"""The OpenAPI document: made of the structs on the wire, their limits and a table of operations."""
+"""The OpenAPI document, made from the structs, their limits and a table of operations."""

@@ -1,1 +1,1 @@
-"""What clients get, in the shapes of OpenAI's API."""
+"""The bodies of responses, in the format of OpenAI's API, and how answers are rendered."""

@@ -1,4 +1,4 @@
-"""What clients receive, as msgspec structs in OpenAI's shapes; `metrics` is ours."""
+"""The bodies of responses, as msgspec structs in OpenAI's format; `metrics` is an extension."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct):
-    """Of a prompt's tokens, those whose keys and values were cached."""
+    """How many prompt tokens had cached keys and values."""
 
     cached_tokens: int
 
 
 class Usage(Struct):
-    """Tokens of a request, all choices together."""
+    """Tokens of a request, summed over its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,7 +23,7 @@ class Usage(Struct):
 
 
 class SpeculativeDecoding(Struct):
-    """What was decided about speculation, and what came of it."""
+    """The speculation plan of a request, and its outcome."""
 
     policy: str
     mode: str
@@ -38,16 +38,16 @@ class SpeculativeDecoding(Struct):
 
 
 class PromptMetrics(Struct):
-    """Where one prompt of several ran, and what speculation did for its choices."""
+    """The worker of one of several prompts, and what speculation did for its choices."""
 
     worker_id: str
     speculative_decoding: SpeculativeDecoding
 
 
 class ResumeReply(Struct):
-    """A worker went on with a prompt whose own was lost, from the tokens that it had.
+    """A prompt lost its worker, and another worker continued it after its tokens so far.
 
-    The text is that of an undisturbed run where the numerics class is the same and promises it.
+    If both workers have the same numerics class, the text is the same as without the loss.
     """
 
     prompt: int
@@ -58,11 +58,11 @@ class ResumeReply(Struct):
 
 
 class ResponseMetrics(Struct):
-    """What is needed to repeat the request, and what speculation did (contract).
+    """What is needed to repeat the request, and what speculation did.
 
-    With several prompts, worker and decision are the first one's and the outcome is the sum;
-    `prompts` has each by itself. Where a worker was lost, these are of the one that went on, and
-    `resumes` tells of each time; what the lost one drafted for unfinished choices nobody knows.
+    With several prompts, worker and plan are those of the first prompt, and the outcome is the sum;
+    `prompts` has the values of each. After the loss of a worker, the worker is the last one,
+    `resumes` lists each loss, and the lost worker's drafts for unfinished choices are not counted.
     """
 
     seed: int
@@ -78,7 +78,7 @@ OptionalMetrics = ResponseMetrics | UnsetType
 
 
 class TopLogprob(Struct):
-    """A token and its log probability, chat form."""
+    """A token and its log probability, in a chat."""
 
     token: str
     logprob: float
@@ -86,7 +86,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprobReply(TopLogprob):
-    """An output token with the likeliest others."""
+    """An output token and the most likely alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -107,9 +107,9 @@ class CompletionLogprobs(Struct):
 
 
 class StepReply(Struct):
-    """What one step added to a choice, and what became of its draft (`speculation.trace`).
+    """What one step added to a choice, and the fate of its draft (`speculation.trace`).
 
-    `survivals` and `price` are as in `backends.types.StepTrace`; texts are those of single tokens.
+    `survivals` and `price` are those of `backends.types.StepTrace`; each text is one token.
     """
 
     tokens: list[str]
@@ -123,14 +123,14 @@ class StepReply(Struct):
 
 
 class FunctionCall(Struct):
-    """What is called, and the JSON of its arguments as the model wrote it."""
+    """The function, and the JSON of its arguments as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Struct):
-    """A call of the whole answer."""
+    """A function call in a whole answer."""
 
     id: str
     function: FunctionCall
@@ -138,14 +138,14 @@ class ToolCall(Struct):
 
 
 class FunctionCallDelta(Struct):
-    """More of a call: its name once, its arguments piece by piece."""
+    """A part of a function call: first its name, then its arguments piece by piece."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct):
-    """A piece of a call; the first one has its id and name."""
+    """A part of a function call; its first part has the id and the name."""
 
     index: int
     function: FunctionCallDelta
@@ -154,7 +154,7 @@ class ToolCallDelta(Struct):
 
 
 class ChatMessage(Struct):
-    """The whole answer; its content is null where it is calls alone."""
+    """The whole answer; its content is null if it consists of calls only."""
 
     content: str | None
     role: str = "assistant"
@@ -163,7 +163,7 @@ class ChatMessage(Struct):
 
 
 class ChatDelta(Struct):
-    """A piece of the answer; the first one of a choice has the role."""
+    """A part of the answer; the first part of a choice has the role."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -204,7 +204,7 @@ Choice = TypeVar("Choice")
 
 
 class Reply(Struct, Generic[Choice]):
-    """A response or a chunk; `usage` and `metrics` only where they belong."""
+    """A response, or a chunk of a stream."""
 
     id: str
     object: str
@@ -220,15 +220,15 @@ class ChatReply(Reply[ChatChoice]):
 
 
 class ChatChunk(Reply[ChatChunkChoice]):
-    """A piece of a streamed chat completion."""
+    """A chunk of a streamed chat completion."""
 
 
 class CompletionReply(Reply[CompletionChoice]):
-    """A completion, or a piece of a streamed one."""
+    """A completion, or a chunk of a streamed one."""
 
 
 class EmbeddingReply(Struct):
-    """A vector: the JSON of a list of numbers, or of base64."""
+    """A vector, as a list of numbers or in base64."""
 
     index: int
     embedding: Raw
@@ -243,7 +243,7 @@ class EmbeddingUsage(Struct):
 
 
 class EmbeddingList(Struct):
-    """The answer of `/v1/embeddings`."""
+    """The response of `/v1/embeddings`."""
 
     data: list[EmbeddingReply]
     model: str
@@ -263,14 +263,14 @@ class ModelReply(Struct):
 
 
 class ModelList(Struct):
-    """The answer of `/v1/models`."""
+    """The response of `/v1/models`."""
 
     data: list[ModelReply]
     object: str = "list"
 
 
 class TokenizeReply(Struct):
-    """The answer of `/tokenize`."""
+    """The response of `/tokenize`."""
 
     count: int
     max_model_len: int
@@ -278,13 +278,13 @@ class TokenizeReply(Struct):
 
 
 class DetokenizeReply(Struct):
-    """The answer of `/detokenize`."""
+    """The response of `/detokenize`."""
 
     prompt: str
 
 
 class WorkerHealth(Struct):
-    """A worker of the node; `reason` says why it failed, or is left alone."""
+    """A worker of the node; `reason` says why it failed or gets no requests."""
 
     id: str
     status: str
@@ -292,7 +292,7 @@ class WorkerHealth(Struct):
 
 
 class HealthReply(Struct):
-    """The answer of `/health`; `reason` says why the node failed."""
+    """The response of `/health`; `reason` says why the node failed."""
 
     status: str
     in_flight: int
@@ -301,9 +301,9 @@ class HealthReply(Struct):
 
 
 class ReadyReply(Struct):
-    """The answer of `/ready`.
+    """The response of `/ready`.
 
-    `progress` is the share of loading that is done; `reason` why no worker serves now.
+    `progress` is the share of loading that is done; `reason` says why no worker is available.
     """
 
     status: str
@@ -312,6 +312,6 @@ class ReadyReply(Struct):
 
 
 class VersionReply(Struct):
-    """The answer of `/version`."""
+    """The response of `/version`."""
 
     version: str

@@ -1,1 +1,1 @@
-"""What clients send: decoded, checked, and turned into jobs."""
+"""Requests: decoded, validated, and made into jobs."""

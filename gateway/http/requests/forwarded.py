@@ -1,4 +1,4 @@
-"""What must be known of a request that goes on as it came: a few fields, found without the rest."""
+"""The fields of a forwarded request that the gateway needs; the rest of the body is not parsed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 
 from draftgate.backends.base import BYTES_PER_TOKEN
 from draftgate.gateway.accounts import Account
-from draftgate.gateway.errors import InvalidRequest, ModelNotFound
+from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 UNSAID_OUTPUT_TOKENS: Final = 1024
-"""What an answer is taken to have at most where the request does not say; what answers turn out to
-have is learnt as a share of it."""
+"""Maximum output tokens of a request that does not set them. Actual lengths are learnt as a share
+of this number."""
 
 MOST_OUTPUT_TOKENS: Final = 1 << 20
-"""Believed where the upstream does not say how long the context of its model is: a million tokens
-is the longest that open models have (2026-11-21)."""
+"""Maximum output tokens if the upstream does not report its context length. The longest contexts of
+open models have a million tokens (2026-11-21)."""
 
 
 class _Fields(msgspec.Struct):
@@ -39,46 +39,46 @@ _fields: Final = msgspec.json.Decoder(_Fields)
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a body asks for, as far as it can be read: complaints are the upstream's.
+class ForwardedFields:
+    """What a body asks for. Invalid values count as not given; the upstream reports them.
 
     Attributes:
-        read: whether it is a JSON object.
-        model: None where the body names none.
-        prompt_tokens: an estimate from the body's size.
+        is_object: whether the body is a JSON object.
+        model: None if not given.
+        prompt_tokens: an estimate from the size of the body.
         max_tokens: per choice.
-        priority: 0 where the body names none.
-        said_priority: what it says of it, whatever that is.
-        temperature: 1 where the body names none.
+        priority: 0 if not given.
+        sent_priority: the value in the body, of any type.
+        temperature: 1 if not given.
         mode, max_draft_tokens: of `speculation`.
     """
 
-    read: bool
+    is_object: bool
     model: str | None
     stream: bool
     n: int
     prompt_tokens: int
     max_tokens: int
     priority: int
-    said_priority: Any
+    sent_priority: Any
     temperature: float = 1.0
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
 
 
-def wishes_of(body: bytes, max_model_len: int = 0) -> Wishes:
-    """Return what a body asks for; what makes no sense counts as not said, and bounds are kept.
+def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
+    """Return the fields of a body, within their bounds.
 
     Args:
-        max_model_len: of the upstream's model; 0 where nobody knows.
+        max_model_len: of the upstream's model; 0 if unknown.
     """
-    read = True
+    is_object = True
     try:
         fields = _fields.decode(body)
-    except (msgspec.DecodeError, RecursionError):  # no JSON, or no object
-        read, fields = False, _Fields()
-    return Wishes(
-        read,
+    except (msgspec.DecodeError, RecursionError):
+        is_object, fields = False, _Fields()
+    return ForwardedFields(
+        is_object,
         fields.model if isinstance(fields.model, str) else None,
         fields.stream is True,
         _number("n", fields.n) or 1,
@@ -91,70 +91,70 @@ def wishes_of(body: bytes, max_model_len: int = 0) -> Wishes:
     )
 
 
-def changes(
-    wishes: Wishes, names: tuple[str | None, str], account: Account
+def changed_fields(
+    fields: ForwardedFields, names: tuple[str | None, str], account: Account
 ) -> Mapping[str, str | int]:
-    """Return the values of a body's fields that the upstream must get in place of the client's.
+    """Return the fields that the upstream gets with other values than the client's.
 
     Args:
-        names: the model's, for clients (None: the upstream's own) and at the upstream.
-        account: whose bounds hold.
+        names: the model's name for clients (None: the upstream's own), and at the upstream.
+        account: the account whose bounds apply.
 
     Raises:
-        ModelNotFound: it asks for a model that is not served.
-        InvalidRequest: it must be changed, and cannot be read.
+        ModelNotFound: the request asks for another model.
+        InvalidRequest: a value must be changed but cannot be read.
     """
     found: dict[str, str | int] = {}
     ours, theirs = names
     if ours is not None:
-        if wishes.model is not None and wishes.model != ours:
-            raise ModelNotFound(wishes.model, ours)
+        if fields.model is not None and fields.model != ours:
+            raise ModelNotFound(fields.model, ours)
         if theirs and ours != theirs:
             found["model"] = theirs
     if account.first_priority is not None:
-        found |= _capped_priority(wishes, account)
+        found |= _capped_priority(fields, account)
     return found
 
 
-def rewritten(body: bytes, changed: Mapping[str, str | int]) -> bytes:
-    """Return a body with some values changed, and every other one as it came.
+def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
+    """Return a body with some values changed and all others as received.
 
     Raises:
-        InvalidRequest: it is no JSON object.
+        InvalidRequest: the body is not a JSON object.
     """
     if not changed:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        raise _unreadable() from None
+        raise _not_an_object() from None
     return msgspec.json.encode({**fields, **changed})
 
 
-def _capped_priority(wishes: Wishes, account: Account) -> Mapping[str, int]:
-    """Return the priority to write into the body where it asks for a better one than it may have.
+def _capped_priority(fields: ForwardedFields, account: Account) -> Mapping[str, int]:
+    """Return the priority for the upstream if the account does not allow the client's.
 
     Raises:
-        InvalidRequest: nobody here can tell what it asks for, but the upstream might.
+        InvalidRequest: the client's priority cannot be read here, but perhaps by the upstream.
     """
-    said = wishes.said_priority
-    if not wishes.read:
-        raise _unreadable()
-    if said is not None and _whole(said) is None:
-        raise InvalidRequest("priority: must be a whole number", "priority")
-    capped = account.capped(ServiceLevel(priority=wishes.priority)).priority
-    return {} if capped == (said or 0) else {"priority": capped}
+    sent = fields.sent_priority
+    if not fields.is_object:
+        raise _not_an_object()
+    if sent is not None and _whole(sent) is None:
+        raise invalid("priority", "must be a whole number")
+    capped = account.capped(ServiceLevel(priority=fields.priority)).priority
+    return {} if capped == (sent or 0) else {"priority": capped}
 
 
-def _unreadable() -> InvalidRequest:
+def _not_an_object() -> InvalidRequest:
     return InvalidRequest("the body must be a JSON object")
 
 
 def _most_tokens(fields: _Fields) -> int:
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        said = _number(name, getattr(fields, name))
-        if said is not None:
-            return said
+        given = _number(name, getattr(fields, name))
+        if given is not None:
+            return given
     return UNSAID_OUTPUT_TOKENS
 
 
@@ -165,19 +165,18 @@ def _temperature(value: object) -> float:
 
 
 def _speculation(value: object) -> tuple[SpeculationMode, int | None]:
-    """Return the mode and the cap that `speculation` asks for."""
-    said = value if isinstance(value, dict) else {}
-    cap = _number("max_draft_tokens", said.get("max_draft_tokens"))
+    given = value if isinstance(value, dict) else {}
+    cap = _number("max_draft_tokens", given.get("max_draft_tokens"))
     try:
-        return SpeculationMode(str(said.get("mode"))), cap
+        return SpeculationMode(str(given.get("mode"))), cap
     except ValueError:
         return SpeculationMode.AUTO, cap
 
 
 def _number(name: str, value: object) -> int | None:
-    """Return a whole number within the bounds of its field; None for what makes no sense.
+    """Return a whole number within the range of its field; None if it is invalid.
 
-    What is below the least is nonsense in a count, what is above the most is cut.
+    A number above the range is cut. A number below it is invalid unless the range has negatives.
     """
     number, bounds = _whole(value), RANGES[name]
     if number is None:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: the body of a request, and the chat that it stands for."""
+"""`/v1/responses`: the body of a request, and the equivalent chat."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def parse_responses(
 
 
 def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
-    """Return the messages that the input stands for, and the paths of their parts in the input."""
+    """Return the messages of the equivalent chat, and the paths of their parts in the input."""
     if not wire.input:
         raise invalid("input", "must be given and not be empty")
     messages: list[Message] = []

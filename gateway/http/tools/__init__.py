@@ -1,1 +1,1 @@
-"""Function calls: how models write them, found in their text, and forced."""
+"""Function calls: how models write them, and how they are found in the text of an answer."""

@@ -126,7 +126,7 @@ class Dialect:
 
 
 def _pattern(text: str) -> Pattern:
-    """Return the pattern of a text in which a space stands for optional white space."""
+    """Return the pattern of a text in which a space means optional white space."""
     return tuple(text.split(" "))
 
 

@@ -13,9 +13,9 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.forwarded import (
     MOST_OUTPUT_TOKENS,
     UNSAID_OUTPUT_TOKENS,
-    changes,
-    rewritten,
-    wishes_of,
+    changed_fields,
+    read_fields,
+    rewrite_body,
 )
 from draftgate.gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
 from draftgate.policies.types import SpeculationMode
@@ -64,14 +64,14 @@ def test_the_tokens_of_an_answer_are_believed_within_bounds(
 ) -> None:
     """What makes no sense counts as not said; nothing is longer than the model's context."""
     body = json.dumps(said).encode()
-    assert wishes_of(body).max_tokens == believed
-    assert wishes_of(body, 99).max_tokens == min(believed, 99)
+    assert read_fields(body).max_tokens == believed
+    assert read_fields(body, 99).max_tokens == min(believed, 99)
 
 
 @pytest.mark.parametrize(("said", "believed"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)])
 def test_choices_are_believed_within_bounds(said: int, believed: int) -> None:
     """Nobody reserves more seats than a request may have choices."""
-    assert wishes_of(json.dumps({"n": said}).encode()).n == believed
+    assert read_fields(json.dumps({"n": said}).encode()).n == believed
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_wishes_about_speculation_are_believed(
     said: dict[str, Any], believed: tuple[SpeculationMode, int | None, float]
 ) -> None:
     """What makes no sense counts as not said: complaints are the upstream's."""
-    wishes = wishes_of(json.dumps(said).encode())
+    wishes = read_fields(json.dumps(said).encode())
     assert (wishes.mode, wishes.max_draft_tokens, wishes.temperature) == believed
 
 
@@ -106,7 +106,7 @@ def test_priorities_are_believed_within_bounds() -> None:
     """They fit any wire."""
     for said in (-(10**12), 10**12):
         body = json.dumps({"priority": said}).encode()
-        assert abs(wishes_of(body).priority) == MAX_PRIORITY
+        assert abs(read_fields(body).priority) == MAX_PRIORITY
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_priorities_are_believed_within_bounds() -> None:
 )
 def test_a_capped_priority_goes_on_as_the_account_may_have_it(said: bytes, sent: bytes) -> None:
     """Only that value is changed, and only if it is better than allowed."""
-    found = changes(wishes_of(said), (None, "theirs"), CAPPED)
-    assert rewritten(said, found) == sent
-    assert not changes(wishes_of(said), (None, "theirs"), EVERYBODY)
+    found = changed_fields(read_fields(said), (None, "theirs"), CAPPED)
+    assert rewrite_body(said, found) == sent
+    assert not changed_fields(read_fields(said), (None, "theirs"), EVERYBODY)
 
 
 @pytest.mark.parametrize("said", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}'])
 def test_a_priority_that_only_the_upstream_may_understand_is_refused(said: bytes) -> None:
     """An account with a cap cannot hide what it asks for."""
     with pytest.raises(InvalidRequest):
-        changes(wishes_of(said), (None, "theirs"), CAPPED)
+        changed_fields(read_fields(said), (None, "theirs"), CAPPED)
 
 
 async def test_caps_hold_upstream(tmp_path: Path) -> None:
