@@ -1,8 +1,8 @@
-"""Clients of a cluster: Poisson load through all gateways, every stream audited.
+"""Clients of a cluster: Poisson load through all gateways, with an audit of every stream.
 
-A client does what a load balancer does, or a user: where a gateway refuses because it stops, or
-cannot be reached, it goes to the next one. Nothing of an answer has come by then. What fails in any
-other way has failed.
+A client behaves like a load balancer or a user: if a gateway refuses because it stops, or cannot be
+reached, the client tries the next one. In both cases no part of an answer has arrived. Any other
+failure counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from draftgate.loadgen.sending.driver import send_on_schedule
 from draftgate.loadgen.types import PlannedRequest, Record
 
 REFUSED = ('"draining"', '"model_loading"')
-"""Codes by which a node says that it is another one's turn."""
+"""Error codes after which a client tries the next gateway."""
 
 PATIENCE = ClientTimeouts(total_s=300.0, stall_s=120.0)
 
 
 def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRequest]:
-    """Yield code to continue at Poisson instants, without end; greedy and sampled by turns."""
+    """Yield requests to continue code, at Poisson times, alternately greedy and sampled."""
     load = Load(
         workload="code",
         rate_rps=rate_rps,
@@ -46,18 +46,18 @@ def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRe
     for planned in make_plan(load, max_model_len=2 * max_tokens, lazily=True).requests:
         question = planned.request
         extra = (("temperature", float(planned.index % 2)), ("ignore_eos", True))
-        # Some are short: what is ordinary beside what is long enough to be hit.
+        # Some are short, as usual traffic; others are long enough to be interrupted.
         tokens = max_tokens if planned.index % 4 else max_tokens // 8
         yield replace(planned, request=replace(question, extra=extra, max_tokens=tokens))
 
 
 @dataclass
 class Clients:
-    """Who asks a cluster.
+    """The clients of a cluster.
 
     Attributes:
-        records: of what has ended, in turn; of a question that another gateway answered, the last.
-        refusals: how often a gateway refused, or could not be reached.
+        records: records of finished requests, in order; the last attempt of each.
+        refusals: number of times that a gateway refused or could not be reached.
     """
 
     session: aiohttp.ClientSession
@@ -72,12 +72,12 @@ class Clients:
 
     @property
     def resumes(self) -> int:
-        """How often requests that have ended had gone on with another worker."""
+        """Number of resumes of all finished requests."""
         return sum(len(resumes_of(record)) for record in self.records)
 
     @property
     def failed(self) -> list[str]:
-        """What became of those whose answer was not intact."""
+        """The verdicts of answers that were not intact."""
         return [
             f"request {r.planned.index}, {r.scheduled_s:.1f} to {r.end_s:.1f} s: "
             f"{r.verdict} ({r.detail})"
@@ -86,7 +86,7 @@ class Clients:
         ]
 
     async def send(self, asked: Iterator[PlannedRequest], over: asyncio.Event) -> None:
-        """Send questions at their instants, from now, until it is over; wait for the answers."""
+        """Send requests at their times from now until the end, and wait for the answers."""
         begun_s = self.clock()
         async with asyncio.TaskGroup() as tasks:
             await send_on_schedule(
@@ -98,7 +98,8 @@ class Clients:
     async def ask(
         self, planned: PlannedRequest, scheduled_s: float, first: int | None = None
     ) -> Record:
-        """Ask the gateways in turn, from one on, until one answers; return and keep the record."""
+        """Ask the gateways in turn, starting with one, until one answers; keep and return the
+        record."""
         first = planned.index if first is None else first
         for turn in range(2 * len(self.gateways)):
             url = self.gateways[(first + turn) % len(self.gateways)]
@@ -113,9 +114,10 @@ class Clients:
         return record
 
     async def changed(self, at_once: int) -> list[str]:
-        """Ask all that were answered again, so many at a time; return whose answer is another now.
+        """Repeat all answered requests, this many at a time, and return those with another answer.
 
-        Nobody disturbs the cluster meanwhile. Texts and ends are compared within a numerics class.
+        Nothing disturbs the cluster meanwhile. Texts and endings are compared within a numerics
+        class.
         """
         before, self.records = self.records, []
         waiting = [record for record in before if record.verdict == Verdict.OK]
@@ -143,7 +145,7 @@ async def clients_of(*gateways: str) -> AsyncIterator[Clients]:
 
 
 def resumes_of(record: Record) -> list[object]:
-    """Return what the answer tells of how it went on with other workers."""
+    """Return the resumes that an answer reports."""
     return (record.metrics or {}).get("resumes") or []
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the cluster's tests: those of the gateway's that they share."""
+"""Fixtures of the cluster's tests, shared with the gateway's tests."""
 
 from tests.gateway.conftest import own_redis, scripted
 

@@ -1,4 +1,4 @@
-"""Figures of a run, for people and files."""
+"""Results of a run, printed and written to files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from draftgate.loadgen.types import Record
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that this share of them do not exceed (nearest rank)."""
+    """The nearest-rank percentile of some values."""
     ranked = sorted(values)
     return ranked[max(1, math.ceil(share * len(ranked))) - 1]
 
 
 def latencies(records: Sequence[Record]) -> dict[str, Any]:
-    """Return percentiles, in milliseconds."""
+    """Return percentiles in milliseconds."""
     measured = {
         "ttft": [found for r in records if (found := ttft_s(r)) is not None],
         "tpot": [found for r in records if (found := tpot_s(r)) is not None],
@@ -41,10 +41,10 @@ def latencies(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def write_figures(variable: str, command: str, figures: dict[str, Any]) -> None:
-    """Print figures, and write them to the file that a variable of the environment names.
+    """Print results, and write them to the file in an environment variable.
 
     Args:
-        command: by which they come about.
+        command: the command that produces them.
     """
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     if variable in os.environ:

@@ -1,4 +1,4 @@
-"""Nodes as processes: `draftgate serve --join`, which may be killed, stopped and restarted."""
+"""Nodes as processes that tests kill, pause and restart (`draftgate serve --join`)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import httpx
 from tests.gateway.redis_server import free_port
 
 START_S = 300.0
-"""For a start, or an end: a busy machine takes longer than an idle one."""
+"""Timeout of a start or an end, long enough for a busy machine."""
 
 PATIENT = ("--queue-timeout-s", "300", "--drain-timeout-s", "300")
-"""Of gateways: what is slow here is the machine."""
+"""Flags of gateways: the machine is slow, not the nodes."""
 
 COMMAND = (sys.executable, "-m", "draftgate", "serve")
 
 
 class NodeProcess:
-    """A node, in one life after the other at the same address."""
+    """A node that can start several times at the same address."""
 
     def __init__(self, name: str, folder: Path, *flags: str) -> None:
-        """Prepare one; `flags` are those of `serve`."""
+        """Prepare a node; `flags` are those of `serve`."""
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -38,16 +38,16 @@ class NodeProcess:
 
     @property
     def worker_id(self) -> str:
-        """What its worker, if it has one, is called in the pool."""
+        """The id of its worker in the pool."""
         return f"127.0.0.1:{self.port}-0"
 
     @property
     def told(self) -> str:
-        """What it has logged in all its lives."""
+        """Everything it has logged, over all starts."""
         return self._log.read_text(errors="replace")
 
     async def start(self) -> None:
-        """Begin a life."""
+        """Start the process."""
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -57,7 +57,7 @@ class NodeProcess:
             )
 
     async def until_ready(self) -> None:
-        """Wait until it serves."""
+        """Wait until it is ready."""
 
         async def serves() -> bool:
             assert self._running.returncode is None, self.told[-4000:]
@@ -66,23 +66,23 @@ class NodeProcess:
         await eventually(serves)
 
     async def kill(self) -> None:
-        """End it without a word."""
+        """Kill it with SIGKILL."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> int:
-        """Let it end in its own way; return its exit status."""
+        """Stop it with SIGTERM, and return its exit status."""
         return await self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
-        """Stop it: connections stay, and it says nothing."""
+        """Pause it with SIGSTOP; its connections stay open."""
         self._running.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Resume it after `freeze`."""
         self._running.send_signal(signal.SIGCONT)
 
     async def status(self, path: str) -> int:
-        """Return the status of an answer; 0 if there is none."""
+        """Return the status of a response; 0 without one."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             try:
                 return (await http.get(path)).status_code
@@ -90,18 +90,18 @@ class NodeProcess:
                 return 0
 
     async def in_flight(self) -> int:
-        """Return how many requests it has, of clients or of other nodes."""
+        """Return its requests in flight, from clients and other nodes."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             return int((await http.get("/health")).json()["in_flight"])
 
     async def figure(self, name: str) -> float:
-        """Return the sum over the series of a figure of `/metrics`."""
+        """Return the sum over the series of a metric."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             page = (await http.get("/metrics")).text
         return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)))
 
     async def close(self) -> None:
-        """See that it has ended."""
+        """Make sure that it has exited."""
         if self._process is not None:
             await self.kill()
 
@@ -127,11 +127,11 @@ class Cluster:
 
     @property
     def nodes(self) -> list[NodeProcess]:
-        """All."""
+        """All nodes."""
         return [*self.workers, *self.gateways]
 
     async def at_rest(self) -> bool:
-        """Whether no worker runs or keeps anything of a request, and no gateway has one open."""
+        """Whether no worker keeps anything of a request and no gateway has one open."""
         held = [
             await node.figure(f"draftgate_{name}")
             for node in self.workers
@@ -144,10 +144,10 @@ class Cluster:
 async def cluster(
     folder: Path, address: str, *flags: str, gateways: int = 2, workers: int = 3
 ) -> AsyncIterator[Cluster]:
-    """Start nodes that join the Redis at an address; yield when all of them serve.
+    """Start nodes that join a Redis, and yield when all are ready.
 
     Args:
-        flags: of the workers.
+        flags: flags of the workers.
     """
     joined = ("--join", address)
     made = Cluster(
@@ -169,7 +169,7 @@ async def cluster(
 
 
 async def until_known(gateway: NodeProcess, workers: int) -> None:
-    """Wait until a gateway is linked to so many workers that are well."""
+    """Wait until a gateway is linked to this many healthy workers."""
 
     async def known() -> bool:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=START_S) as http:
@@ -180,7 +180,7 @@ async def until_known(gateway: NodeProcess, workers: int) -> None:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again and again until the condition holds; fails after `START_S`."""
+    """Poll until a condition holds; fail after `START_S`."""
     async with asyncio.timeout(START_S):
         while not await condition():  # noqa: ASYNC110 - nobody tells it
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What lies in Redis of a pool, read in one step and held against what it must be."""
+"""The keys of a pool in Redis, read in one step and checked for consistency."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ return {
   redis.call('ZRANGE', P .. 'gateways', 0, -1), redis.call('KEYS', P .. '*'),
 }
 """
-"""Everything at one instant. Nothing is written, so nothing is cleaned up by looking."""
+"""A consistent snapshot. The script writes nothing, so reading does not clean up."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What lies there at one instant.
+    """The state of a pool at one time.
 
     Attributes:
-        workers: those that are offered, with their capacity in tokens.
-        leases: by request, tokens and worker.
-        leased: tokens by worker, as the store counts them.
-        left_s: by request, how long its lease lives on; negative if it is over.
-        gateways: those that renewed lately.
-        keys: of the pool, without its prefix.
+        workers: the offered workers with their capacity in tokens.
+        leases: tokens and worker of each request's lease.
+        leased: tokens by worker, as counted by the store.
+        left_s: remaining time of each lease; negative if it has expired.
+        gateways: gateways that have renewed recently.
+        keys: keys of the pool, without the prefix.
     """
 
     workers: dict[str, int]
@@ -48,18 +48,18 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds a lease."""
+        """Whether there is no lease."""
         return not (self.leases or self.leased or self.left_s or self._lease_keys)
 
     @property
     def usage(self) -> float:
-        """The largest share of a worker's capacity that is leased."""
+        """The largest leased share of a worker's capacity."""
         shares = (self.leased.get(w, 0) / c for w, c in self.workers.items() if c)
         return max(shares, default=0.0)
 
     @property
     def sums_differ(self) -> bool:
-        """Whether the tokens counted by worker are not those of the leases."""
+        """Whether the counted tokens differ from the sums of the leases."""
         sums: dict[str, int] = {}
         for tokens, worker in self.leases.values():
             sums[worker] = sums.get(worker, 0) + tokens
@@ -71,7 +71,7 @@ class Pool:
 
 
 def look(redis: RedisServer) -> Pool:
-    """Return what lies in the pool now.
+    """Return the current state of the pool.
 
     Raises:
         redis.RedisError: the server does not answer.
@@ -90,7 +90,7 @@ def look(redis: RedisServer) -> Pool:
 
 
 async def settled(nodes: Cluster, redis: RedisServer) -> None:
-    """Wait until nothing is left of any request, and nobody is known but who lives."""
+    """Wait until no trace of a request is left and only living nodes are listed."""
     workers = {worker.worker_id for worker in nodes.workers}
 
     async def only_the_living() -> bool:

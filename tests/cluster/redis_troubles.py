@@ -1,4 +1,4 @@
-"""What befalls the Redis of a cluster, each for some seconds; afterwards it is well."""
+"""Failures of a cluster's Redis; each lasts some seconds, and Redis works again afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gateway.redis_server import RedisServer
 from tests.gateway.tcp_proxy import TcpProxy
 
 DELAY_S = 0.05
-"""Each way: more than a gateway waits for an answer (20 ms), less than it gives a connection."""
+"""Delay in each direction: above a gateway's deadline (20 ms), below its connection timeout."""
 
 FLUSH_EVERY_S = 0.25
 
@@ -30,43 +30,43 @@ class RedisBehindProxy:
 
     @property
     def url(self) -> str:
-        """Where nodes find it."""
+        """The URL that nodes use."""
         return f"redis://{self.proxy.url.partition('://')[2]}/0"
 
     async def command(self, *words: object) -> None:
-        """Ask the server something, past the proxy."""
+        """Send the server a command, past the proxy."""
         await asyncio.to_thread(self.server.command, *words)
 
 
 async def paused(store: RedisBehindProxy, hold_s: float) -> None:
-    """It answers nobody (`CLIENT PAUSE`)."""
+    """Pause it: it answers no client (`CLIENT PAUSE`)."""
     await store.command("CLIENT", "PAUSE", round(hold_s * 1e3), "ALL")
     await asyncio.sleep(hold_s)
 
 
 async def killed(store: RedisBehindProxy, hold_s: float) -> None:
-    """It dies, and comes back with an empty memory."""
+    """Kill it, and restart it with an empty memory."""
     await asyncio.to_thread(store.server.kill)
     await asyncio.sleep(hold_s)
     await asyncio.to_thread(store.server.start)
 
 
 async def delayed(store: RedisBehindProxy, hold_s: float) -> None:
-    """Every answer comes late."""
+    """Delay every answer."""
     store.proxy.delay_s = DELAY_S
     await asyncio.sleep(hold_s)
     store.proxy.delay_s = 0.0
 
 
 async def flushed(store: RedisBehindProxy, hold_s: float) -> None:
-    """It loses its memory again and again."""
+    """Flush its memory again and again."""
     for _ in range(round(hold_s / FLUSH_EVERY_S)):
         await store.command("FLUSHALL")
         await asyncio.sleep(FLUSH_EVERY_S)
 
 
 async def cut(store: RedisBehindProxy, hold_s: float) -> None:
-    """Connections are reset again and again."""
+    """Reset its connections again and again."""
     for _ in range(round(hold_s / FLUSH_EVERY_S)):
         store.proxy.cut()
         await asyncio.sleep(FLUSH_EVERY_S)
@@ -80,12 +80,12 @@ TROUBLES: Mapping[str, RedisTrouble] = MappingProxyType(
 
 
 async def asks_it(node: NodeProcess) -> bool:
-    """Whether a node asks Redis now, instead of deciding alone."""
+    """Whether a node uses Redis now instead of deciding alone."""
     return await node.figure("draftgate_state_store_out") == 0
 
 
 async def recovered(nodes: list[NodeProcess], server: RedisServer) -> None:
-    """Wait until every node has asked Redis again, and all have told it of themselves."""
+    """Wait until every node uses Redis again and has reported to it."""
 
     async def told() -> bool:
         with suppress(redis.RedisError):
@@ -94,5 +94,5 @@ async def recovered(nodes: list[NodeProcess], server: RedisServer) -> None:
         return False
 
     await eventually(told)
-    for node in nodes:  # one by one: a busy machine may hold one up at any time
+    for node in nodes:  # one after another, because a busy machine may delay any of them
         await eventually(partial(asks_it, node))

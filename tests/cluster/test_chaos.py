@@ -1,7 +1,7 @@
-"""Two gateways and three workers under Poisson load, while nodes die, hang and are restarted.
+"""Two gateways and three workers under Poisson load, while nodes die, hang and restart.
 
-`make test-long` plays ten minutes with a kill every 30 s; `CLUSTER_S=120` shortens them.
-`CLUSTER_JSON=FILE` keeps what was measured.
+`make test-long` runs ten minutes with a kill every 30 s; `CLUSTER_S=120` shortens it.
+`CLUSTER_JSON=FILE` keeps the measurements.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ from tests.gateway.redis_server import RedisServer
 CLUSTER_S = float(os.environ.get("CLUSTER_S", "600"))
 KILL_EVERY_S = 30.0
 RATE_RPS = 0.5
-"""Of requests of 24 and 192 tokens: three workers, two gateways and the clients share two cores
-with others. (Chosen so that streams last for seconds and queues stay short; Zen 5, 2026-11-22.)"""
+"""Rate of requests of 24 and 192 tokens.
+
+Chosen so that streams last for seconds and queues stay short, with everything on two shared cores
+(AMD Zen 5, 2026-11-22)."""
 
 MOST_TOKENS = 192
 WORKER = ("--threads", "1", "--kv-bytes", "16MiB")
-"""Little memory, so that leases mean something."""
+"""Little memory, so that leases are a real limit."""
 
 MOST_USAGE = 2.0
-"""Of a capacity: a gateway whose Redis is late for once decides alone (docs/guide/cluster.md)."""
+"""Largest leased share of a capacity, with gateways that decide alone when Redis is late
+(docs/guide/cluster.md)."""
 
 SEED = 20261122
 
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
-        changed: answers that another, undisturbed run gave differently.
+        changed: answers that differ from those of an undisturbed run.
     """
 
     clients: Clients
@@ -58,7 +61,7 @@ class Outcome:
 async def chaos(
     nodes: Cluster, redis: RedisServer, play: Callable[[Troubles], Awaitable[None]]
 ) -> Outcome:
-    """Send load while trouble is made, then the same again without; nothing is left of either."""
+    """Send load with failures, then the same requests without; check that nothing is left."""
     over = asyncio.Event()
     async with clients_of(*(gateway.url for gateway in nodes.gateways)) as clients:
         troubles = Troubles(nodes, clients.clock, random.Random(SEED))
@@ -76,7 +79,7 @@ async def chaos(
 
 
 async def one_round(troubles: Troubles) -> None:
-    """A kill, a stop and a restart."""
+    """A kill, a pause and a restart."""
     await troubles.round(0)
 
 
@@ -90,7 +93,7 @@ async def minutes(troubles: Troubles) -> None:
 
 
 def told(outcome: Outcome) -> dict[str, Any]:
-    """Return what was seen, in figures."""
+    """Return the results."""
     clients, watch = outcome.clients, outcome.watch
     return {
         "requests": len(clients.records),
@@ -109,11 +112,11 @@ def told(outcome: Outcome) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "play", [one_round, pytest.param(minutes, marks=pytest.mark.long)], ids=["round", "minutes"]
 )
-async def test_no_stream_is_lost_whatever_happens_to_nodes(
+async def test_no_stream_is_lost_while_nodes_fail(
     tmp_path: Path, own_redis: RedisServer, play: Callable[[Troubles], Awaitable[None]]
 ) -> None:
-    """Workers killed, stopped, gateways restarted: every stream is intact, its text that of an
-    undisturbed run, and afterwards no lease, block or request of anybody is left."""
+    """With workers killed and paused and gateways restarted, every stream is intact, its text is
+    that of an undisturbed run, and no lease, block or request is left."""
     async with cluster(tmp_path, own_redis.url, *WORKER) as nodes:
         outcome = await chaos(nodes, own_redis, play)
     command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'

@@ -1,4 +1,4 @@
-"""`kill -9` of a gateway: what it costs, and what is left of it."""
+"""`kill -9` of a gateway: its own connections break, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.gateway.redis_server import RedisServer
 from tests.peer.harness import SLOW
 
 STREAMS = 4
-"""Open at each of two gateways."""
+"""Streams at each of two gateways."""
 
 TOKENS = 300
-"""Two seconds of the simulated device, longer on a busy machine."""
+"""Tokens that take two seconds on the simulated device, longer on a busy machine."""
 
 EXTRA = (("ignore_eos", True),)
 
 
 def asked(number: int) -> PlannedRequest:
-    """A request that goes to the first gateway if its number is even, else to the second."""
+    """A request for the first gateway if its number is even, otherwise for the second."""
     question = RequestSpec(f"def f{number}(", (), TOKENS, number, extra=EXTRA)
     return PlannedRequest(number, None, question)
 
 
 async def opened(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:
-    """Open streams at both gateways, in turn; they run when this returns."""
+    """Open streams at both gateways in turn, and wait until they run."""
     tasks = [
         asyncio.create_task(clients.ask(asked(number), clients.clock()))
         for number in range(2 * STREAMS)
@@ -49,11 +49,11 @@ async def opened(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:
 @pytest.mark.parametrize(
     "waits", [False, pytest.param(True, marks=pytest.mark.long)], ids=["expiring", "expired"]
 )
-async def test_a_killed_gateway_costs_only_its_own_connections(
+async def test_killing_a_gateway_breaks_only_its_own_connections(
     tmp_path: Path, own_redis: RedisServer, waits: bool
 ) -> None:
-    """Streams of the other one go on; workers drop what nobody reads; its leases are renewed by
-    nobody and end by themselves; it may come back."""
+    """Streams of the other gateway continue, workers drop the orphaned sequences, the leases
+    expire, and the gateway can return."""
     async with (
         cluster(tmp_path, own_redis.url, "--backend", "sim", "--profile", SLOW) as nodes,
         clients_of(*(gateway.url for gateway in nodes.gateways)) as clients,
@@ -73,7 +73,7 @@ async def test_a_killed_gateway_costs_only_its_own_connections(
 
         async def only_its_own() -> bool:
             pool = await asyncio.to_thread(look, own_redis)
-            others = len(nodes.workers) + 1  # the killed one is no longer counted
+            others = len(nodes.workers) + 1  # the killed gateway is no longer counted
             return len(pool.leases) <= STREAMS and len(pool.gateways) == others
 
         await eventually(only_its_own)

@@ -1,4 +1,4 @@
-"""Nodes of one pool find each other's workers: what joins, what is left, what is left out."""
+"""Nodes of one pool find each other's workers: which join, leave, and are ignored."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
 
 JOIN = "redis://127.0.0.1:6379"
-"""That of nodes which are given a store of the test's instead."""
+"""The address of nodes that use the store of the test instead."""
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 PATH = "/v1/completions"
 
 
 class Forgetful(MemoryStore):
-    """A store that a test lets forget, for its readers, who is there."""
+    """A store that hides its workers from readers when a test says so."""
 
     forgets = False
 
@@ -55,27 +55,28 @@ def store() -> Forgetful:
 
 @asynccontextmanager
 async def member(store: MemoryStore, **settings: Any) -> AsyncIterator[Listening]:
-    """A node of the pool, which has told of its worker."""
+    """A node of the pool that has reported its worker."""
     async with running(store=store, join=JOIN, **settings) as where:
         await where.node.heartbeat.beat()
         yield where
 
 
 def ids(where: Listening) -> list[str]:
-    """The workers that a node may send to."""
+    """The ids of the workers that a node may send to."""
     return sorted(worker.worker_id for worker in where.node.fleet.serving)
 
 
 async def knows(where: Listening, count: int) -> None:
-    """Let a node look until it has so many workers; fails after a while."""
+    """Let a node read the store until it has this many workers; fail after a while."""
     async with asyncio.timeout(PATIENCE_S):
         while len(where.node.fleet.serving) != count:
             await where.node.heartbeat.beat()
             await asyncio.sleep(0.01)
 
 
-async def test_a_gateway_without_a_worker_serves_by_those_of_the_pool(store: Forgetful) -> None:
-    """Its texts are theirs; it is ready as soon as there is one, and leaves nothing behind."""
+async def test_a_gateway_without_a_worker_uses_the_workers_of_the_pool(store: Forgetful) -> None:
+    """It is ready once it has found a worker, returns that worker's texts, and leaves nothing
+    behind."""
     async with (
         member(store) as there,
         member(store) as other,
@@ -95,7 +96,7 @@ async def test_a_gateway_without_a_worker_serves_by_those_of_the_pool(store: For
 
 
 async def test_a_gateway_without_a_worker_waits_for_one(store: Forgetful) -> None:
-    """It says so while there is none, and begins with the first one."""
+    """It is not ready, with a reason, until the first worker joins."""
     async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
         async with client(where) as http:
@@ -108,8 +109,8 @@ async def test_a_gateway_without_a_worker_waits_for_one(store: Forgetful) -> Non
         assert where.node.state is NodeState.READY
 
 
-async def test_every_node_is_a_gateway_for_all(store: Forgetful) -> None:
-    """Two nodes with workers use each other's; each tells of its own only."""
+async def test_every_node_uses_all_workers(store: Forgetful) -> None:
+    """Two nodes use each other's workers, and each reports only its own."""
     async with member(store) as one, member(store) as other:
         await knows(one, 2)
         await knows(other, 2)
@@ -123,10 +124,10 @@ async def test_every_node_is_a_gateway_for_all(store: Forgetful) -> None:
             assert told.epoch == worker.epoch
 
 
-async def test_a_worker_that_drains_gets_nothing_new_and_keeps_what_it_has(
+async def test_a_draining_worker_finishes_its_streams_and_gets_no_new_ones(
     store: Forgetful,
 ) -> None:
-    """Its streams end as if nothing was; the gateway leaves it once it is idle."""
+    """Its streams run to their end, and the gateway removes it once it is idle."""
     body = {**BODY, "max_tokens": 40, "stream": True}
     async with (
         member(store, profile=SLOW) as there,
@@ -149,8 +150,8 @@ async def test_a_worker_that_drains_gets_nothing_new_and_keeps_what_it_has(
             assert [worker.worker_id for worker in where.node.fleet.workers] == ids(other)
 
 
-async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -> None:
-    """Workers that go away in order, one after the other, cost it nothing and give it no blame."""
+async def test_a_long_stream_survives_any_number_of_restarts(store: Forgetful) -> None:
+    """Workers that leave in order do not count against a request's resumes."""
     body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
     async with (
         running(store=store, join=JOIN, no_worker=True, start=False) as where,
@@ -161,7 +162,7 @@ async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -
         there = await present.enter_async_context(member(store, backends=[scripted]))
         await start_workers(where.node)
         asked = asyncio.create_task(http.post(PATH, json=body))
-        for word in ("one", "two", "three", "four", "five"):  # more than may be lost
+        for word in ("one", "two", "three", "four", "five"):  # more than a request may lose
             request = await scripted.submitted.get()
             scripted.emit(request, word)
             await until(lambda: where.node.fleet.serving[0].usage.started == 1)
@@ -180,10 +181,10 @@ async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -
         assert answer.text.count("error") == 0
 
 
-async def test_a_gateway_that_is_cut_off_for_a_while_loses_no_stream(
+async def test_a_broken_link_that_is_restored_loses_no_stream(
     store: Forgetful, scripted: ScriptedBackend
 ) -> None:
-    """The link to the only worker breaks and is refused; when it stands again the rest comes."""
+    """A stream continues when the broken link to the only worker is restored."""
     port = free_port()
     body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
     async with (
@@ -197,7 +198,7 @@ async def test_a_gateway_that_is_cut_off_for_a_while_loses_no_stream(
         await until(lambda: where.node.fleet.workers[0].usage.started == 1)
         proxy.cut(refuse=True)
         await until(lambda: not where.node.fleet.serving)
-        await scripted.abandoned.get()  # there it was ended, with its connection
+        await scripted.abandoned.get()  # the worker ended it with its connection
         proxy.accept()
         rest = await scripted.submitted.get()
         assert [choice.output_ids for choice in rest.resumed] == [(0,)]
@@ -205,8 +206,8 @@ async def test_a_gateway_that_is_cut_off_for_a_while_loses_no_stream(
         assert events((await asked).text)[-1] == "[DONE]"
 
 
-async def test_a_worker_comes_back_in_a_later_life(store: Forgetful) -> None:
-    """At the same address it has the same id and a greater epoch; the earlier one is left."""
+async def test_a_restarted_worker_replaces_its_earlier_epoch(store: Forgetful) -> None:
+    """After a restart at the same address, the worker has the same id and a greater epoch."""
     async with member(store, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
         async with member(store) as there:
@@ -225,8 +226,8 @@ async def test_a_worker_comes_back_in_a_later_life(store: Forgetful) -> None:
             assert (await http.post(PATH, json=BODY)).status_code == 200
 
 
-async def test_a_store_that_forgets_costs_nobody_a_worker(store: Forgetful) -> None:
-    """Who is linked stays, whatever the store says; who is lost goes with it."""
+async def test_linked_workers_stay_when_the_store_forgets_them(store: Forgetful) -> None:
+    """Linked workers stay when the store loses them, and leave when their link is lost too."""
     async with member(store, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
         async with member(store) as there:
@@ -243,10 +244,10 @@ async def test_a_store_that_forgets_costs_nobody_a_worker(store: Forgetful) -> N
             assert (await http.get("/v1/models")).status_code == 200
 
 
-async def test_who_serves_something_else_is_left_out(
+async def test_workers_with_another_model_are_ignored(
     store: Forgetful, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another model, and a shorter context, are no members; the log says it once."""
+    """Workers with another model or a shorter context are ignored, and the log says so once."""
     other = ScriptedBackend()
     other.card = replace(other.card, model_id="another")
     with caplog.at_level(logging.ERROR, "draftgate"):
@@ -260,15 +261,15 @@ async def test_who_serves_something_else_is_left_out(
             assert len(where.node.fleet.workers) == 1
     told = [record.draftgate_fields["why"] for record in caplog.records]
     assert sorted(told) == [
-        *["it serves 'another', not 'draftgate-demo'"] * 2,  # by two nodes
+        *["it serves 'another', not 'draftgate-demo'"] * 2,  # from two nodes
         "it serves 'draftgate-demo', not 'another'",
         "its context is 100 tokens, not 8192",
     ]
 
 
-async def test_what_a_gateway_serves_is_settled_by_its_first_worker(store: Forgetful) -> None:
-    """Another model with the same tokenizer does not take its place, nor a shorter context, though
-    nobody else is left."""
+async def test_the_first_worker_determines_the_model_of_a_gateway(store: Forgetful) -> None:
+    """A later worker with another model or a shorter context is refused, even when no other is
+    left."""
     first, other = ScriptedBackend(), ScriptedBackend()
     other.card = replace(other.card, model_id="another")
     shorter = ScriptedBackend()
@@ -291,10 +292,10 @@ async def test_what_a_gateway_serves_is_settled_by_its_first_worker(store: Forge
             await knows(where, 1)
 
 
-async def test_a_node_that_stops_ends_its_streams_at_once(
+async def test_a_stopping_node_ends_its_streams_at_once(
     store: Forgetful, scripted: ScriptedBackend
 ) -> None:
-    """Each has one error event, also that of a worker of another node: nobody waits for more."""
+    """Each stream gets one error event, also on workers of other nodes."""
     body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
     async with (
         member(store, backends=[scripted]),
@@ -311,10 +312,10 @@ async def test_a_node_that_stops_ends_its_streams_at_once(
         assert sum("error" in event for event in told if isinstance(event, dict)) == 1
 
 
-async def test_a_link_that_is_refused_for_a_while_comes_back(
+async def test_a_link_that_is_refused_for_a_while_is_restored(
     store: Forgetful, scripted: ScriptedBackend
 ) -> None:
-    """A worker that answers 404 for a moment, as a proxy in front of it may, is asked again."""
+    """A worker that answers 404 for a moment, as a proxy may, is linked again."""
     async with (
         member(store, backends=[scripted]) as there,
         running(store=store, join=JOIN, no_worker=True) as where,
@@ -331,10 +332,10 @@ async def test_a_link_that_is_refused_for_a_while_comes_back(
         assert where.node.fleet.workers == (worker,)
 
 
-async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(
+async def test_a_node_fails_with_its_own_worker_although_others_serve(
     store: Forgetful, scripted: ScriptedBackend
 ) -> None:
-    """What ran there goes on elsewhere; the node takes nothing new, and should begin anew."""
+    """Its requests continue on other nodes, and the node accepts none and reports failure."""
     peer = ScriptedBackend()
     body = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
     async with (
@@ -343,7 +344,7 @@ async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(
         member(store, backends=[peer]),
     ):
         asked = asyncio.create_task(http.post(PATH, json=body))
-        request = await scripted.submitted.get()  # it is alone so far
+        request = await scripted.submitted.get()  # it is still alone
         await knows(where, 2)
         scripted.emit(request, "one")
         scripted.crash("device lost")
@@ -366,10 +367,8 @@ async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_told(
-    settings: dict[str, Any], complaint: str
-) -> None:
-    """In one line, before anything starts."""
+def test_contradicting_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    """Contradicting settings fail with one line before anything starts."""
     with pytest.raises(StartError, match=complaint):
         build_node(ServeConfig(**settings))
 
@@ -384,13 +383,15 @@ def test_settings_that_contradict_each_other_are_told(
         ({"host": "0.0.0.0", "advertise": "https://far.example/"}, "https://far.example"),
     ],
 )
-async def test_a_node_tells_where_others_reach_it(settings: dict[str, Any], url: str) -> None:
-    """Where it was told, else where it listens, else the address it reaches the store from."""
+async def test_a_node_advertises_an_address_that_others_can_reach(
+    settings: dict[str, Any], url: str
+) -> None:
+    """It advertises `--advertise`, its listen address, or its local address towards the store."""
     assert await advertised_url(ServeConfig(**settings), 8001) == url
 
 
-async def test_a_store_without_a_name_now_does_not_hide_a_node() -> None:
-    """Then the name of this machine says where it is."""
+async def test_an_unresolvable_store_does_not_prevent_an_address() -> None:
+    """If the store's name does not resolve, the machine's own name gives the address."""
     config = ServeConfig(host="0.0.0.0", join="redis://no-such-host.invalid")
     assert (await advertised_url(config, 8001)).endswith(":8001")
 
@@ -405,15 +406,15 @@ async def test_a_store_without_a_name_now_does_not_hide_a_node() -> None:
         ("http://127.0.0.1:1", "unix:///run/redis.sock", False),
     ],
 )
-def test_an_address_of_this_machine_alone_is_known_as_such(
+def test_a_loopback_address_with_a_remote_store_is_detected(
     url: str, join: str, local: bool
 ) -> None:
-    """Where the store is elsewhere, other machines are likely to be meant."""
+    """A loopback address with a remote store is detected."""
     assert is_local(url, join) is local
 
 
-async def test_an_upstream_is_no_worker_for_others(store: Forgetful) -> None:
-    """A node that forwards tells of its load, and that nobody else can use it."""
+async def test_upstreams_are_not_offered_to_other_nodes(store: Forgetful) -> None:
+    """A node with upstreams publishes no address for other nodes."""
     async with member(store) as there:
         settings = {"backend": "openai", "upstream": (there.url,)}
         async with member(store, **settings) as where:
@@ -425,8 +426,8 @@ async def test_an_upstream_is_no_worker_for_others(store: Forgetful) -> None:
             assert len(there.node.fleet.workers) == 1
 
 
-async def test_who_may_not_be_used_tells_no_address(store: Forgetful) -> None:
-    """Where clients need keys and there is no secret of the cluster, no other node may."""
+async def test_a_node_that_refuses_peers_publishes_no_address(store: Forgetful) -> None:
+    """A node with API keys and no peer secret publishes no address."""
     async with member(store, api_keys=("k" * 20,)) as where:
         (view,) = (await store.snapshot()).workers
         assert view.report.address == ""

@@ -23,7 +23,7 @@ BODY = {"prompt": "tell nobody", "max_tokens": 120, "seed": 1, "stream": True, "
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 ATTEMPT = ("queue", "route", "reserve", "decide", "dispatch")
-"""The gateway's hops of each attempt, in the order of their beginning."""
+"""The gateway's spans of each attempt, by start time."""
 WORKER_HOPS = ("worker.queue", "prefill", "decode")
 
 
@@ -31,7 +31,7 @@ WORKER_HOPS = ("worker.queue", "prefill", "decode")
 async def nodes(
     collector: Collector, redis: RedisServer
 ) -> AsyncIterator[tuple[Listening, list[Listening]]]:
-    """A gateway and two workers, each a node that traces, joined through a real Redis."""
+    """A gateway and two workers on tracing nodes, joined through a real Redis."""
     async with AsyncExitStack() as stack:
 
         async def node(name: str, **settings: object) -> Listening:
@@ -52,13 +52,13 @@ async def nodes(
 
 
 def named(collector: Collector, name: str) -> list[Sent]:
-    """The spans of a name, in the order of their beginning."""
+    """The spans of a name, by start time."""
     found = [span for span in collector.spans if span.name == name]
     return sorted(found, key=lambda span: span.span.start_time_unix_nano)
 
 
 async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) -> None:
-    """From the client's own span to the workers' hops and back, each below what caused it."""
+    """From the client's span to the worker's spans and back, each span is below its cause."""
     async with collecting() as collector:
         async with nodes(collector, own_redis) as (gateway, workers):
             headers = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"
@@ -76,7 +76,7 @@ async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) 
 
 
 def check(collector: Collector, path: list[str]) -> None:
-    """Every hop of both attempts is there once, in one trace, within its parent."""
+    """Check that every span of both attempts exists once, in one trace, within its parent."""
     server = collector.named(SERVER)
     assert {span.trace for span in collector.spans} == {TRACE}
     assert server.parent == PARENT

@@ -1,7 +1,7 @@
-"""A cluster whose Redis is paused, killed, emptied, slow or cut off, under Poisson load.
+"""A cluster under Poisson load whose Redis is paused, killed, emptied, slow or cut off.
 
-`make test-long` plays it with the shipped model, and holds each trouble for `CLUSTER_TROUBLE_S`
-(20) seconds; `CLUSTER_REDIS_JSON=FILE` keeps what was measured.
+`make test-long` uses the shipped model and holds each failure for `CLUSTER_TROUBLE_S` (20) seconds;
+`CLUSTER_REDIS_JSON=FILE` keeps the measurements.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.peer.harness import SLOW
 
 SEED = 20261122
 MOST_TOKENS = 128
-"""Of an answer, and of a prompt."""
+"""Tokens of an answer and of a prompt."""
 
 
 class Load(NamedTuple):
-    """Workers, and what is sent to them; with little memory, so that limits are felt."""
+    """Workers with little memory, and the requests they get."""
 
     flags: tuple[str, ...]
     rate_rps: float
@@ -49,7 +49,7 @@ MOST_USAGE = 2.0
 
 @dataclass
 class Phases:
-    """When what began, by the clients' clock, and whether gateways noticed."""
+    """The start of each phase by the clients' clock, and whether gateways noticed it."""
 
     begun_s: list[tuple[str, float]] = field(default_factory=list)
     noticed: dict[str, bool] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Phases:
 async def play(
     store: RedisBehindProxy, nodes: list[NodeProcess], clients: Clients, hold_s: float
 ) -> Phases:
-    """Make every trouble in turn, with as long a rest before and after."""
+    """Cause each failure in turn, with an equal rest before and after."""
     phases = Phases()
 
     def begin(name: str) -> None:
         phases.begun_s.append((name, clients.clock()))
 
-    await recovered(nodes, store.server)  # a busy start may have looked like an outage
+    await recovered(nodes, store.server)  # a slow start may have looked like an outage
     begin("before")
     await asyncio.sleep(hold_s)
     for name, trouble in TROUBLES.items():
@@ -89,7 +89,7 @@ async def play(
 
 
 def told(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
-    """Return what was seen, in figures."""
+    """Return the results."""
     names = dict.fromkeys(name for name, _ in phases.begun_s)
     begun = {name: at_s for name, at_s in phases.begun_s if name.startswith("recovering")}
     after = [at_s for name, at_s in phases.begun_s if name == "after"]
@@ -119,11 +119,11 @@ def told(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
     [SIMULATED, pytest.param(SHIPPED, marks=pytest.mark.long)],
     ids=["simulated", "shipped"],
 )
-async def test_no_request_fails_whatever_happens_to_redis(
+async def test_no_request_fails_while_redis_fails(
     tmp_path: Path, own_redis: RedisServer, load: Load
 ) -> None:
-    """Paused, killed and back empty, slow, flushed, cut off: every stream is intact, every node
-    alive, limits hold within their bound, and then all is as if nothing had been."""
+    """While Redis is paused, killed, emptied, slow or cut off, every stream is intact, every node
+    alive and leases stay within their bound."""
     over = asyncio.Event()
     async with proxied(own_redis.url) as proxy:
         store = RedisBehindProxy(own_redis, proxy)

@@ -1,4 +1,4 @@
-"""What befalls nodes of a cluster: workers killed and stopped, gateways restarted."""
+"""Failures of a cluster's nodes: workers killed and paused, gateways restarted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from tests.cluster.nodes import Cluster, NodeProcess, eventually
 
 FREEZE_S = (1.0, 9.0)
-"""How long workers are stopped: for less than the 3 s of silence after which a gateway takes a peer
-for lost, and for more."""
+"""Durations of a pause: below and above the 3 s of silence after which a peer counts as lost."""
 
 
 @dataclass
 class Troubles:
-    """Makes them, and notes when (seconds of `now_s`)."""
+    """Causes failures, and records their times (seconds of `now_s`)."""
 
     cluster: Cluster
     now_s: Callable[[], float]
@@ -24,7 +23,7 @@ class Troubles:
     made: list[tuple[float, str]] = field(default_factory=list)
 
     async def kill(self, worker: NodeProcess) -> None:
-        """Kill a worker while it runs something, and start it again."""
+        """Kill a worker while it runs something, and restart it."""
         await self._until_busy(worker)
         await worker.kill()
         self._note("killed", worker)
@@ -33,7 +32,7 @@ class Troubles:
         self._note("is back", worker)
 
     async def stop(self, worker: NodeProcess) -> None:
-        """Stop a worker while it runs something, and let it go on some seconds later."""
+        """Pause a worker while it runs something, and resume it some seconds later."""
         await self._until_busy(worker)
         worker.freeze()
         self._note("stopped", worker)
@@ -42,7 +41,7 @@ class Troubles:
         self._note("goes on", worker)
 
     async def restart(self, node: NodeProcess) -> None:
-        """Stop a node with requests as an operator does, which must end well; start it again."""
+        """Restart a node that has requests; its stop must be clean."""
         await self._until_busy(node)
         self._note("terminated", node)
         assert await node.stop() == 0, node.told[-4000:]
@@ -52,7 +51,7 @@ class Troubles:
         self._note("is back", node)
 
     async def round(self, number: int) -> None:
-        """Make all three, each to another node than in the round before."""
+        """Cause all three, each on another node than in the previous round."""
         workers, gateways = self.cluster.workers, self.cluster.gateways
         killing = asyncio.create_task(self.kill(workers[number % len(workers)]))
         await self.stop(workers[(number + 1) % len(workers)])

@@ -1,4 +1,4 @@
-"""Who watches a cluster while it is in trouble: the pool in Redis, and whether nodes are alive."""
+"""Observation of a cluster during failures: the pool in Redis and the health of nodes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOOK_S = 0.5
 
 @dataclass
 class Watch:
-    """What was seen, twice a second.
+    """Observations, made twice a second.
 
     Attributes:
-        looks: how often Redis was looked at, and answered.
-        capacity_tokens: the least of a worker.
-        usage: the largest share of a worker's capacity that was leased.
-        overdue_s: the longest that a lease was there after its end.
-        wrong: looks at which the leases' sums were not those of the leases.
-        asked: how often nodes were asked for their health.
-        unhealthy: answers that were not 200, by node.
-        slowest_s: the longest that such an answer took.
+        looks: number of successful reads of Redis.
+        capacity_tokens: the smallest capacity of a worker.
+        usage: the largest leased share of a worker's capacity.
+        overdue_s: the longest time that a lease existed after its end.
+        wrong: reads at which the sums of the leases were wrong.
+        asked: number of health checks.
+        unhealthy: responses other than 200, by node.
+        slowest_s: the slowest health check.
     """
 
     looks: int = 0
@@ -41,14 +41,14 @@ class Watch:
     slowest_s: float = 0.0
 
     async def watch_pool(self, server: RedisServer) -> None:
-        """Look until cancelled; it may be Redis that is in trouble."""
+        """Read the pool until cancelled; Redis may be failing."""
         while True:
             with suppress(redis.RedisError):
                 self.see(await asyncio.to_thread(look, server))
             await asyncio.sleep(LOOK_S)
 
     async def watch_health(self, node: NodeProcess) -> None:
-        """Ask until cancelled."""
+        """Check the health of nodes until cancelled."""
         now_s = asyncio.get_running_loop().time
         while True:
             begun_s = now_s()
@@ -60,7 +60,7 @@ class Watch:
             await asyncio.sleep(LOOK_S)
 
     def see(self, pool: Pool) -> None:
-        """Take note of what lies there."""
+        """Record one state of the pool."""
         self.looks += 1
         self.capacity_tokens = min(pool.workers.values(), default=self.capacity_tokens)
         self.usage = max(self.usage, pool.usage)
@@ -71,7 +71,7 @@ class Watch:
 
 @asynccontextmanager
 async def watching(server: RedisServer, *alive: NodeProcess) -> AsyncIterator[Watch]:
-    """Watch a pool, and nodes that have to stay alive, while the context lasts."""
+    """Observe a pool and its nodes within this context."""
     watch = Watch()
     tasks = [
         asyncio.create_task(watch.watch_pool(server)),

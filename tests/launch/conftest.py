@@ -1,4 +1,4 @@
-"""Fixtures of the launcher's tests: those of the gateway's that they share."""
+"""Fixtures of the launcher's tests, shared with the gateway's tests."""
 
 from tests.gateway.conftest import own_redis, redis_server, shared_redis
 

@@ -1,10 +1,10 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own.
+"""A Ray cluster of several nodes on this machine, in its own process.
 
     python ray_cluster.py
 
-prints the cluster's address; then, for each line on stdin, an answer: `remove HOST` kills the node
-at that address without a word, `add HOST` adds one; the end of stdin ends the cluster. The head has
-no cores, so that every worker runs on another node than the launcher's.
+prints the address of the cluster and then answers each line on stdin: `remove HOST` kills the node
+at that address, `add HOST` adds one, and the end of stdin ends the cluster. The head has no cores,
+so that every worker runs on another node than the launcher.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import sys
 from typing import Any
 
 CPUS = 2
-"""Of each node: so many workers fit there."""
+"""Cores of each node, which limit its workers."""
 
 
 def main() -> None:
     from ray.cluster_utils import Cluster
 
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is no answer
+    os.dup2(2, 1)  # keep Ray's own output away from the answers
     cluster = Cluster()
     cluster.add_node(num_cpus=0, include_dashboard=False)
     nodes: dict[str, Any] = {}

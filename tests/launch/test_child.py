@@ -1,4 +1,4 @@
-"""A worker's process, without Ray: what it tells, and when it ends."""
+"""A worker's process without Ray: its notices and its end."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ async def child(secret: str | None = None, **settings: Any) -> AsyncIterator[Pro
 
 
 async def notice(process: Process) -> Notice:
-    """The next thing it tells."""
+    """The next notice of the process."""
     return msgspec.json.decode(await process.stdout.readline(), type=Notice)
 
 
 async def joined(process: Process) -> Notice:
-    """What it tells once the pool has it."""
+    """The notice that the process sends when the pool lists it."""
     told = await notice(process)
     while not told.joined:
         assert not told.failure
@@ -53,8 +53,10 @@ async def joined(process: Process) -> Notice:
     return told
 
 
-async def test_it_tells_where_it_is_and_that_the_pool_has_it(redis_server: RedisServer) -> None:
-    """Only what Redis answers counts as joined; SIGTERM ends it as it ends any node."""
+async def test_notices_report_the_url_and_the_membership_in_the_pool(
+    redis_server: RedisServer,
+) -> None:
+    """The notice has the URL, and `joined` only once Redis lists the worker; SIGTERM drains it."""
     async with child(join=redis_server.url, pool="blue") as process:
         told = await joined(process)
         (worker,) = redis_server.command("ZRANGE", "draftgate:{blue}:hb", 0, -1)
@@ -64,8 +66,10 @@ async def test_it_tells_where_it_is_and_that_the_pool_has_it(redis_server: Redis
         assert redis_server.command("ZRANGE", "draftgate:{blue}:hb", 0, -1) == []
 
 
-async def test_an_orphan_leaves_the_pool_and_ends_at_once(redis_server: RedisServer) -> None:
-    """When its actor is gone it waits for no stream: its cores and GPU are somebody else's."""
+async def test_a_process_without_its_actor_leaves_the_pool_and_exits_at_once(
+    redis_server: RedisServer,
+) -> None:
+    """A process whose actor is gone waits for no stream, because its cores and GPU are reassigned."""
     async with child(join=redis_server.url, drain_timeout_s=1e6, profile="h100-8b") as process:
         told = await joined(process)
         body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}
@@ -77,15 +81,15 @@ async def test_an_orphan_leaves_the_pool_and_ends_at_once(redis_server: RedisSer
             assert (await anext(lines)).startswith("data: ")
             process.stdin.close()
             rest = []
-            with suppress(httpx.RemoteProtocolError):  # it has 2 s for a last word
+            with suppress(httpx.RemoteProtocolError):  # its last lines may take 2 s
                 rest += [line async for line in lines if line]
         assert not any(line.endswith("[DONE]") for line in rest) or "error" in "".join(rest)
         assert await process.wait() == 0
         assert redis_server.command("ZRANGE", "draftgate:{default}:hb", 0, -1) == []
 
 
-async def test_it_says_why_it_cannot_start(redis_server: RedisServer) -> None:
-    """The reason is told to the actor and stands on stderr, too; the status is 1."""
+async def test_a_failed_start_is_reported_with_its_reason(redis_server: RedisServer) -> None:
+    """The reason is in the notice and on stderr, and the exit status is 1."""
     for settings, why in (
         ({"model": "/nowhere/model"}, "/nowhere/model"),
         ({"host": "0.0.0.0"}, "no other node may use this worker: set --peer-secret-env NAME"),
@@ -97,8 +101,8 @@ async def test_it_says_why_it_cannot_start(redis_server: RedisServer) -> None:
             assert await process.wait() == 1
 
 
-async def test_the_secret_that_it_is_handed_counts(redis_server: RedisServer) -> None:
-    """It need not be in the environment of the machine."""
+async def test_the_secret_of_the_order_is_used(redis_server: RedisServer) -> None:
+    """The secret of the order is used although the machine's environment does not have it."""
     secret = "a secret of the cluster"
     async with child(secret, join=redis_server.url, peer_secret_env="HANDED") as process:
         assert (await joined(process)).url

@@ -1,4 +1,4 @@
-"""Workers as actors of a real Ray cluster of three nodes, on real Redis, behind a real gateway."""
+"""Workers as actors of a real three-node Ray cluster, with real Redis and a real gateway."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ POOL = "of-ray"
 PATIENCE_S = 120.0
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 3000, "stream": True}
-"""At 6 ms and more a step this stream lasts for several seconds."""
+"""With steps of at least 6 ms, this stream lasts several seconds."""
 
 SLOW = ("--backend", "sim", "--profile", "h100-8b", "--drain-timeout-s", "60")
 
 
 @dataclass
 class RayCluster:
-    """Three nodes: a head without cores, and two that have room for two workers each."""
+    """Three nodes: a head without cores, and two with capacity for two workers each."""
 
     process: subprocess.Popen[str]
     home: Path
     address: str = ""
 
     def tell(self, what: str, host: str) -> None:
-        """Add or remove a node; done when this returns."""
+        """Add or remove a node, and wait until it is done."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{what} {host}\n")
@@ -73,8 +73,8 @@ def _environment(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """One cluster for all tests, each of which leaves it as it was, but for the last."""
-    home = Path(tempfile.mkdtemp(prefix="dg-ray-"))  # Ray's sockets need a short name
+    """One cluster for all tests; only the last test changes its nodes."""
+    home = Path(tempfile.mkdtemp(prefix="dg-ray-"))  # paths of Ray's sockets must be short
     script = Path(__file__).with_name("ray_cluster.py")
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 @dataclass
 class Command:
-    """A `draftgate ray` that runs, and what it has printed so far."""
+    """A running `draftgate ray` command and its output so far."""
 
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
@@ -111,16 +111,16 @@ class Command:
             self.lines.append(line.decode().rstrip())
 
     def states(self) -> dict[str, list[str]]:
-        """The last that was said of each worker: state, address and what follows, as words."""
+        """The last state of each worker: state, address and further words."""
         said = (line.split() for line in self.lines if line.startswith(f"{POOL}/"))
         return {name: rest for name, *rest in said}
 
     def addresses(self) -> dict[str, str]:
-        """Where the workers are that have joined."""
+        """The addresses of workers that have joined."""
         return {n: words[1] for n, words in self.states().items() if words[0] == "joined"}
 
     async def until(self, joined: int) -> None:
-        """Wait until so many workers have joined."""
+        """Wait until this many workers have joined."""
 
         async def there() -> bool:
             assert self.process.returncode is None, self.lines
@@ -131,7 +131,7 @@ class Command:
 
 @asynccontextmanager
 async def draftgate(cluster: RayCluster, *words: str) -> AsyncIterator[Command]:
-    """Run `draftgate ray ...`; what is left of it is killed at the end."""
+    """Run `draftgate ray ...`, and kill it at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "draftgate", "ray", *words,
         *("--address", cluster.address), stdin=DEVNULL, stdout=PIPE, stderr=STDOUT,
@@ -185,7 +185,7 @@ def known(where: Listening) -> set[str]:
 
 
 async def knows(where: Listening, addresses: set[str]) -> None:
-    """Wait until a gateway sends to exactly these."""
+    """Wait until a gateway sends to exactly these workers."""
 
     async def so() -> bool:
         return known(where) == addresses
@@ -196,7 +196,7 @@ async def knows(where: Listening, addresses: set[str]) -> None:
 async def whole(
     http: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore | None = None
 ) -> int:
-    """Read a stream to its end, which must be a proper one; return its tokens."""
+    """Read a stream to its proper end, and return its tokens."""
     asked = {**body, "stream_options": {"include_usage": True}}
     text = ""
     async with http.stream("POST", "/v1/completions", json=asked) as answer:
@@ -211,7 +211,7 @@ async def whole(
 
 
 async def open_streams(http: httpx.AsyncClient, number: int) -> list[asyncio.Task[int]]:
-    """Return long streams, each of which has begun and none of which has ended."""
+    """Open long streams that have started and not ended."""
     begun = asyncio.Semaphore(0)
     streams = [asyncio.create_task(whole(http, LONG, begun)) for _ in range(number)]
     for _ in streams:
@@ -221,7 +221,7 @@ async def open_streams(http: httpx.AsyncClient, number: int) -> list[asyncio.Tas
 
 
 async def resumes(http: httpx.AsyncClient) -> float:
-    """How many requests of a gateway have gone on with another worker."""
+    """Return how many requests of a gateway have been resumed."""
     told = (await http.get("/metrics")).text
     return sum(
         float(n) for n in re.findall(r"^draftgate_resumes_total{[^}]*} (\S+)$", told, re.MULTILINE)
@@ -229,7 +229,7 @@ async def resumes(http: httpx.AsyncClient) -> float:
 
 
 def child_of(address: str) -> int:
-    """The process that listens at an address; found among those of this machine."""
+    """The process on this machine that listens on an address."""
     host, port = address.removeprefix("http://").split(":")
     octets = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
     wanted = f"{octets}:{int(port):04X}"
@@ -245,7 +245,7 @@ def child_of(address: str) -> int:
 
 
 def actor_of(pid: int) -> int:
-    """The process that started another one."""
+    """The parent of a process."""
     return int(
         re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
     )
@@ -261,7 +261,7 @@ def is_gone(pid: int) -> bool:
 async def test_workers_spread_serve_restart_and_drain(
     ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray places them on all nodes; a gateway finds them, and loses no stream with one of them."""
+    """Ray places workers on all nodes; a gateway finds them, and losing one interrupts no stream."""
     async with draftgate(ray_cluster, *start_of(redis_server, 3, *SLOW)) as launcher:
         await launcher.until(joined=3)
         before = launcher.addresses()
@@ -270,7 +270,7 @@ async def test_workers_spread_serve_restart_and_drain(
             http.timeout = PATIENCE_S
             await knows(where, set(before.values()))
 
-            # An actor dies under open streams: they go on, and Ray starts the worker anew.
+            # An actor dies under open streams: they continue, and Ray restarts the worker.
             streams = await open_streams(http, 3)
             name, address = next(iter(before.items()))
             child = child_of(address)
@@ -287,7 +287,7 @@ async def test_workers_spread_serve_restart_and_drain(
             await knows(where, now)
             assert "(restarted)" in " ".join(launcher.states()[name])
 
-            # The launcher is asked to stop under open streams: they come to their end.
+            # The launcher stops under open streams: they run to their end.
             streams = await open_streams(http, 3)
             launcher.process.terminate()
             async with asyncio.timeout(PATIENCE_S):
@@ -295,7 +295,7 @@ async def test_workers_spread_serve_restart_and_drain(
                 assert await launcher.process.wait() == 0, launcher.lines
     assert {words[0] for words in launcher.states().values()} == {"stopped"}
     assert redis_server.command("ZRANGE", f"draftgate:{{{POOL}}}:hb", 0, -1) == []
-    assert list(ray_cluster.home.rglob("raylet.out"))  # Ray's logs and state are there
+    assert list(ray_cluster.home.rglob("raylet.out"))  # contains Ray's logs and state
     told = [p for p in ray_cluster.home.rglob("*") if p.is_file() and SECRET in _text(p)]
     assert not told
     assert SECRET not in "\n".join(launcher.lines)
@@ -308,7 +308,7 @@ def _text(path: Path) -> str:
 async def test_detached_workers_outlive_their_launcher(
     ray_cluster: RayCluster, redis_server: RedisServer
 ) -> None:
-    """`ray start` again adds to them, `ray status` shows them, `ray stop` drains them."""
+    """Another `ray start` adds workers, `ray status` lists them, and `ray stop` drains them."""
     sim = ("--backend", "sim", "--detach")
     try:
         for _ in range(2):
@@ -329,7 +329,7 @@ async def test_detached_workers_outlive_their_launcher(
 async def test_workers_that_cannot_start_are_given_up(
     ray_cluster: RayCluster, redis_server: RedisServer
 ) -> None:
-    """The reason is shown, Ray does not try for ever, and nothing is left behind."""
+    """The reason is printed, Ray stops retrying, and nothing is left behind."""
     wrong = ("--backend", "sim", "/nowhere/model")
     failed = await ended(ray_cluster, *start_of(redis_server, 2, *wrong))
     assert failed.process.returncode == 1
@@ -338,10 +338,10 @@ async def test_workers_that_cannot_start_are_given_up(
     assert "has no workers" in left.lines[-1]
 
 
-async def test_a_node_that_vanishes_takes_its_workers_only(
+async def test_the_loss_of_a_node_affects_only_its_workers(
     ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams go on with the others, Ray starts them elsewhere. The node is not added again."""
+    """When a node is lost, streams continue on other workers and Ray starts replacements."""
     fixed = ("--port", "18400")
     async with draftgate(ray_cluster, *start_of(redis_server, 2, *SLOW, *fixed)) as launcher:
         await launcher.until(joined=2)
@@ -360,7 +360,7 @@ async def test_a_node_that_vanishes_takes_its_workers_only(
                 return is_gone(child)
 
             await eventually(is_over, PATIENCE_S)
-            await launcher.until(joined=2)  # the other node has room for both
+            await launcher.until(joined=2)  # the other node has capacity for both
             await knows(where, set(launcher.addresses().values()))
             assert {a.rpartition(":")[2] for a in known(where)} == {"18400", "18401"}
             assert await whole(http, LONG | BODY) == 24

@@ -1,4 +1,4 @@
-"""The launcher's decisions, with actors that the test plays; `test_cluster.py` has real ones."""
+"""Decisions of the launcher, with fake actors; `test_cluster.py` uses real ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ JOINED = Notice("http://10.0.0.2:5", joined=True)
 
 
 class PlayedActor:
-    """An actor whose every word the test decides."""
+    """An actor that answers as the test says."""
 
     def __init__(self, name: str, said: Notice | type[Exception] | None = JOINED) -> None:
         self.name = name
-        self.said = said  # None: it has not been placed
+        self.said = said  # None before the actor is placed
         self.stops = 0
         self.stopped = asyncio.Event()
         self.stopped.set()
@@ -50,7 +50,7 @@ class PlayedActor:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks follow each other at once."""
+    """Make the launcher poll without a pause."""
     monkeypatch.setattr(launching, "LOOK_S", 0.001)
     monkeypatch.setattr(launching, "ANSWER_S", 0.05)
 
@@ -62,15 +62,15 @@ def send(signal_number: int = signal.SIGTERM) -> None:
 async def during(
     lines: list[str], actors: list[PlayedActor], act: Callable[[], None], *, once: str
 ) -> bool:
-    """Launch, do something when a line with that text has been shown, and return the outcome."""
+    """Launch, act when a line with this text appears, and return the outcome."""
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
     await until(lambda: any(once in line for line in lines) or running.done())
     act()
     return await running
 
 
-async def test_a_signal_drains_all_and_that_is_a_success() -> None:
-    """Each is asked to stop once, then its actor is ended."""
+async def test_a_signal_drains_all_workers_and_succeeds() -> None:
+    """The first signal stops each worker once, then ends its actor."""
     actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
     assert await during(lines, actors, send, once="all 2 workers have joined")
     assert [(actor.stops, actor.ended) for actor in actors] == [(1, True)] * 2
@@ -78,7 +78,7 @@ async def test_a_signal_drains_all_and_that_is_a_success() -> None:
 
 
 async def test_a_second_signal_does_not_wait_for_streams() -> None:
-    """Who still drains is told again."""
+    """The second signal tells draining workers to stop at once."""
     actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
     actors[0].stopped.clear()
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
@@ -91,8 +91,8 @@ async def test_a_second_signal_does_not_wait_for_streams() -> None:
     assert [actor.stops for actor in actors] == [2, 1]
 
 
-async def test_one_that_cannot_start_stops_all() -> None:
-    """It was asked for by mistake: the reason is shown, and nothing is left running."""
+async def test_a_worker_that_cannot_start_stops_all_others() -> None:
+    """If one worker cannot start, the reason is printed and the others are stopped."""
     bad, good = PlayedActor("p/0", Notice(failure="no such model")), PlayedActor("p/1")
     lines: list[str] = []
     assert not await launch([bad, good], lines.append, detached=False)
@@ -100,8 +100,8 @@ async def test_one_that_cannot_start_stops_all() -> None:
     assert (bad.ended, good.ended, good.stops) == (True, True, 1)
 
 
-async def test_one_that_is_lost_later_leaves_the_others_serving() -> None:
-    """Only when none is left the launcher gives up."""
+async def test_a_worker_lost_later_does_not_stop_the_others() -> None:
+    """The launcher gives up only when no worker is left."""
     actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
     await until(lambda: any("have joined" in line for line in lines))
@@ -113,8 +113,8 @@ async def test_one_that_is_lost_later_leaves_the_others_serving() -> None:
     assert not await running
 
 
-async def test_a_restart_is_shown_and_survived() -> None:
-    """A worker that Ray starts again joins again; the launcher goes on."""
+async def test_a_restarted_worker_joins_again() -> None:
+    """A worker that Ray restarts joins again, and the launcher continues."""
     actor, lines = PlayedActor("p/0"), list[str]()
 
     def restart() -> None:
@@ -131,8 +131,10 @@ async def test_a_restart_is_shown_and_survived() -> None:
 
 
 @pytest.mark.parametrize("said", [None, Notice()])
-async def test_who_does_not_serve_yet_is_ended_without_a_word(said: Notice | None) -> None:
-    """A call to an actor without a machine would wait for ever; who loads has no streams."""
+async def test_a_worker_that_does_not_serve_yet_is_ended_without_draining(
+    said: Notice | None,
+) -> None:
+    """Workers without a machine would never answer, and loading ones have no streams to drain."""
     actor = PlayedActor("p/0", said)
     running = asyncio.create_task(launch([actor], [].append, detached=False))
     await asyncio.sleep(0.01)
@@ -141,23 +143,23 @@ async def test_who_does_not_serve_yet_is_ended_without_a_word(said: Notice | Non
     assert (actor.stops, actor.ended) == (0, True)
 
 
-async def test_detached_workers_are_left_when_all_have_joined() -> None:
-    """The launcher returns, and touches none of them."""
+async def test_the_launcher_leaves_detached_workers_running() -> None:
+    """The launcher returns without stopping any worker."""
     actor = PlayedActor("p/0")
     assert await launch([actor], [].append, detached=True)
     assert (actor.stops, actor.ended) == (0, False)
 
 
-async def test_a_bad_exit_status_is_no_success() -> None:
-    """A worker that breaks while it drains is told, and so is the shell."""
+async def test_a_failure_while_draining_fails_the_command() -> None:
+    """A worker that fails while it drains is printed and fails the command."""
     actor, lines = PlayedActor("p/0"), list[str]()
     actor.code = 1
     assert not await stop([actor], lines.append)
     assert "(exit status 1)" in lines[-1]
 
 
-async def test_status_shows_who_waits_and_is_true_only_of_a_whole_pool() -> None:
-    """Who has not been placed does not answer, and is shown all the same."""
+async def test_status_lists_unplaced_workers_and_fails_for_an_incomplete_pool() -> None:
+    """A worker that has not been placed is listed, and the status fails."""
     lines: list[str] = []
     assert await look([PlayedActor("p/0")], lines.append)
     assert not await look([PlayedActor("p/0"), PlayedActor("p/1", None)], lines.append)
@@ -166,7 +168,7 @@ async def test_status_shows_who_waits_and_is_true_only_of_a_whole_pool() -> None
 
 @pytest.fixture(autouse=True)
 async def no_handlers_left() -> object:
-    """The loop's handlers of signals end with the test."""
+    """Remove the signal handlers of the loop after the test."""
     yield
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

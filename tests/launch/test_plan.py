@@ -1,4 +1,4 @@
-"""What the launcher of Ray's workers makes of settings, and what it says of workers. No Ray."""
+"""The launcher's orders for workers and its printed lines, without Ray."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def orders(
 
 
 def test_ports_are_free_ones_or_count_up() -> None:
-    """Without `--port` each life takes one that is free; with it a worker's is always the same."""
+    """Without `--port` each start takes a free port; with it a worker keeps its port."""
     assert [order.config.port for order in orders()] == [0, 0, 0]
     assert [order.config.port for order in orders(range(2, 4), port="8100")] == [8102, 8103]
     with pytest.raises(ConfigError, match="--port: the last worker would need port"):
         orders(port="65534")
 
 
-def test_threads_are_the_cores_that_ray_gives() -> None:
-    """So that workers on unlike machines are of one numerics class; what was said holds."""
+def test_threads_equal_the_cores_that_ray_reserves() -> None:
+    """Workers use the cores that Ray reserves, unless `--threads` is set, so all have one numerics
+    class."""
     assert {order.config.threads for order in orders(cpus=2.5)} == {2}
     assert {order.config.threads for order in orders(cpus=0.5)} == {1}
     assert {order.config.threads for order in orders(cpus=2.5, threads="7")} == {7}
@@ -49,20 +50,20 @@ def test_threads_are_the_cores_that_ray_gives() -> None:
         ({"backend": "openai", "upstream": "http://x:1"}, "--upstream: a node with upstreams"),
     ],
 )
-def test_what_ray_decides_is_refused(flags: dict[str, str], said: str) -> None:
-    """A setting that could not hold is named, not dropped."""
+def test_settings_that_ray_decides_are_refused(flags: dict[str, str], said: str) -> None:
+    """A setting that Ray decides is refused by name."""
     with pytest.raises(ConfigError, match=said):
         orders(**flags)
 
 
 def test_workers_need_a_pool() -> None:
-    """Without `--join` nobody would find them."""
+    """Without `--join` no gateway could find the workers."""
     with pytest.raises(ConfigError, match="--join is missing"):
         orders_of(effective_config({}, {}), range(1), 1.0, {})
 
 
-def test_an_order_survives_its_journey() -> None:
-    """Every setting and the secret arrive as they were, whatever type they have."""
+def test_an_order_survives_encoding() -> None:
+    """Every setting and the secret are equal after encoding and decoding."""
     (order,) = orders(
         range(1),
         environ={"S": "a secret of the cluster"},
@@ -75,11 +76,13 @@ def test_an_order_survives_its_journey() -> None:
     assert order.secret == "a secret of the cluster"
     assert b"\n" not in order.encoded()
     assert Order.decoded(order.encoded()) == order
-    assert orders(range(1), peer_secret_env="S")[0].secret is None  # the machine's own counts
+    assert (
+        orders(range(1), peer_secret_env="S")[0].secret is None
+    )  # the machine's own secret is used
 
 
-def test_names_are_of_one_pool() -> None:
-    """A pool finds its workers by their names, and no other pool's."""
+def test_a_worker_name_belongs_to_one_pool() -> None:
+    """The name of a worker belongs to exactly one pool."""
     assert number_in("blue", name_of("blue", 12)) == 12
     assert number_in("blue", name_of("blue.1", 12)) is None
     assert number_in("blue", "somebody-else") is None
@@ -107,13 +110,13 @@ def test_names_are_of_one_pool() -> None:
             State.FAILED,
             "blue/0       failed                 10.0.0.2 GPU 3 (no such model)",
         ),
-        (Notice(failure="once more"), True, State.LOADING, None),  # Ray tries again
+        (Notice(failure="once more"), True, State.LOADING, None),  # Ray retries
     ],
 )
-def test_a_line_says_where_a_worker_is_and_how(
+def test_a_line_shows_a_worker_and_its_state(
     notice: Notice, again: bool, state: State, line: str | None
 ) -> None:
-    """Its name, its state, its address, its GPUs, and the reason if it ended."""
+    """The line has name, state, address, GPUs and the reason of an end."""
     status = WorkerStatus("10.0.0.2", ("3",), 1, again, notice)
     assert state_of(status) is state
     if line is not None:
@@ -121,7 +124,7 @@ def test_a_line_says_where_a_worker_is_and_how(
 
 
 def test_without_ray_the_command_says_what_to_install() -> None:
-    """One line, status 1, no traceback."""
+    """Without Ray, the command prints one line with the extra to install and exits with 1."""
     script = (
         "import sys; sys.modules['ray'] = None\nfrom draftgate.gateway.cli import main\n"
         "sys.argv = ['draftgate', 'ray', 'start', '--join', 'redis://127.0.0.1:1']\nmain()"
