@@ -69,7 +69,7 @@ async def test_notices_report_the_url_and_the_membership_in_the_pool(
 async def test_a_process_without_its_actor_leaves_the_pool_and_exits_at_once(
     redis_server: RedisServer,
 ) -> None:
-    """A process whose actor is gone waits for no stream, because its cores and GPU are reassigned."""
+    """Without its actor, a process waits for no stream: its cores and GPU are reassigned."""
     async with child(join=redis_server.url, drain_timeout_s=1e6, profile="h100-8b") as process:
         told = await joined(process)
         body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}

@@ -261,7 +261,7 @@ def is_gone(pid: int) -> bool:
 async def test_workers_spread_serve_restart_and_drain(
     ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray places workers on all nodes; a gateway finds them, and losing one interrupts no stream."""
+    """Ray spreads workers over nodes; a gateway finds them, and losing one interrupts no stream."""
     async with draftgate(ray_cluster, *start_of(redis_server, 3, *SLOW)) as launcher:
         await launcher.until(joined=3)
         before = launcher.addresses()
