@@ -1,4 +1,4 @@
-"""A device without a model: the token at a place is a given function of the place."""
+"""A device without a model: each token is a given function of its position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _ids = count()
 
 
 def hashed_token(sequence: Sequence, position: int) -> int:
-    """A stream without short repetitions; token 0, where tests put the end, is one in 50."""
+    """A stream without short repetitions.
+
+    One token in 50 is 0, which tests use as the end token.
+    """
     return Random(sequence.key * 100_003 + sequence.choice * 7 + position).randrange(50)
 
 
@@ -32,12 +35,12 @@ def scripted(*tokens: int) -> TrueToken:
 
 
 def pooled_state(work: SequenceWork) -> bytes:
-    """Bytes that tell whose hidden state it is, and that of which position."""
+    """Bytes that identify a hidden state by sequence and position."""
     return f"{work.sequence.key}@{work.confirmed_end - 1}".encode()
 
 
 class FakeExecutor:
-    """Emits the true stream, drafts checked against it."""
+    """Emits the true tokens and checks drafts against them."""
 
     def __init__(self, true_token: TrueToken = hashed_token) -> None:
         self._true_token = true_token
@@ -49,7 +52,7 @@ class FakeExecutor:
         return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
-        """True tokens, as long as the draft has them at their place, and the one behind."""
+        """The true tokens, as far as the draft has them, and the one after."""
         at, position = ROOT, work.start + len(work.token_ids)
         while work.samples:
             token = self._true_token(work.sequence, position)
@@ -62,9 +65,9 @@ class FakeExecutor:
 
 
 class FakeProposer:
-    """Drafts the true stream, wrong where `is_wrong(key, position)` says so.
+    """Drafts the true tokens, wrong where `is_wrong(key, position)` says so.
 
-    `branches` is the chance that a token has a wrong sibling, before or behind it.
+    `branches` is the probability that a token gets a wrong sibling, before or after it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What deltas tell beside tokens: what steps did for a traced request, and how a choice began."""
+"""Details of deltas: the steps of a traced request, and the timing of a choice's first token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STEP_S = 1e-3
 """What each step of the fake device takes."""
 
 
-class Told:
-    """A worker on a clock of its steps, and what it told of one request."""
+class RecordedWorker:
+    """A worker on a clock of its steps that records the deltas of one request."""
 
     def __init__(self, proposer=None, policy="fixed:4", true_token=hashed_token, **config) -> None:
         bounds = SchedulerConfig(**{"max_num_seqs": 4, "max_step_tokens": 64, **config})
@@ -59,11 +59,13 @@ def traced(**of_request: object) -> GenerationRequest:
 
 @pytest.mark.parametrize("branches", [0.0, 0.5])
 @pytest.mark.parametrize("policy", ["off", "fixed:3", "auto"])
-def test_a_traced_request_is_told_what_each_step_did(branches: float, policy: str) -> None:
-    """Of chains and of trees: what was proposed, verified and accepted, to the last token."""
+def test_traces_report_proposed_verified_and_accepted_tokens(branches: float, policy: str) -> None:
+    """The trace of each step is complete, for chains and for trees."""
     proposer = FakeProposer(is_wrong=lambda key, place: place % 3 == 0, branches=branches)
     one = traced(max_tokens=40, drafts=4)
-    deltas = Told(proposer, policy).run(one, request(max_tokens=40, drafts=4, ignore_eos=True))
+    deltas = RecordedWorker(proposer, policy).run(
+        one, request(max_tokens=40, drafts=4, ignore_eos=True)
+    )
     steps = [step for delta in deltas for step in delta.steps]
     assert len(steps) == len(deltas)
     for step, delta in zip(steps, deltas, strict=True):
@@ -81,34 +83,34 @@ def test_a_traced_request_is_told_what_each_step_did(branches: float, policy: st
     assert policy == "auto" or any(step.offered > len(step.draft_ids) for step in steps)
 
 
-def test_nobody_else_is_told() -> None:
-    """Beside a traced request an untraced one gets its tokens and nothing more."""
+def test_an_untraced_request_gets_no_traces() -> None:
+    """Beside a traced request, an untraced one gets its tokens only."""
     plain = request(max_tokens=12, drafts=3, ignore_eos=True)
-    deltas = Told().run(plain, traced(max_tokens=12, drafts=3))
+    deltas = RecordedWorker().run(plain, traced(max_tokens=12, drafts=3))
     assert [delta.steps for delta in deltas] == [()] * len(deltas)
 
 
-def test_drafts_that_are_computed_are_told_too() -> None:
-    """What was drafted counts as proposed, also where the policy then verifies less of it."""
+def test_traces_count_computed_drafts_as_proposed() -> None:
+    """All computed tokens count as proposed, even if the policy then verifies fewer."""
     proposer = FakeProposer(depth_s=1e-6)
-    deltas = Told(proposer, "fixed:3").run(traced(max_tokens=30, drafts=4))
+    deltas = RecordedWorker(proposer, "fixed:3").run(traced(max_tokens=30, drafts=4))
     steps = [step for delta in deltas for step in delta.steps]
     assert {step.offered for step in steps if step.proposer == "ngram"} >= {3}
 
 
-def test_tokens_behind_a_stop_string_are_not_told() -> None:
-    """A stop inside an accepted draft cuts tokens and accepted ones of its step alike."""
+def test_traces_leave_out_tokens_after_a_stop_string() -> None:
+    """A stop string inside an accepted draft cuts the tokens and the accepted count of its step."""
     true_token = scripted(*range(1, 30))
     text = Letters().decode(range(1, 30))
     one = traced(max_tokens=29, drafts=4, stop=(text[6],))
-    last = Told(true_token=true_token).run(one)[-1]
+    last = RecordedWorker(true_token=true_token).run(one)[-1]
     (step,) = last.steps
     assert len(step.draft_ids) == 4
     assert step.tokens == len(last.token_ids) == step.accepted < 5
 
 
 class Forcing:
-    """A grammar that forces two tokens now and then."""
+    """A grammar that sometimes forces two tokens."""
 
     is_complete = True
 
@@ -126,9 +128,9 @@ class Forcing:
         return len(tokens)
 
 
-def test_what_a_form_forces_is_told_as_the_grammars() -> None:
-    """Forced tokens are proposed by `grammar`, not by whoever else could draft."""
-    told = Told(policy="fixed:4")
+def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
+    """The source of forced tokens is `grammar`, not the configured proposer."""
+    told = RecordedWorker(policy="fixed:4")
     one = traced(max_tokens=10, drafts=4)
     told.worker.submit(one)
     (sequence,) = told.scheduler.waiting
@@ -141,21 +143,23 @@ def test_what_a_form_forces_is_told_as_the_grammars() -> None:
     assert steps[1].draft_ids == tuple(hashed_token(sequence, 5 + place) for place in range(2))
 
 
-def test_survivals_are_told_best_first() -> None:
-    """Of a tree in the order in which its tokens were chosen, not in that of their rows."""
+def test_traces_list_survivals_best_first() -> None:
+    """The survivals of a tree are in the order of selection, not in the order of its rows."""
     tree = Draft((7, 8, 9, 10), (ROOT, ROOT, 0, 1), (0.6, 0.4, 1.0, 1.0))
     proposer = FakeProposer()
     proposer.draft = lambda sequence, max_tokens: tree.first(max_tokens)
-    steps = [d.steps[0] for d in Told(proposer, "fixed:4").run(traced(max_tokens=9, drafts=4))]
+    steps = [
+        d.steps[0] for d in RecordedWorker(proposer, "fixed:4").run(traced(max_tokens=9, drafts=4))
+    ]
     drafted = [step for step in steps if step.draft_ids]
     for step in drafted:
         assert list(step.survivals) == sorted(step.survivals, reverse=True)
     assert drafted[0].draft_ids == tree.token_ids[: len(drafted[0].draft_ids)]
 
 
-def test_the_first_delta_tells_how_the_choice_came_to_it() -> None:
-    """When it came, was first in a step, had each chunk computed, and had its first token."""
-    told = Told(max_step_tokens=8)
+def test_first_delta_reports_phases() -> None:
+    """It has the times of arrival, first step, each prompt chunk, and first token."""
+    told = RecordedWorker(max_step_tokens=8)
     prompt = tuple(place % LETTERS for place in range(19))
     first, *others = told.run(request(prompt=prompt, max_tokens=5, ignore_eos=True))
     phases = first.phases
@@ -167,9 +171,9 @@ def test_the_first_delta_tells_how_the_choice_came_to_it() -> None:
     assert [delta.phases for delta in others] == [None] * len(others)
 
 
-def test_a_choice_of_one_token_tells_how_it_came_to_it() -> None:
-    """Its first delta is its last; each choice tells of itself, and waiting shows."""
-    told = Told(max_num_seqs=1)
+def test_single_token_choice_reports_phases() -> None:
+    """The only delta has the phases of its own choice, including the time in the queue."""
+    told = RecordedWorker(max_num_seqs=1)
     deltas = told.run(request(max_tokens=1, n=3))
     assert [delta.choice for delta in deltas] == [0, 1, 2]
     scheduled = [delta.phases.scheduled_s for delta in deltas]
@@ -177,9 +181,9 @@ def test_a_choice_of_one_token_tells_how_it_came_to_it() -> None:
     assert {delta.phases.queued_s for delta in deltas} == {100.0}
 
 
-def test_without_a_clock_time_is_that_of_the_steps() -> None:
-    """Benchmarks and tests drive a worker without one."""
-    told = Told()
+def test_phases_add_up_step_times_without_a_clock() -> None:
+    """Benchmarks and tests run a worker without a clock."""
+    told = RecordedWorker()
     told.worker.submit(request(max_tokens=2))
     plan = told.worker.plan()
     ((_, delta),) = told.worker.complete(plan, told.device.execute(plan))

@@ -1,4 +1,4 @@
-"""Text of a growing token sequence."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ stops = st.lists(st.text(st.sampled_from("ab é🙂"), min_size=1, max_size=4), 
 
 
 def stream_pieces(ids, stop=(), context=()):
-    """What a reader is given, piece by piece, the flush last."""
+    """The pieces of text that a reader gets, ending with the flush."""
     stream = TextStream(tokenizer().decode, stop, context, alone=tokenizer().texts.__getitem__)
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
 def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the stop string that is complete first; of two, the longer."""
+    """The text before the first complete stop string; of two with one end, the longer counts."""
     for end in range(1, len(text) + 1):
         found = [len(s) for s in stop if text[:end].endswith(s)]
         if found:
@@ -52,7 +52,7 @@ def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
 
 
 def split_and_encode(text: str, cuts: list[int]) -> list[int]:
-    """Other tokens for the same text: its parts encoded each for itself."""
+    """Another tokenization of a text: its parts are encoded separately."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     return [t for part in parts for t in tokenizer().encode(part, add_special_tokens=False)]
@@ -62,8 +62,8 @@ def split_and_encode(text: str, cuts: list[int]) -> list[int]:
 @example(list(range(4, 260)))
 @example([*UNKNOWN * 3, *EMOJI])
 @example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]])
-def test_text_is_that_of_decoding_at_once(ids: list[int]) -> None:
-    """Any tokens, also bytes that are no character, give the text of decoding them together."""
+def test_streamed_text_equals_decoding_all_tokens(ids: list[int]) -> None:
+    """This holds for any tokens, also for bytes that form no character."""
     assert "".join(stream_pieces(ids)) == tokenizer().decode(ids)
 
 
@@ -71,15 +71,15 @@ def test_text_is_that_of_decoding_at_once(ids: list[int]) -> None:
 @example(list(range(4, 260)), ())
 @example([*UNKNOWN * 3, *EMOJI], ())
 @example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]], ())
-def test_pieces_are_those_of_decoding_every_token_among_others(ids, stop) -> None:
-    """Looking a token's own text up gives the same pieces as decoding it behind the last ones."""
+def test_single_token_texts_give_the_same_pieces_as_decoding(ids, stop) -> None:
+    """Using a token's own text gives the same pieces as decoding it after the previous tokens."""
     slow = TextStream(tokenizer().decode, stop)
     assert stream_pieces(ids, stop) == [*(slow.add(token) for token in ids), slow.flush()]
 
 
 @given(texts, st.lists(st.integers(0, 100)), st.text("ab é\n", max_size=9))
-def test_text_does_not_depend_on_the_tokens_it_came_in(text, cuts, prompt) -> None:
-    """However a text is cut into tokens, also behind a prompt, the reader gets that text."""
+def test_text_does_not_depend_on_tokenization(text, cuts, prompt) -> None:
+    """However a text is split into tokens, also after a prompt, the reader gets that text."""
     ids = split_and_encode(text, cuts)
     context = tokenizer().encode(prompt)
     assert "".join(stream_pieces(ids, context=context)) == text
@@ -90,15 +90,15 @@ def test_text_does_not_depend_on_the_tokens_it_came_in(text, cuts, prompt) -> No
 @example("xabcd", [1, 2, 3, 4], ("abcd", "bc"))
 @example("xaab", [2, 3], ("aab", "ab"))
 @example("self", [], ("self", "el"))
-def test_stop_strings_are_found_across_token_borders(text, cuts, stop) -> None:
-    """The text ends before the first complete stop string, however it is cut into tokens."""
+def test_stop_strings_are_found_across_token_boundaries(text, cuts, stop) -> None:
+    """The text ends before the first completed stop string, however it is split into tokens."""
     pieces = stream_pieces(split_and_encode(text, cuts), stop)
     assert "".join(pieces) == cut_at_first_stop(text, stop)
 
 
 @given(texts, st.lists(st.integers(0, 100)), stops)
-def test_what_was_given_is_never_taken_back(text, cuts, stop) -> None:
-    """At every token, what the reader has is a beginning of what the reader will have."""
+def test_returned_text_is_never_taken_back(text, cuts, stop) -> None:
+    """After each token, the text so far is a prefix of the final text."""
     given_text = ""
     final = cut_at_first_stop(text, stop)
     for piece in stream_pieces(split_and_encode(text, cuts), stop):
@@ -107,8 +107,8 @@ def test_what_was_given_is_never_taken_back(text, cuts, stop) -> None:
     assert given_text == final
 
 
-def test_text_is_given_as_soon_as_it_is_certain() -> None:
-    """Without stop strings nothing whole is held back; with them only what may become one."""
+def test_text_is_returned_as_soon_as_it_is_certain() -> None:
+    """Whole characters are held back only if they may be part of a stop string."""
     ids = tokenizer().encode("x = 1\ny", add_special_tokens=False)
     assert stream_pieces(ids)[-1] == ""
     stream = TextStream(tokenizer().decode, ("\n\n",))
@@ -117,16 +117,16 @@ def test_text_is_given_as_soon_as_it_is_certain() -> None:
     assert stream.add(ids[-1]) == "\ny"
 
 
-def test_half_a_character_waits_for_the_other_half() -> None:
-    """An emoji of several byte tokens is shown once it is whole, and as U+FFFD if it never is."""
+def test_incomplete_characters_are_held_back() -> None:
+    """An emoji of several byte tokens appears once it is complete, or as U+FFFD at the end."""
     waiting = [""] * (len(EMOJI) - 1)
     assert len(EMOJI) > 1
     assert stream_pieces(EMOJI)[:-1] == [*waiting, "🙂"]
     assert stream_pieces(EMOJI[:-1]) == [*waiting, "\ufffd"]
 
 
-def test_nothing_follows_a_stop() -> None:
-    """After a stop string, further tokens and the flush give nothing."""
+def test_no_text_follows_a_stop_string() -> None:
+    """Further tokens and the flush return no text."""
     stream = TextStream(tokenizer().decode, ("b",))
     pieces = [stream.add(t) for t in tokenizer().encode("a b c", add_special_tokens=False)]
     assert stream.stopped
@@ -135,8 +135,8 @@ def test_nothing_follows_a_stop() -> None:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3, 4, 5])
-def test_a_stop_string_that_comes_too_early_is_text(min_tokens: int) -> None:
-    """A stop string complete before `min_tokens` tokens ends nothing and is shown."""
+def test_stop_string_before_min_tokens_is_text(min_tokens: int) -> None:
+    """A stop string that is complete before `min_tokens` tokens is shown and stops nothing."""
     stream = TextStream(lambda ids: "".join(map(chr, ids)), ("b",), (), min_tokens)
     text = "".join(stream.add(ord(letter)) for letter in "abaab") + stream.flush()
     assert text == {0: "a", 1: "a", 3: "abaa", 4: "abaa", 5: "abaa"}[min_tokens]

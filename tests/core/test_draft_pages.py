@@ -1,4 +1,4 @@
-"""Draft pages on borrowed blocks: they come lazily, go first, and never overlap."""
+"""Draft pages in borrowed blocks: allocated lazily, given up first, never overlapping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 class SharedMemory(RuleBasedStateMachine):
-    """Target tables and draft tables come, grow and go in any order."""
+    """Adds, extends and releases target and draft tables in any order."""
 
     @initialize(
         num_blocks=st.integers(1, 24), groups=st.integers(1, 5), page_tokens=st.integers(1, 9)
@@ -100,7 +100,7 @@ TestSharedMemory = SharedMemory.TestCase
 
 
 def test_drafts_of_several_sequences_grow_along_groups() -> None:
-    """Two drafts growing in turns use the same blocks, each as one run of pages."""
+    """Two draft tables that grow in turns use the same blocks, each as one run of pages."""
     blocks = KvBlocks(64, BLOCK)
     pages = DraftPages(blocks, pages_per_block=2, page_tokens=4, group_pages=65)
     tables = [DraftTable(), DraftTable()]
@@ -113,8 +113,8 @@ def test_drafts_of_several_sequences_grow_along_groups() -> None:
     assert all(len(draft.pages) == 8 for draft in tables)
 
 
-def test_the_draft_that_grew_longest_ago_goes_first() -> None:
-    """A target that needs memory empties the stalest draft, and no more than it must."""
+def test_tables_that_grew_longest_ago_are_emptied_first() -> None:
+    """A target that needs memory empties the stalest draft tables, and no more than necessary."""
     blocks = KvBlocks(6, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=65)
     stale, fresh = DraftTable(), DraftTable()
@@ -127,8 +127,8 @@ def test_the_draft_that_grew_longest_ago_goes_first() -> None:
     assert (len(fresh.pages), fresh.valid_tokens) == (0, 0)
 
 
-def test_what_nobody_reads_takes_no_memory() -> None:
-    """Leading tokens out of reach have one place for all, and only the rest has pages."""
+def test_unread_tokens_take_no_pages() -> None:
+    """Leading tokens out of reach share one page in the slack; only the others have pages."""
     blocks = KvBlocks(8, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=9)
     table = DraftTable()
@@ -140,8 +140,8 @@ def test_what_nobody_reads_takes_no_memory() -> None:
     assert len(blocks._free) == 8
 
 
-def test_blocks_are_borrowed_for_runs_not_for_pages_elsewhere() -> None:
-    """Where a run cannot go on, a free page of a borrowed block comes before a new block."""
+def test_free_pages_are_used_before_new_blocks() -> None:
+    """If a run cannot continue, a free page of a borrowed block precedes a new block."""
     blocks = KvBlocks(16, BLOCK)
     pages = DraftPages(blocks, pages_per_block=4, page_tokens=4, group_pages=17)
     draft, target = DraftTable(), list[int]()

@@ -1,4 +1,4 @@
-"""Who is asked for drafts, when, and what is learned."""
+"""Drafting: which proposers are asked, when, and what is learned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)
 
 
 class Counting(FakeProposer):
-    """Counts what it is asked for."""
+    """Counts the requests for each sequence."""
 
     def __init__(self, is_wrong=RIGHT, **options) -> None:
         super().__init__(is_wrong=is_wrong, **options)
@@ -56,15 +56,15 @@ def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int
             sequence.token_ids.append(token)
 
 
-def test_everybody_is_asked_where_any_slot_may_pay() -> None:
-    """With nothing to exceed, each step asks for each sequence."""
+def test_all_sequences_are_asked_if_any_slot_may_pay() -> None:
+    """Without a least survival, each step asks for each sequence."""
     proposer = Counting(WRONG)
     run(Drafting({"ngram": proposer}), sequences(3), DraftTerms(), 40)
     assert len(proposer.asked) == 3 * 40
 
 
-def test_hopeless_sequences_are_asked_now_and_then() -> None:
-    """Those whose drafts were always wrong are asked once in 16 steps, the others in each."""
+def test_hopeless_sequences_are_asked_every_16_steps() -> None:
+    """Sequences whose drafts were always wrong are asked once in 16 steps, the others in each."""
     proposer = Counting(lambda key, position: key > 0)
     drafting, batch = Drafting({"ngram": proposer}), sequences(4)
     terms = DraftTerms(least_survival=0.45)
@@ -75,8 +75,8 @@ def test_hopeless_sequences_are_asked_now_and_then() -> None:
     assert counts == [10 * HOPELESS_STEPS, 10, 10, 10]
 
 
-def test_where_nothing_can_pay_one_sequence_stands_for_all() -> None:
-    """At a price above every survival one look-up in 64 steps keeps the tables alive."""
+def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
+    """At a price above every survival, one lookup in 64 steps keeps the estimates current."""
     proposer = Counting()
     run(
         Drafting({"ngram": proposer}),
@@ -87,8 +87,8 @@ def test_where_nothing_can_pay_one_sequence_stands_for_all() -> None:
     assert proposer.asked == [0] * 10
 
 
-def test_a_change_is_noticed_although_nothing_could_pay() -> None:
-    """When good evidence turns up where all drafts were wrong, soon everybody is asked again."""
+def test_probes_notice_that_drafts_became_right() -> None:
+    """When good evidence appears after wrong drafts only, all sequences are soon asked again."""
 
     class Turning(Counting):
         good = False
@@ -110,16 +110,16 @@ def test_a_change_is_noticed_although_nothing_could_pay() -> None:
     assert set(proposer.asked) == set(range(8))
 
 
-def test_nothing_is_asked_of_nobody() -> None:
-    """A worker without proposers offers nothing, and learns nothing."""
+def test_no_offers_without_proposers() -> None:
+    """A worker without proposers offers and learns nothing."""
     drafting = Drafting({})
     run(drafting, sequences(3), DraftTerms(), 5)
     assert drafting.offers(sequences(2), DraftTerms()) == []
     assert drafting.acceptance == 0.5
 
 
-def test_any_proposer_is_the_one_that_pays() -> None:
-    """Wrong look-ups lose to right drafts that cost little, right ones win; a wish is binding."""
+def test_any_proposer_selects_the_best_offer() -> None:
+    """Wrong lookups lose to cheap computed drafts, right ones win; a proposer named is binding."""
     terms = DraftTerms(price=0.1, step_s=1e-2)
     for look_up, expected in ((WRONG, "draft_model"), (RIGHT, "ngram")):
         proposers = {"ngram": Counting(look_up), "draft_model": Counting(depth_s=1e-4)}
@@ -134,9 +134,9 @@ def test_any_proposer_is_the_one_that_pays() -> None:
         assert [offer.source for offer in drafting.offers([wish], terms)] == ["ngram"]
 
 
-def test_what_nobody_took_rests() -> None:
-    """A proposer that costs something and got no slot is offered again behind eight steps, then
-    behind twice as many each time; once it is used it rests no longer than at first."""
+def test_unused_proposer_is_offered_less_often() -> None:
+    """A computing proposer that got no slot is offered again after 8 steps, then after twice as
+    many each time. Using it resets this."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=1e-4)}), sequences(2, "draft_model")
     terms, offered = DraftTerms(least_survival=0.0, step_s=1e-2), []
     for turn in range(8 * MOST_RESTING_STEPS):
@@ -159,16 +159,16 @@ def test_what_nobody_took_rests() -> None:
     assert offered == [0, RESTING_STEPS + 1]
 
 
-def test_drafts_that_cannot_be_worth_their_time_are_not_offered() -> None:
-    """A depth that takes longer than its tokens are worth is offered to nobody who prices."""
+def test_computed_drafts_that_cannot_pay_are_not_offered() -> None:
+    """A depth that takes longer than its tokens are worth is not offered."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=2e-2)}), sequences(2, "draft_model")
     terms = DraftTerms(least_survival=0.0, step_s=1e-2, tokens_per_s=200.0)
     assert drafting.offers(batch, terms) == []
     assert len(drafting.offers(batch, terms._replace(least_survival=None))) == 2
 
 
-def test_an_unused_proposer_is_explored_within_its_share() -> None:
-    """What is drafted unasked costs no more than the share of the steps' time, and does happen."""
+def test_exploration_stays_within_its_share_of_time() -> None:
+    """Unused proposers do draft, and take no more than their share of the step time."""
     dear, step_s = Counting(depth_s=1e-3), 1e-2
     drafting, batch = Drafting({"draft_model": dear}), sequences(3, "draft_model")
     steps = 2000
@@ -178,15 +178,15 @@ def test_an_unused_proposer_is_explored_within_its_share() -> None:
     assert set(dear.asked) == {0}
 
 
-def test_exploration_never_saves_more_than_some_steps() -> None:
-    """A proposer whose token costs more than five steps is left alone."""
+def test_exploration_skips_drafts_above_the_saved_limit() -> None:
+    """A proposer whose token costs more than five steps never drafts."""
     dear = Counting(depth_s=1e-2 * MOST_SAVED_STEPS * 1.01)
     run(Drafting({"draft_model": dear}), sequences(1, "draft_model"), DraftTerms(step_s=1e-2), 5000)
     assert dear.asked == []
 
 
-def test_what_exploring_took_is_paid_for() -> None:
-    """Where exploring takes twice what was forecast, it is done half as often."""
+def test_exploration_is_charged_for_overruns() -> None:
+    """If exploring takes twice its forecast, it happens half as often."""
     counts = []
     for times in (1.0, 2.0):
         dear, step_s = Counting(depth_s=1e-3), 1e-2
@@ -199,7 +199,7 @@ def test_what_exploring_took_is_paid_for() -> None:
 
 
 def seldom_right(key: int, position: int) -> bool:
-    """Whether a draft is wrong at a place: at nineteen of twenty, by chance."""
+    """Whether the draft for a position is wrong: randomly, for nineteen of twenty."""
     return Random(key * 7919 + position).random() < 0.95
 
 
@@ -208,8 +208,9 @@ LOOKING_UP = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
 ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKING_UP)
 
 
-def test_look_ups_that_bring_less_than_they_take_are_made_now_and_then() -> None:
-    """Once wrong drafts have shown what they bring, one step in sixteen looks up; right ones do."""
+def test_lookups_that_do_not_pay_are_made_every_16_steps() -> None:
+    """After wrong drafts have shown their value, one step in sixteen looks up; right drafts are
+    looked up in each step."""
     for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_STEPS)):
         proposer = Counting(is_wrong)
         drafting, batch = Drafting({"ngram": proposer}), sequences(1)
@@ -219,8 +220,9 @@ def test_look_ups_that_bring_less_than_they_take_are_made_now_and_then() -> None
         assert len(proposer.asked) == expected
 
 
-def test_look_ups_that_take_little_are_made_more_often() -> None:
-    """A hundredth of the time of steps goes for look-ups that do not pay, so these are sooner."""
+def test_cheap_lookups_are_checked_more_often() -> None:
+    """A hundredth of the step time is for lookups that do not pay, so cheap ones are made more
+    often."""
     proposer = Counting(seldom_right)
     drafting, batch = Drafting({"ngram": proposer}), sequences(1)
     terms = ASKED._replace(drafting=DraftingCost(look_up_s=2e-5, sequence_s=5e-5))
@@ -230,8 +232,8 @@ def test_look_ups_that_take_little_are_made_more_often() -> None:
     assert len(proposer.asked) == 160 // 4  # 70 us in four steps of 2 ms are 0.9%
 
 
-def test_all_who_look_up_share_what_any_look_up_takes() -> None:
-    """What does not pay for one sequence pays for eight: looking up at all is paid once."""
+def test_lookups_of_a_step_share_its_fixed_cost() -> None:
+    """Lookups that do not pay for one sequence pay for eight: the fixed cost is paid once."""
     counts = []
     for count in (1, 8):
         proposer = Counting(lambda key, position: (position + key) % 8 > 1)
@@ -246,10 +248,10 @@ def test_all_who_look_up_share_what_any_look_up_takes() -> None:
     assert counts[1] == 10 * HOPELESS_STEPS
 
 
-def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
-    """Look-ups that were in vain for a thousand steps are made in each, soon after they are not.
+def test_a_text_that_starts_to_repeat_is_noticed() -> None:
+    """After a thousand steps of failed lookups, lookups soon happen in each step once they succeed.
 
-    Where good drafts are known at all: another sequence has them.
+    The evidence that such drafts are good comes from another sequence.
     """
     proposer = Counting(
         lambda key, position: key == 0 and position < 1000 and seldom_right(key, position)
@@ -266,8 +268,8 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("with_law", [False, True])
-def test_evidence_of_drawn_tokens_counts_only_without_their_law(with_law: bool) -> None:
-    """Under rejection the drawn token's own probability changes no survival; else it may."""
+def test_evidence_of_sampled_tokens_counts_only_without_distributions(with_law: bool) -> None:
+    """With rejection sampling, a sampled token's own probability changes no survival."""
     drafting = Drafting({"draft_model": Sure(with_law=with_law)})
     (sequence,) = sequences(1, "draft_model")
     for step in range(400):
@@ -282,7 +284,7 @@ def test_evidence_of_drawn_tokens_counts_only_without_their_law(with_law: bool) 
 
 
 class Sure(FakeProposer):
-    """Drafts one token, in turns with much and little evidence."""
+    """Drafts one token, with strong and weak evidence in turns."""
 
     def __init__(self, *, with_law: bool) -> None:
         super().__init__(depth_s=1e-4)
@@ -295,7 +297,7 @@ class Sure(FakeProposer):
         return [Draft((7,), evidence=evidence, distributions=self._law) for _ in requests]
 
 
-def test_the_best_tokens_of_a_tree_come_first() -> None:
+def test_offers_list_the_best_tokens_of_a_tree_first() -> None:
     """Survivals never rise, whatever order the proposer wrote its tree in."""
     tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), (0.1, 0.9, 1.0, 1.0), 32)
 

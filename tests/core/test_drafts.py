@@ -1,4 +1,4 @@
-"""Drafts as chains and trees: pure arithmetic on places."""
+"""Drafts as chains and trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftgate.backends.core.drafts import ROOT, Draft
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
-    """Trees of up to twelve tokens out of four, no two siblings alike."""
+    """Trees of up to twelve tokens out of four, without equal siblings."""
     tokens: list[int] = []
     parents: list[int] = []
     for place in range(draw(st.integers(0, 12))):
@@ -27,7 +27,7 @@ def trees(draw: st.DrawFn) -> Draft:
 
 
 def paths(draft: Draft) -> dict[tuple[int, ...], int]:
-    """Each token with all it follows, and its place."""
+    """The place of each token, by the path of tokens to it."""
     found: dict[int, tuple[int, ...]] = {ROOT: ()}
     for place, token in enumerate(draft.token_ids):
         found[place] = (*found[draft.parent(place)], token)
@@ -39,8 +39,8 @@ texts = st.lists(st.integers(0, 3), max_size=8)
 
 
 @given(drafts)
-def test_depth_first_a_draft_is_the_same_tree(draft: Draft) -> None:
-    """Laying out moves tokens, and changes neither what follows what nor any share."""
+def test_depth_first_keeps_the_tree(draft: Draft) -> None:
+    """It moves tokens, and changes neither their parents nor their shares."""
     laid = draft.depth_first()
     assert paths(laid).keys() == paths(draft).keys()
     for path, place in paths(laid).items():
@@ -51,8 +51,8 @@ def test_depth_first_a_draft_is_the_same_tree(draft: Draft) -> None:
 
 
 @given(drafts)
-def test_depth_first_each_branch_is_a_run(draft: Draft) -> None:
-    """A token stands behind its parent, or begins a branch behind everything below its siblings."""
+def test_depth_first_makes_branches_contiguous(draft: Draft) -> None:
+    """A token follows its parent directly, or begins a branch after its siblings' descendants."""
     laid = draft.depth_first()
     for place in range(1, len(laid)):
         parent = laid.parent(place)
@@ -71,8 +71,8 @@ def by_depth(position: int) -> float:
 
 
 @given(drafts, st.integers(0, 14))
-def test_any_leading_tokens_are_a_draft(draft: Draft, tokens: int) -> None:
-    """Shortening keeps the best tokens, all of whose parents stay."""
+def test_first_keeps_a_valid_draft(draft: Draft, tokens: int) -> None:
+    """The best tokens remain, with all their parents."""
     short = draft.first(tokens)
     assert len(short) == min(tokens, len(draft))
     assert short.token_ids == draft.token_ids[:tokens]
@@ -81,8 +81,8 @@ def test_any_leading_tokens_are_a_draft(draft: Draft, tokens: int) -> None:
 
 
 @given(drafts, texts)
-def test_a_walk_goes_as_far_as_the_draft_agrees(draft: Draft, text: list[int]) -> None:
-    """The path is the longest beginning of the text that the tree has."""
+def test_accepted_places_is_the_longest_matching_path(draft: Draft, text: list[int]) -> None:
+    """The path is the longest prefix of the text that the tree contains."""
     known = paths(draft)
     agreed = max((n for n in range(1, len(text) + 1) if tuple(text[:n]) in known), default=0)
     path = draft.accepted_places(text)
@@ -92,8 +92,8 @@ def test_a_walk_goes_as_far_as_the_draft_agrees(draft: Draft, text: list[int]) -
 
 
 @given(drafts, st.randoms(use_true_random=False))
-def test_accepted_are_those_that_equal_the_tokens_drawn_before_them(draft: Draft, random) -> None:
-    """From row to child while the row's token is a child; rows elsewhere do not matter."""
+def test_accepted_places_per_row_follows_the_sampled_tokens(draft: Draft, random) -> None:
+    """The path leads from each row to the child that equals its token; other rows do not matter."""
     laid = draft.depth_first()
     rows = [random.randrange(4) for _ in range(len(laid) + 1)]
     taken = laid.accepted_places(rows, per_row=True)
@@ -104,7 +104,7 @@ def test_accepted_are_those_that_equal_the_tokens_drawn_before_them(draft: Draft
 
 @given(trees())
 def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> None:
-    """A token is no likelier than its parent, siblings together no likelier than one child."""
+    """A token is no likelier than its parent, and siblings together no likelier than one child."""
     chances = draft.survivals(lambda _: 0.8)
     for parent in {ROOT, *range(len(draft))}:
         below = sum(chances[i] for i in range(len(draft)) if draft.parent(i) == parent)
@@ -119,7 +119,7 @@ def test_a_chain_survives_geometrically() -> None:
     assert chain.depth_first() is chain
 
 
-def test_a_tree_of_one_branch_is_a_chain_once_depth_first() -> None:
-    """Cutting all siblings away leaves nothing that a chain does not have."""
+def test_depth_first_turns_a_single_branch_into_a_chain() -> None:
+    """A tree without siblings becomes a chain."""
     tree = Draft((1, 2, 3), (ROOT, ROOT, 0), (0.6, 0.4, 1.0))
     assert tree.select([0, 2]).depth_first() == Draft((1, 3))

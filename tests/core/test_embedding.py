@@ -1,4 +1,4 @@
-"""Sequences that are embedded: a prompt in the steps of all others, a hidden state at its end."""
+"""Embeddings: prompts in the steps of other requests, with a hidden state at their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pac
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, request
-from tests.core.house import House
+from tests.core.scheduler_harness import SchedulerHarness
 
 LENGTH = 40
 
@@ -30,7 +30,7 @@ class Letters:
         return "".join(chr(65 + token) for token in token_ids)
 
 
-def bench(**of_worker: object) -> WorkerCore:
+def embedding_worker(**of_worker: object) -> WorkerCore:
     """A worker whose context and pool hold `LENGTH` tokens."""
     scheduler = Scheduler(
         SchedulerConfig(4, 16),
@@ -46,21 +46,21 @@ def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> Generat
     return request(prompt=prompt, task=Task.EMBED, **of_request)
 
 
-def run(house: House) -> list[StepPlan]:
+def run(harness: SchedulerHarness) -> list[StepPlan]:
     """Run to the end; return the steps."""
     plans = []
-    while (plan := house.step()) is not None:
+    while (plan := harness.step()) is not None:
         plans.append(plan)
-    house.check_results()
+    harness.check_results()
     return plans
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 16, 17, 33, 50])
-def test_a_prompt_is_computed_once_and_no_token_is_drawn(prompt: int) -> None:
-    """Chunks add up to the prompt, the last one pools, none samples, whatever is left for it."""
-    house = House(num_blocks=16, max_step_tokens=16)
-    house.add(prompt=prompt, task=Task.EMBED)
-    plans = run(house)
+def test_embedding_computes_its_prompt_once_and_samples_nothing(prompt: int) -> None:
+    """The chunks add up to the prompt, the last one pools, and none samples."""
+    harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
+    harness.add(prompt=prompt, task=Task.EMBED)
+    plans = run(harness)
     works = [work for plan in plans for work in plan.work]
     assert sum(work.num_tokens for work in works) == prompt
     assert [plan.pooled for plan in plans] == [()] * (len(plans) - 1) + [(0,)]
@@ -71,63 +71,65 @@ def test_a_prompt_is_computed_once_and_no_token_is_drawn(prompt: int) -> None:
     assert sum(plan.prompt_tokens for plan in plans) == prompt - fed_as_a_decode
 
 
-def test_a_prompt_that_is_cached_is_computed_at_its_last_token_alone() -> None:
-    """What generation computed is shared, but for the last block; and the other way round."""
+def test_embedding_and_generation_share_cached_prompts() -> None:
+    """Each reuses the blocks of the other, except for the last token."""
     prompt = tuple(range(1, 14))
     for first, second in ((Task.GENERATE, Task.EMBED), (Task.EMBED, Task.GENERATE)):
-        house = House(num_blocks=16)
-        house.add(prompt=prompt, max_tokens=2, task=first)
-        run(house)
-        again = house.add(prompt=prompt, max_tokens=2, task=second)
-        works = [work for plan in run(house) for work in plan.work]
+        harness = SchedulerHarness(num_blocks=16)
+        harness.add(prompt=prompt, max_tokens=2, task=first)
+        run(harness)
+        again = harness.add(prompt=prompt, max_tokens=2, task=second)
+        works = [work for plan in run(harness) for work in plan.work]
         assert again.cached_tokens == 12
         assert works[0].token_ids == (13,)
 
 
-def test_it_joins_the_steps_of_others() -> None:
-    """Decodes go on in the very steps in which a prompt is embedded, with their drafts."""
-    house = House(num_blocks=32, max_step_tokens=16, batching="fixed:8", wrong=0.0)
-    house.add(prompt=3, max_tokens=30, drafts=2, ignore_eos=True)
-    house.step()
-    house.add(prompt=40, task=Task.EMBED)
-    shared = [plan for plan in run(house) if len(plan.work) == 2]
+def test_embedding_shares_steps_with_decodes() -> None:
+    """Decodes and their drafts continue in the steps that embed a prompt."""
+    harness = SchedulerHarness(num_blocks=32, max_step_tokens=16, batching="fixed:8", wrong=0.0)
+    harness.add(prompt=3, max_tokens=30, drafts=2, ignore_eos=True)
+    harness.step()
+    harness.add(prompt=40, task=Task.EMBED)
+    shared = [plan for plan in run(harness) if len(plan.work) == 2]
     assert len(shared) >= 4
     assert all(plan.num_sampling == 1 for plan in shared)
 
 
-def test_one_that_is_preempted_is_computed_again() -> None:
-    """Its blocks are taken for older sequences that grow, and its end is the same."""
-    house = House(num_blocks=12, max_num_seqs=4, max_step_tokens=4, batching="decode_first")
+def test_preempted_embedding_is_recomputed() -> None:
+    """Older sequences that grow take its blocks, and its result is the same."""
+    harness = SchedulerHarness(
+        num_blocks=12, max_num_seqs=4, max_step_tokens=4, batching="decode_first"
+    )
     for _ in range(2):
-        house.add(prompt=3, max_tokens=20, ignore_eos=True)
-    late = house.add(prompt=32, task=Task.EMBED)
-    run(house)
+        harness.add(prompt=3, max_tokens=20, ignore_eos=True)
+    late = harness.add(prompt=32, task=Task.EMBED)
+    run(harness)
     assert late.preemptions > 0
     assert late.finish_reason is FinishReason.STOP
 
 
-def test_one_that_is_paused_waits_and_goes_on() -> None:
-    """Between its chunks it leaves the batch; in its last step it ends all the same."""
-    house = House(num_blocks=16, max_step_tokens=16)
-    paused, last = house.add(prompt=33, task=Task.EMBED), house.add(prompt=3, task=Task.EMBED)
-    house.step()
-    house.scheduler.set_pace(paused, Pace.PAUSED)
-    house.step()
-    assert house.scheduler.running == ()
+def test_paused_embedding_resumes() -> None:
+    """Between its chunks it leaves the batch; in its last step it ends nevertheless."""
+    harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
+    paused, last = harness.add(prompt=33, task=Task.EMBED), harness.add(prompt=3, task=Task.EMBED)
+    harness.step()
+    harness.scheduler.set_pace(paused, Pace.PAUSED)
+    harness.step()
+    assert harness.scheduler.running == ()
     assert last.finish_reason is FinishReason.STOP
-    assert house.scheduler.load().paused == 1
-    house.scheduler.set_pace(paused, Pace.SPARING)
+    assert harness.scheduler.load().paused == 1
+    harness.scheduler.set_pace(paused, Pace.SPARING)
     while paused.pending_tokens > 1:
-        house.step()
-    plan = house.scheduler.plan()
-    house.scheduler.set_pace(paused, Pace.PAUSED)
-    house.apply(plan)
-    house.check_results()
+        harness.step()
+    plan = harness.scheduler.plan()
+    harness.scheduler.set_pace(paused, Pace.PAUSED)
+    harness.apply(plan)
+    harness.check_results()
 
 
-def test_a_worker_tells_it_in_one_delta() -> None:
-    """The vector, why it ended and what was cached; no token, no text, nothing of speculation."""
-    worker, executor = bench(), FakeExecutor()
+def test_embedding_is_delivered_in_one_delta() -> None:
+    """The delta has the vector, the finish reason and the cached tokens, and nothing else."""
+    worker, executor = embedding_worker(), FakeExecutor()
     wanted = to_embed(20)
     worker.admission.check(wanted)
     told: list[tuple[str, Delta]] = []
@@ -143,9 +145,9 @@ def test_a_worker_tells_it_in_one_delta() -> None:
     assert worker.open_requests == ()
 
 
-def test_one_that_leaves_in_its_last_step_is_told_nothing() -> None:
-    """What a step gives for a cancelled sequence is dropped; the one beside it gets its own."""
-    worker, executor = bench(), FakeExecutor()
+def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
+    """The other embedding of the step is delivered."""
+    worker, executor = embedding_worker(), FakeExecutor()
     leaves, stays = to_embed(3), to_embed((9, 8, 7))
     worker.submit(leaves)
     worker.submit(stays)
@@ -160,9 +162,9 @@ def test_one_that_leaves_in_its_last_step_is_told_nothing() -> None:
     assert (load.running, load.kv_blocks_free) == (0, load.kv_blocks_total)
 
 
-def test_a_prompt_as_long_as_the_context_is_embedded() -> None:
-    """It needs no room for output; one token more is refused with both numbers."""
-    worker = bench()
+def test_embedding_may_fill_the_context() -> None:
+    """It needs no space for output; one token more is rejected with both numbers."""
+    worker = embedding_worker()
     worker.admission.check(to_embed(LENGTH))
     with pytest.raises(
         RequestRejected, match=r"holds 40 tokens, but the prompt has 41$"
@@ -171,7 +173,7 @@ def test_a_prompt_as_long_as_the_context_is_embedded() -> None:
     assert (refused.value.param, refused.value.limit_tokens) == ("prompt", LENGTH)
 
 
-def test_a_worker_without_hidden_states_refuses() -> None:
-    """As the simulator: there is nothing to pool."""
+def test_embedding_is_rejected_without_hidden_states() -> None:
+    """The simulator has none to pool."""
     with pytest.raises(RequestRejected, match="does not support embeddings"):
-        bench(embeds=False).admission.check(to_embed())
+        embedding_worker(embeds=False).admission.check(to_embed())

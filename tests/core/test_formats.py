@@ -1,4 +1,4 @@
-"""A worker and the formats its requests are held to."""
+"""Structured output: a worker and the grammars of its requests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SPEC = GrammarSpec(
 TEXT = "[1, 23, 4]"
 
 
-def bench_for(*tokens: int, grammars: bool = True) -> Bench:
-    """A worker whose device says these tokens, whatever masks would say."""
+def worker_for(*tokens: int, grammars: bool = True) -> Bench:
+    """A worker whose device emits these tokens, whatever the masks say."""
     bench = Bench(scripted(*tokens))
     known = LlGrammars(tokenizer(), {EOS}) if grammars else None
     bench.worker = WorkerCore(bench.worker._scheduler, tokenizer(), 200, known)
@@ -40,27 +40,29 @@ def formatted(spec: GrammarSpec = SPEC, **settings: object) -> GenerationRequest
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_a_format_ends_with_the_end_token_even_if_that_is_to_be_ignored(drafts: int) -> None:
-    """What is whole is over: an end-of-sequence token ends it under `ignore_eos`, too."""
+def test_end_token_ends_structured_output_despite_ignore_eos(drafts: int) -> None:
+    """Complete output ends at an end-of-sequence token, also with `ignore_eos`."""
     ids = [*encode(TEXT), EOS, *encode(" more")]
-    deltas = bench_for(*ids).run_one(formatted(max_tokens=len(ids), ignore_eos=True, drafts=drafts))
+    deltas = worker_for(*ids).run_one(
+        formatted(max_tokens=len(ids), ignore_eos=True, drafts=drafts)
+    )
     assert text_of(deltas) == TEXT
     assert tokens_of(deltas) == ids[: ids.index(EOS) + 1]
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def test_an_end_where_nothing_is_whole_is_called_a_cut() -> None:
-    """An end that the grammar's limits brought about is no `stop`: the text is a beginning."""
+def test_incomplete_structured_output_ends_with_length() -> None:
+    """An end that the grammar's limits caused is not reported as `stop`."""
     ids = [*encode("[1, 2"), EOS]
-    deltas = bench_for(*ids).run_one(formatted(max_tokens=20))
+    deltas = worker_for(*ids).run_one(formatted(max_tokens=20))
     assert text_of(deltas) == "[1, 2"
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_choices_have_grammars_of_their_own() -> None:
-    """Each of n choices goes its own way through the format."""
+    """Each of n choices has its own state in the format."""
     tokens = {0: [*encode("[1]"), EOS], 1: [*encode("[23, 4]"), EOS]}
-    bench = bench_for()
+    bench = worker_for()
     bench._executor._true_token = lambda s, position: tokens[s.choice][position - s.prompt_tokens]
     one = formatted(max_tokens=20, n=2)
     got = bench.run(one)
@@ -68,33 +70,33 @@ def test_choices_have_grammars_of_their_own() -> None:
     assert {d[-1].finish_reason for d in got.values()} == {FinishReason.STOP}
 
 
-def test_a_resumed_choice_must_have_kept_to_its_format() -> None:
-    """Tokens that the format does not allow are refused; those it allows go on where they were."""
+def test_resumed_tokens_must_match_the_format() -> None:
+    """Tokens that the format forbids are rejected; allowed ones continue where they ended."""
     ids = encode(TEXT)
     for done in range(len(ids)):
         begun = (ResumedChoice(0, tuple(ids[:done])),)
         one = replace(formatted(max_tokens=len(ids) + 1), resumed=begun)
-        deltas = bench_for(*ids, EOS).run_one(one)
+        deltas = worker_for(*ids, EOS).run_one(one)
         assert tokens_of(deltas) == [*ids[done:], EOS]
         assert deltas[-1].finish_reason is FinishReason.STOP
     wrong = (ResumedChoice(0, tuple(encode("[1, x"))),)
     with pytest.raises(RequestRejected, match=r"choice 0 .* does not allow") as refused:
-        bench_for().worker.admission.check(replace(formatted(max_tokens=20), resumed=wrong))
+        worker_for().worker.admission.check(replace(formatted(max_tokens=20), resumed=wrong))
     assert refused.value.param == "response_format"
 
 
-def test_a_worker_without_logits_refuses_formats() -> None:
-    """Nobody is told that a text is held to a format when it is not."""
-    bench = bench_for(grammars=False)
+def test_structured_output_is_rejected_without_logits() -> None:
+    """A worker that cannot enforce a format must not accept it."""
+    bench = worker_for(grammars=False)
     with pytest.raises(RequestRejected, match="does not support structured output") as refused:
         bench.worker.admission.check(formatted())
     assert refused.value.param == "response_format"
     bench.worker.admission.check(request())
 
 
-def test_a_bad_format_is_refused_before_it_runs() -> None:
-    """`check` compiles, so that nothing can go wrong in the middle of a stream."""
+def test_invalid_format_is_rejected_by_check() -> None:
+    """`check` compiles the grammar, so that it cannot fail during a stream."""
     with pytest.raises(RequestRejected, match="frog"):
-        bench_for().worker.admission.check(
+        worker_for().worker.admission.check(
             formatted(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"frog"}'))
         )

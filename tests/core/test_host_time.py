@@ -1,4 +1,4 @@
-"""Drafting that takes the host longer than it brings, in virtual time."""
+"""Drafting that takes the host longer than it gains, in virtual time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 1600
 COST = StepCost(tuple(range(1, 33)), tuple(1e-3 + 5e-5 * n for n in range(1, 33)))
 
 
-class Clock:
+class VirtualClock:
     """Virtual time, which proposers spend."""
 
     def __init__(self) -> None:
@@ -29,9 +29,11 @@ class Clock:
 
 
 class Slow(FakeProposer):
-    """Takes the host some time for each call."""
+    """Spends host time in each call."""
 
-    def __init__(self, clock: Clock, call_s: float, wrong: float, depth_s: float = 0.0) -> None:
+    def __init__(
+        self, clock: VirtualClock, call_s: float, wrong: float, depth_s: float = 0.0
+    ) -> None:
         super().__init__(
             is_wrong=lambda key, position: Random(key * 7919 + position).random() < wrong,
             depth_s=depth_s,
@@ -45,11 +47,11 @@ class Slow(FakeProposer):
 
 
 def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth_s=0.0) -> float:
-    """Generate with a worker, whose steps take what it believes they do beside the host.
+    """Generate with a worker whose steps take what it believes, besides the host.
 
-    The second half counts: in the first it learns.
+    Count the second half only, since the worker learns in the first.
     """
-    clock, executor = Clock(), FakeExecutor()
+    clock, executor = VirtualClock(), FakeExecutor()
     name = "draft_model" if depth_s else "ngram"
     scheduler = Scheduler(
         SchedulerConfig(16, 64),
@@ -77,11 +79,11 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
 @pytest.mark.parametrize(
     ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
 )
-def test_drafts_that_cost_the_host_more_than_they_bring_cost_nothing(
+def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
     sequences, call_s, depth_s
 ) -> None:
-    """No more than 2% below `off` where each call takes the time of half a step and more, and one
-    draft in eight is right; the device's time alone would call for drafts in every step."""
+    """Throughput is at most 2% below `off` if each call takes half a step or more and one draft in
+    eight is right. The device's time alone would favour drafts in every step."""
     plain = tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.88, depth_s) > 0.98 * plain
     assert tokens_per_s("fixed:1", sequences, call_s, 0.88, depth_s) < 0.9 * plain
@@ -91,8 +93,8 @@ def test_drafts_that_cost_the_host_more_than_they_bring_cost_nothing(
 @pytest.mark.parametrize(
     ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
 )
-def test_drafts_that_pay_for_the_host_are_made(sequences, call_s, depth_s) -> None:
-    """Where nine of ten tokens are right, dear calls are made nearly as often as can be."""
+def test_drafts_that_pay_for_their_host_time_are_made(sequences, call_s, depth_s) -> None:
+    """With nine of ten tokens right, expensive calls are made nearly as often as possible."""
     best = tokens_per_s("fixed:4", sequences, call_s, 0.1, depth_s)
     assert best > 1.3 * tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.1, depth_s) > 0.97 * best

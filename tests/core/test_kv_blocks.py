@@ -13,7 +13,7 @@ BLOCK = 4
 
 
 def largest_gap(blocks: KvBlocks, tables: list[list[int]]) -> int:
-    """Longest run of free blocks, counted independently of the allocator."""
+    """The longest run of free blocks, counted independently of the allocator."""
     owned = {block for table in tables for block in table}
     longest = run = 0
     for block in range(blocks.num_blocks):
@@ -27,7 +27,7 @@ def is_run(table: list[int]) -> bool:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Tables come, grow, shrink and go in any order."""
+    """Adds, extends, trims and releases tables in any order."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks):
@@ -102,8 +102,8 @@ BlockMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=
 TestBlocks = BlockMachine.TestCase
 
 
-def test_sequences_that_grow_side_by_side_stay_contiguous() -> None:
-    """With half of the memory unused, two sequences growing in turns keep one run each."""
+def test_sequences_that_grow_in_turns_stay_contiguous() -> None:
+    """With half of the memory unused, each of two growing sequences stays in one run."""
     blocks = KvBlocks(64, BLOCK)
     tables: list[list[int]] = [[], []]
     for tokens in range(1, 16 * BLOCK + 1):
@@ -113,14 +113,14 @@ def test_sequences_that_grow_side_by_side_stay_contiguous() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 4)])
-def test_an_impossible_pool_is_refused(sizes: tuple[int, int]) -> None:
+def test_pool_needs_a_block_and_a_token(sizes: tuple[int, int]) -> None:
     """A pool has at least one block of at least one token."""
     with pytest.raises(ValueError, match="at least 1"):
         KvBlocks(*sizes)
 
 
 def test_integrity_check_sees_a_block_owned_twice() -> None:
-    """The check that all other tests rely on does find a doubled and a lost block."""
+    """The check that all other tests rely on finds doubled and lost blocks."""
     blocks = KvBlocks(4, BLOCK)
     table: list[int] = []
     blocks.extend(table, 2 * BLOCK)

@@ -1,4 +1,4 @@
-"""Texts made while the next step is under way: the same texts, and nobody's blocks overwritten."""
+"""Overlapped steps: the same texts as steps in turn, and no block overwritten too early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftgate.backends.types import (
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
-from tests.core.house import BLOCK, prefixes
+from tests.core.scheduler_harness import BLOCK, prefixes
 
 LETTERS = 50
 
@@ -40,7 +40,7 @@ class Letters:
 
 
 def known(sequence: Sequence) -> list[int]:
-    """The tokens of a sequence, as the device knows them."""
+    """The tokens of a sequence as the device knows them."""
     return [
         hashed_token(sequence, place) if token == PENDING else token
         for place, token in enumerate(sequence.token_ids)
@@ -48,10 +48,10 @@ def known(sequence: Sequence) -> list[int]:
 
 
 class FakeDevice(FakeExecutor):
-    """Computes what was launched as late as it may: when it is fetched. Has a memory.
+    """A device with a memory, which computes a launched step as late as possible:
 
-    Where a launched step writes was decided when it was launched, and it reads what the steps
-    before it left: a block that was handed out too early shows as a wrong prefix.
+    when it is fetched. A launched step writes where its plan said, and reads what earlier steps
+    left. A block that is reused too early shows as a wrong prefix.
     """
 
     def __init__(self) -> None:
@@ -145,8 +145,8 @@ class Bench:
         assert self.worker.open_requests == ()
         assert self.blocks.num_free == self.blocks.num_blocks
 
-    def told(self) -> dict:
-        """Of each choice: tokens, text, log probabilities, why it ended, embeddings."""
+    def deltas_by_choice(self) -> dict:
+        """The tokens, text, log probabilities, finish reason and embedding of each choice."""
         return {
             key: (
                 [token for delta in deltas for token in delta.token_ids],
@@ -184,13 +184,13 @@ REQUESTS = st.lists(
     num_blocks=st.integers(8, 20),
     policy=st.sampled_from(["off", "fixed:3", "auto"]),
 )
-def test_overlapped_steps_tell_what_steps_in_turn_tell(
+def test_overlapped_steps_give_the_same_deltas(
     wanted, plain, arrivals, cancelled, num_blocks, policy
 ) -> None:
-    """Whoever is not cancelled gets the same; nothing leaks, no block is handed out too early."""
+    """Every request that is not cancelled gets the same; no block leaks or is reused too early."""
     requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
 
-    def told(*, asynchronous: bool) -> dict:
+    def deltas_by_choice(*, asynchronous: bool) -> dict:
         bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
         for turn in range(14):
             for index, one in enumerate(requests):
@@ -200,9 +200,9 @@ def test_overlapped_steps_tell_what_steps_in_turn_tell(
                     bench.worker.cancel(one.request_id)
             bench.step()
         bench.run()
-        return bench.told()
+        return bench.deltas_by_choice()
 
-    in_turn, overlapped = told(asynchronous=False), told(asynchronous=True)
+    in_turn, overlapped = deltas_by_choice(asynchronous=False), deltas_by_choice(asynchronous=True)
     for index, one in enumerate(requests):
         # One that is cancelled before it arrives runs to its end.
         gone = arrivals[index] <= cancelled.get(index, -1)
@@ -223,13 +223,13 @@ def test_overlapped_steps_tell_what_steps_in_turn_tell(
     num_blocks=st.integers(8, 20),
     policy=st.sampled_from(["off", "fixed:3", "auto"]),
 )
-def test_no_change_of_pace_changes_a_text(
+def test_pace_changes_do_not_change_text(
     wanted, plain, asynchronous, paces, num_blocks, policy
 ) -> None:
-    """Slowed down, paused and resumed at any step, it tells what an undisturbed run tells."""
+    """Sparing, pausing and resuming at any step leave the text unchanged."""
     requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
 
-    def told(paces) -> dict:
+    def deltas_by_choice(paces) -> dict:
         bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
         for one in requests:
             bench.submit(one)
@@ -241,13 +241,13 @@ def test_no_change_of_pace_changes_a_text(
         for one in requests:
             bench.worker.set_pace(one.request_id, Pace.FULL)
         bench.run()
-        return bench.told()
+        return bench.deltas_by_choice()
 
-    assert told(paces) == told([])
+    assert deltas_by_choice(paces) == deltas_by_choice([])
 
 
-def test_texts_are_told_while_the_next_step_is_under_way() -> None:
-    """The deltas of a step come after the launch of the next one, drafts or not."""
+def test_deltas_are_delivered_while_the_next_step_runs() -> None:
+    """The deltas of a step are delivered after the launch of the next one, drafts or not."""
     for drafts in (0, 2):
         bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
         bench.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
@@ -256,16 +256,19 @@ def test_texts_are_told_while_the_next_step_is_under_way() -> None:
             launched.append(plan),
             launch(plan, behind),
         )[1]
-        told = []
+        deltas_by_choice = []
         while bench.step():
-            told.append((len(launched), sum(map(len, bench.delivered.values()))))
+            deltas_by_choice.append((len(launched), sum(map(len, bench.delivered.values()))))
         # The last step has no other behind it.
-        assert told[:-1] == [(step + 1, step) for step in range(len(told) - 1)]
-        assert told[-1] == (len(launched), len(launched))
+        assert deltas_by_choice[:-1] == [
+            (step + 1, step) for step in range(len(deltas_by_choice) - 1)
+        ]
+        assert deltas_by_choice[-1] == (len(launched), len(launched))
 
 
-def test_plain_decodes_are_launched_before_their_last_token_is_known() -> None:
-    """Every step but the first, and none behind the last token; with drafts or penalties none."""
+def test_plain_decodes_are_planned_ahead() -> None:
+    """Every step but the first is planned ahead, and none after the last token; with drafts or
+    penalties none is."""
 
     def behind(**of_request: object) -> tuple[int, int]:
         bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
@@ -281,8 +284,8 @@ def test_plain_decodes_are_launched_before_their_last_token_is_known() -> None:
     assert others == 0
 
 
-def test_what_comes_behind_the_end_is_dropped() -> None:
-    """Ends are seen a step late where steps overlap: one more step is launched, and no third."""
+def test_tokens_after_the_end_are_dropped() -> None:
+    """Overlapped steps notice an end one step late: one more step is launched, and no third."""
     first = Sequence.for_choice(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
@@ -292,13 +295,13 @@ def test_what_comes_behind_the_end_is_dropped() -> None:
             bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos)
             bench.submit(request(max_tokens=9, stop=(stop,)))
             bench.run()
-            ((tokens, told, _, reasons, _),) = bench.told().values()
-            assert (tokens, told, reasons) == (stream[:end], shown, [FinishReason.STOP])
+            ((tokens, deltas_by_choice, _, reasons, _),) = bench.deltas_by_choice().values()
+            assert (tokens, deltas_by_choice, reasons) == (stream[:end], shown, [FinishReason.STOP])
             assert next(bench.device.steps) == end + asynchronous
 
 
 class Clocked:
-    """A worker with nothing to do, which notes at what times it was asked."""
+    """A worker with nothing to do, which records the times at which it was asked."""
 
     def __init__(self) -> None:
         self.asked_s: list[float | None] = []
@@ -309,7 +312,7 @@ class Clocked:
 
 
 def test_steps_are_planned_at_the_time_of_the_clock() -> None:
-    """Who is late is told by the clock, not by what steps took: drafting and gaps take time too."""
+    """Lateness follows the clock, not the sum of step times: drafting and gaps take time too."""
     worker = Clocked()
     for launcher in (None, FakeExecutor()):
         Pipeline(worker, FakeExecutor(), lambda _: None, launcher, lambda: 42.0).step()

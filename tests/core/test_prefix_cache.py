@@ -1,4 +1,4 @@
-"""The prefix cache: chains of hashes, and hit rates on recorded traffic."""
+"""The prefix cache: hash chains, and hit rates on recorded traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def chain(tokens: Iterable[int], tenant: str = "", block_size: int = 4) -> list[
 
 
 def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
-    """A hash stands for the whole prefix up to its block: one changed token changes all after."""
+    """A hash covers the whole prefix up to its block:
+
+    one changed token changes all later hashes.
+    """
     tokens = list(range(100, 120))
     known = chain(tokens)
     assert len(known) == 5
@@ -37,21 +40,21 @@ def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
     assert len(set(known)) == 5
 
 
-def test_a_tenant_has_hashes_of_its_own() -> None:
-    """No block of one tenant is known by the hash of another's."""
+def test_tenants_have_different_hashes() -> None:
+    """No block of a tenant has the hash of another tenant's block."""
     assert not set(chain(range(40), "a")) & set(chain(range(40), "b"))
 
 
-def test_a_chain_grows_as_if_made_at_once() -> None:
-    """Hashes computed while tokens come in are those of the whole."""
+def test_a_chain_can_be_extended_step_by_step() -> None:
+    """Hashes computed as tokens arrive equal those of the whole sequence."""
     tokens, growing = list(range(30)), []
     for length in range(31):
         extend_chain(growing, "t", tokens[:length], 4)
     assert growing == chain(tokens, "t")
 
 
-def test_the_prefix_of_an_evicted_block_lasts_longer() -> None:
-    """Of an unused prefix the last block is evicted first, so what is left can be used."""
+def test_eviction_keeps_the_beginning_of_a_prefix() -> None:
+    """The last block of an unused prefix is evicted first, so that the rest stays usable."""
     blocks = KvBlocks(4, 4)
     hashes = chain(range(16))
     table: list[int] = []
@@ -63,8 +66,8 @@ def test_the_prefix_of_an_evicted_block_lasts_longer() -> None:
     assert blocks.num_cached(hashes) == 3
 
 
-def test_a_block_in_use_is_not_evicted() -> None:
-    """Memory that is short takes what nobody uses, and then fails rather than take more."""
+def test_blocks_in_use_are_not_evicted() -> None:
+    """Allocation takes unused blocks and then fails."""
     blocks = KvBlocks(3, 4)
     hashes = chain(range(8))
     table: list[int] = []
@@ -76,8 +79,8 @@ def test_a_block_in_use_is_not_evicted() -> None:
     assert blocks.num_cached(hashes) == 2
 
 
-def test_a_pending_block_belongs_to_who_computes_it_first() -> None:
-    """A block is pending until its first computer goes on or gives up, whoever else wants it."""
+def test_a_pending_block_belongs_to_the_first_sequence() -> None:
+    """A block is pending until the first sequence that computes it advances or leaves."""
     pending = PendingPrefixes()
     pending.advance(1, b"a")
     pending.advance(2, b"a")
@@ -91,8 +94,8 @@ def test_a_pending_block_belongs_to_who_computes_it_first() -> None:
     assert b"b" not in pending
 
 
-def test_a_chain_is_found_as_it_is_now() -> None:
-    """Asked again, a chain has what was confirmed in the meantime, and not what was evicted."""
+def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
+    """A second lookup of the same chain reflects all changes in between."""
     blocks = KvBlocks(4, 4)
     hashes = chain(range(16))
     table: list[int] = []
@@ -112,13 +115,14 @@ def test_a_chain_is_found_as_it_is_now() -> None:
 
 @cache
 def trace(name: str) -> tuple[tuple[int, ...], ...]:
-    """Prefix-block ids of each request; a block of the trace is a block of one token here."""
+    """The prefix-block ids of each request; a block of the trace is a block of one token here."""
     lines = (TRACES / f"{name}_trace.jsonl").read_text().splitlines()
     return tuple(tuple(json.loads(line)["hash_ids"]) for line in lines)
 
 
 def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
-    """Cached blocks of each request, one after the other, by the allocator; -1: too long."""
+    """The number of cached blocks of each request, replayed with the allocator; -1 if it is too
+    long."""
     blocks = KvBlocks(num_blocks, 1)
     found = []
     for ids in requests:
@@ -136,7 +140,7 @@ def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
 
 
 def simulate(requests: Iterable[tuple[int, ...]], capacity: int) -> list[int]:
-    """The same by a dictionary in order of use, knowing nothing of blocks, users and hashes.
+    """The same with a dictionary in order of use, without blocks, users and hashes.
 
     An entry is a whole prefix. A request uses its prefixes from the longest to the shortest.
     """
@@ -163,8 +167,8 @@ def hit_rate(requests: tuple[tuple[int, ...], ...], found: list[int]) -> float:
 
 @needs_traces
 @pytest.mark.parametrize(("name", "rate"), [("conversation", 0.366), ("synthetic", 0.640)])
-def test_the_hit_rate_of_an_infinite_cache_is_the_published_one(name: str, rate: float) -> None:
-    """With room for everything, 36.6% and 64.0% of the recorded blocks are found in the cache."""
+def test_hit_rate_of_an_infinite_cache_matches_the_published_one(name: str, rate: float) -> None:
+    """With unlimited memory, 36.6% and 64.0% of the recorded blocks are found in the cache."""
     requests = trace(name)
     found = replay(requests, sum(map(len, requests)))
     assert hit_rate(requests, found) == pytest.approx(rate, abs=0.0005)
@@ -173,8 +177,8 @@ def test_the_hit_rate_of_an_infinite_cache_is_the_published_one(name: str, rate:
 @needs_traces
 @pytest.mark.parametrize("capacity", [100, 1000, 5000])
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
-def test_a_finite_cache_evicts_what_was_used_longest_ago(name: str, capacity: int) -> None:
-    """With little room, each request finds exactly what an independent LRU simulation says."""
+def test_a_finite_cache_is_lru(name: str, capacity: int) -> None:
+    """With little memory, each request finds exactly what an independent LRU simulation finds."""
     requests = tuple(ids[:64] for ids in trace(name)[:1500])
     found = replay(requests, capacity)
     assert found == simulate(requests, capacity)

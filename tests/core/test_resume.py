@@ -1,4 +1,4 @@
-"""Resuming: a choice that another worker began goes on as if nothing had happened."""
+"""Resuming a choice that another worker began."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resumed(one: GenerationRequest, *choices: tuple[int, list[int]]) -> Generati
 
 
 def after(deltas: list[Delta], tokens: int) -> tuple[str, list[int]]:
-    """Text and tokens of the deltas behind the first `tokens` tokens, which end a delta."""
+    """The text and tokens of the deltas after the first `tokens` tokens, which end a delta."""
     seen = 0
     for index, delta in enumerate(deltas):
         if seen == tokens:
@@ -29,8 +29,8 @@ def after(deltas: list[Delta], tokens: int) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("stop", [(), ("\n\n\n",), (" + 2",), ("é",)])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_choice_resumed_anywhere_says_what_it_would_have_said(stop, drafts) -> None:
-    """At every cut, what was sent and what the resumed run sends is the undisturbed text."""
+def test_resumed_choice_completes_the_undisturbed_text(stop, drafts) -> None:
+    """At every cut, the texts of both runs add up to the undisturbed text."""
     ids = encode("def f(x):  # café ☕☕\n    return x + 1\n\n\nclass C: pass")
     bench = Bench(scripted(*ids))
     plain = bench.run_one(request(max_tokens=len(ids), stop=stop))
@@ -45,8 +45,8 @@ def test_a_choice_resumed_anywhere_says_what_it_would_have_said(stop, drafts) ->
         assert rest[-1].finish_reason is plain[-1].finish_reason
 
 
-def test_only_the_choices_that_are_open_are_resumed() -> None:
-    """Of three choices the two that had not ended go on, each with its own number."""
+def test_only_open_choices_are_resumed() -> None:
+    """Two of three choices had not ended; they continue with their own indices."""
     one = request(max_tokens=12, n=3, ignore_eos=True)
     bench = Bench(num_blocks=128)
     whole = [tokens_of(bench.run(one)[one.request_id, choice]) for choice in range(3)]
@@ -57,8 +57,8 @@ def test_only_the_choices_that_are_open_are_resumed() -> None:
     assert all(deltas[-1].finish_reason is FinishReason.LENGTH for deltas in got.values())
 
 
-def test_a_choice_that_has_all_its_tokens_cannot_be_resumed() -> None:
-    """What has nothing left to generate is refused: its end was lost, not its tokens."""
+def test_complete_choices_cannot_be_resumed() -> None:
+    """A choice with all its tokens is rejected: its end was lost, not its tokens."""
     one = resumed(request(max_tokens=3), (0, [5, 6, 7]))
     with pytest.raises(RequestRejected, match="already has 3 tokens") as refused:
         Bench().worker.admission.check(one)

@@ -1,4 +1,4 @@
-"""Requests in, deltas out."""
+"""The worker core: requests in, deltas out."""
 
 from __future__ import annotations
 
@@ -76,8 +76,11 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
-def test_a_stop_string_inside_accepted_drafts_ends_as_without_drafts(drafts: int) -> None:
-    """Tokens accepted behind a stop string were never made: same tokens, text, reason, logprobs."""
+def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
+    """Tokens accepted after a stop string do not count:
+
+    tokens, text, reason and logprobs are the same.
+    """
     ids = encode("def f(x):\n    return x + 1\n\n\nclass C: pass # and more of it")
     bench = Bench(scripted(*ids))
     plain = bench.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
@@ -92,8 +95,8 @@ def test_a_stop_string_inside_accepted_drafts_ends_as_without_drafts(drafts: int
 
 
 @pytest.mark.parametrize("drafts", [0, 3, 8])
-def test_the_end_token_ends_and_is_not_shown(drafts: int) -> None:
-    """An end-of-sequence token counts as a token, adds no text, and nothing follows it."""
+def test_end_token_ends_the_output_without_text(drafts: int) -> None:
+    """An end-of-sequence token counts as a token, adds no text, and is the last one."""
     ids = [*encode("x = 1"), EOS, *encode("never shown")]
     deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
     assert text_of(deltas) == "x = 1"
@@ -101,31 +104,31 @@ def test_the_end_token_ends_and_is_not_shown(drafts: int) -> None:
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def test_ignore_eos_goes_on_to_the_length() -> None:
-    """With `ignore_eos` the end token is a token like any other."""
+def test_ignore_eos_continues_to_max_tokens() -> None:
+    """With `ignore_eos` the end token is an ordinary token."""
     ids = [*encode("a"), EOS, *encode(" b")]
     deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), ignore_eos=True))
     assert tokens_of(deltas) == ids
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_string_completed_by_the_last_token_is_a_stop() -> None:
-    """When length and stop string come with the same token, the reason is `stop`."""
+def test_stop_string_at_the_last_token_is_reported_as_stop() -> None:
+    """If length and stop string are reached by the same token, the reason is `stop`."""
     ids = encode("a = b\n")
     deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
     assert text_of(deltas) == "a = b"
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def test_held_back_text_is_shown_at_the_end() -> None:
-    """A beginning of a stop string which never came belongs to the text."""
+def test_held_back_text_is_returned_at_the_end() -> None:
+    """The beginning of a stop string that was not completed belongs to the text."""
     ids = encode("a\n")
     deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n\n\n",)))
     assert text_of(deltas) == "a\n"
 
 
 def test_every_choice_ends_once_with_its_own_outcome() -> None:
-    """Each of n choices has its own tokens, one last delta, and what speculation did for it."""
+    """Each of n choices has its own tokens, one last delta, and its own speculation outcome."""
     one = request(max_tokens=10, drafts=4, n=3, ignore_eos=True)
     got = Bench().run(one)
     assert sorted(choice for _, choice in got) == [0, 1, 2]
@@ -140,7 +143,7 @@ def test_every_choice_ends_once_with_its_own_outcome() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancel_frees_every_choice_at_once(steps: int) -> None:
-    """A cancelled request, queued or running, owns nothing afterwards and gives no more deltas."""
+    """A cancelled request, queued or running, owns no blocks and gets no more deltas."""
     bench = Bench(max_num_seqs=2)
     gone, stays = request(max_tokens=20, n=3, ignore_eos=True), request(max_tokens=5)
     for each in (gone, stays):
@@ -157,7 +160,7 @@ def test_cancel_frees_every_choice_at_once(steps: int) -> None:
 
 
 def test_cancel_between_plan_and_result_drops_the_result() -> None:
-    """A request cancelled while its step runs gets nothing of it."""
+    """A request cancelled during a step gets no tokens of that step."""
     bench = Bench()
     one = request(max_tokens=9)
     bench.worker.submit(one)
@@ -167,8 +170,8 @@ def test_cancel_between_plan_and_result_drops_the_result() -> None:
     assert bench.blocks.num_free == bench.blocks.num_blocks
 
 
-def test_a_pace_is_for_every_choice_of_an_open_request() -> None:
-    """All choices of a paused request wait; ids that are unknown or have ended are ignored."""
+def test_set_pace_applies_to_all_choices() -> None:
+    """All choices of a paused request wait; unknown and finished ids are ignored."""
     bench = Bench()
     slow, fast = request(max_tokens=9, n=2, ignore_eos=True), request(max_tokens=9)
     bench.worker.submit(slow)
@@ -198,8 +201,8 @@ def test_a_pace_is_for_every_choice_of_an_open_request() -> None:
     ],
     ids=["output", "prompt", "pool", "unknown", "negative", "empty", "bias"],
 )
-def test_what_can_never_run_is_refused(one, param, words) -> None:
-    """The refusal names the parameter and both numbers; the limits themselves are accepted."""
+def test_requests_beyond_the_limits_are_rejected(one, param, words) -> None:
+    """The error names the parameter and both numbers; requests at the limits are accepted."""
     bench = Bench(num_blocks=32 if "pool" in words else 64, max_model_len=200)
     with pytest.raises(RequestRejected, match=words) as refused:
         bench.worker.admission.check(one)

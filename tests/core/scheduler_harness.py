@@ -1,4 +1,4 @@
-"""A scheduler with a fake device, and every promise checked at every step."""
+"""A scheduler with a fake device, with all invariants checked at every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = 0
 
 
 class RandomPicker:
-    """A policy that picks any legal lengths: no choice of slots may break anything."""
+    """A policy that picks any valid lengths: no choice of slots may break an invariant."""
 
     name = "random"
 
@@ -43,7 +43,7 @@ class RandomPicker:
 
 
 class WatchedScheduler(Scheduler):
-    """Checks that drafts preempt nobody."""
+    """Checks that drafts preempt no sequence."""
 
     def _plan_drafts(self, step):
         running = self.running
@@ -51,8 +51,8 @@ class WatchedScheduler(Scheduler):
         assert self.running == running
 
 
-class House:
-    """A scheduler, a fake device, and every promise checked at every step."""
+class SchedulerHarness:
+    """A scheduler with a fake device, with all invariants checked at every step."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class House:
         assert load.running + load.waiting + load.paused == len(self.open), "somebody is lost"
 
     def check_load(self) -> None:
-        """What is owed to prompts is what those who run or wait lack, but for decodes."""
+        """The prompt tokens of the load are the pending tokens of running and waiting sequences,
+        except decodes."""
         going_on = [s for s in self.open if s.pace is not Pace.PAUSED]
         leaving = [s for s in self.open if s.pace is Pace.PAUSED and s.block_table]
         lacking = [
@@ -175,7 +176,8 @@ class House:
             self.read(work)
 
     def write(self, work: SequenceWork) -> None:
-        """Write keys and values, which stand for a prefix, into blocks that are nobody else's."""
+        """Write keys and values, represented by their prefix, to blocks that no other sequence
+        uses."""
         own = work.sequence.block_table[work.start // BLOCK :]
         others = [s.block_table for s in self.sequences if s is not work.sequence]
         assert not set(own) & {block for table in others for block in table}, "a shared block"
@@ -189,7 +191,7 @@ class House:
             self.memory[self.place(work.sequence, end + place)] = prefix
 
     def compact(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
-        """Move what the accepted tokens wrote to where their positions belong."""
+        """Move the entries of accepted tokens to the slots of their positions."""
         if not work.sequence.block_table:
             return  # cancelled while the step ran
         for depth, place in enumerate(work.draft.accepted_places(emitted)):
@@ -198,7 +200,7 @@ class House:
             self.memory[target] = self.memory[source]
 
     def read(self, work: SequenceWork) -> None:
-        """Everything before what is fed must be there, as written for this very prefix."""
+        """Check that every earlier position holds the entry of this very prefix."""
         for position, prefix in enumerate(prefixes(work.sequence.token_ids[: work.start])):
             assert self.memory[self.place(work.sequence, position)] == prefix, "a wrong prefix"
 
@@ -240,12 +242,12 @@ class House:
 
 
 def prefixes(tokens: list[int]) -> list[int]:
-    """What each token's keys and values depend on: itself and all before it."""
+    """What the keys and values of each token depend on: the token and all earlier ones."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
 def expected_output(sequence: Sequence) -> list[int]:
-    """What the true stream gives: up to the end token or the length."""
+    """The true tokens up to the end token or the length."""
     sampling, output = sequence.request.sampling, []
     for position in range(sequence.prompt_tokens, sequence.prompt_tokens + sampling.max_tokens):
         output.append(hashed_token(sequence, position))
