@@ -9,8 +9,8 @@ import pytest
 from bench.gateway.rag import body, measure, paired, together
 from bench.harness.servers import Server
 from draftgate.loadgen.types import Slo
-from tests.loadgen.mock import Mock, serving_in_a_thread
-from tests.loadgen.truth import a_run, failed, record
+from tests.loadgen.known_records import a_run, failed, record
+from tests.loadgen.mock_server import Mock, serving_in_a_thread
 
 
 def of_latencies(*firsts_s):

@@ -11,7 +11,7 @@ from rich.console import Console
 from bench.gateway import sweep as study
 from bench.gateway.sweep import TEXT, load_of, measure
 from draftgate.loadgen.sweep import SweepTarget, as_dict
-from tests.loadgen.mock import Mock, serving
+from tests.loadgen.mock_server import Mock, serving
 
 
 def flags(*more: str):

@@ -17,7 +17,7 @@ from bench.tool_comparison.table import table
 from bench.tool_comparison.tools import read_aiperf
 from bench.tool_comparison.truth import truth
 from draftgate.loadgen.events import EventWriter
-from tests.loadgen.truth import a_run, record
+from tests.loadgen.known_records import a_run, record
 
 
 def answered(arrived_s: float, ttft_s: float = 0.05, tokens: int = 11, **fields) -> Answered:

@@ -20,7 +20,7 @@ from draftgate.loadgen.sending.calibrate import (
 from draftgate.loadgen.sending.client import ClientTimeouts, OpenAIClient, first_model, open_session
 from draftgate.loadgen.sending.stub_server import TokenPace
 from draftgate.loadgen.types import ChatMessage, ClientHealth, PlannedRequest
-from tests.loadgen.mock import question
+from tests.loadgen.mock_server import question
 
 WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
 

@@ -22,9 +22,9 @@ from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.target import inspect_server
 from draftgate.loadgen.types import ClientHealth
 from draftgate.loadgen.workloads.base import TokenEstimator
-from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
+from tests.loadgen.known_records import a_run
+from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_calibrate import a_probe
-from tests.loadgen.truth import a_run
 
 BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
 

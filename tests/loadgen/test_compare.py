@@ -18,7 +18,7 @@ from draftgate.loadgen.events import EventWriter
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.types import LoadRun, Slo
-from tests.loadgen.queue import queue_run
+from tests.loadgen.queue_runs import queue_run
 from tests.loadgen.test_report import BEHIND
 
 

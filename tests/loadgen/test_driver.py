@@ -21,7 +21,7 @@ from draftgate.loadgen.sending.health import (
     monitor_health,
 )
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
-from tests.loadgen.mock import Mock, Script, planned, question, serving
+from tests.loadgen.mock_server import Mock, Script, planned, question, serving
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 

@@ -14,7 +14,7 @@ from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
 from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, RequestSpec, Slo
-from tests.loadgen.truth import a_run, record
+from tests.loadgen.known_records import a_run, record
 
 CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),), 1)
 

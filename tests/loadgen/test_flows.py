@@ -17,8 +17,8 @@ from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
 from draftgate.loadgen.sending.health import lag_s
 from draftgate.loadgen.types import SINGLE, PlannedRequest, Slo
-from tests.loadgen.mock import Mock, Script, question, serving, text_of
-from tests.loadgen.truth import a_run, record
+from tests.loadgen.known_records import a_run, record
+from tests.loadgen.mock_server import Mock, Script, question, serving, text_of
 
 
 class Echo:

@@ -37,9 +37,9 @@ from draftgate.loadgen.sending.sender import (
 )
 from draftgate.loadgen.sending.target import ServerInfo, Target
 from draftgate.loadgen.types import LoadRun, Slo
-from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
+from tests.loadgen.known_records import WELL, a_run, record
+from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
-from tests.loadgen.truth import WELL, a_run, record
 
 FOUR = Load(requests=4, concurrency=4, max_tokens=8)
 

@@ -38,8 +38,8 @@ from draftgate.loadgen.workloads.rag import (
     indexed_passages,
     parse_queries,
 )
-from tests.loadgen import mock as mock_server
-from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread, vector_of
+from tests.loadgen import mock_server
+from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread, vector_of
 from tests.loadgen.test_cli import command
 
 COUNTER = TokenEstimator(4.0)

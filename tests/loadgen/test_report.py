@@ -30,7 +30,7 @@ from draftgate.loadgen.report.terminal import render, render_side_by_side
 from draftgate.loadgen.report.time_charts import open_requests
 from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
-from tests.loadgen.truth import a_run, failed, record, speculation
+from tests.loadgen.known_records import a_run, failed, record, speculation
 
 BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
 LOSSY = LosslessCheck(2, 1, (Difference(1, 0, 5, "<a>", "<b>"),), ((2, "cut: gone"),), 1)

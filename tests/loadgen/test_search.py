@@ -17,7 +17,7 @@ from draftgate.loadgen.search.types import (
     SearchProbe,
     StopReason,
 )
-from tests.loadgen.md1 import attainment, capacity, md1, run, waits
+from tests.loadgen.md1_server import attainment, capacity, md1, run, waits
 
 SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95
 

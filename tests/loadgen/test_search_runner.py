@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.loadgen.mock import Mock, serving_in_a_thread
+from tests.loadgen.known_records import accept_any_health
+from tests.loadgen.mock_server import Mock, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
-from tests.loadgen.truth import accept_any_health
 
 
 def search(url: str, path, *flags: object):

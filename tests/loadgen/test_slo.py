@@ -17,7 +17,7 @@ from draftgate.loadgen.measuring.slo import (
     met_ttft,
 )
 from draftgate.loadgen.types import Slo
-from tests.loadgen.truth import a_run, failed, record
+from tests.loadgen.known_records import a_run, failed, record
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (1, 2), (81, 263), (7, 8)])

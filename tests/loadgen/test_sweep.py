@@ -23,10 +23,10 @@ from draftgate.loadgen.report.runs import RunReport, points
 from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.sweep import Sweep, parse_rates, parse_targets, run_sweep, shuffled_cells
 from draftgate.loadgen.types import Slo
-from tests.loadgen.mock import Mock, serving_in_a_thread
-from tests.loadgen.queue import queue_run
+from tests.loadgen.known_records import a_run, accept_any_health, record
+from tests.loadgen.mock_server import Mock, serving_in_a_thread
+from tests.loadgen.queue_runs import queue_run
 from tests.loadgen.test_report import BEHIND
-from tests.loadgen.truth import a_run, accept_any_health, record
 
 SLO = Slo(ttft_s=0.6)
 

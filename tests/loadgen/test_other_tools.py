@@ -11,7 +11,7 @@ from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.other_tools import TOOLS
 from draftgate.loadgen.other_tools.base import ToolReport, weighted_percentile
 from draftgate.loadgen.types import LoadRun, Slo
-from tests.loadgen.truth import a_run, failed, record
+from tests.loadgen.known_records import a_run, failed, record
 
 PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)
 """Sent at 0.01, after 4 ms of connecting; text at 0.51, 0.61, 0.71, 0.91; over at 0.93."""

@@ -17,7 +17,7 @@ from draftgate.loadgen.checking.lossless import (
 )
 from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
-from tests.loadgen.mock import Mock, Script, planned, serving
+from tests.loadgen.mock_server import Mock, Script, planned, serving
 
 
 async def checked(scripts: list[Script], count: int, mock: Mock | None = None, **fields):

@@ -30,7 +30,7 @@ from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, summarize
 from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import ClientHealth, Slo
-from tests.loadgen.truth import WELL, a_run, failed, record, speculation
+from tests.loadgen.known_records import WELL, a_run, failed, record, speculation
 
 
 def test_a_requests_figures() -> None:

@@ -21,7 +21,7 @@ from draftgate.loadgen.sending.client import (
 )
 from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, Slo, TextChunk
-from tests.loadgen.mock import (
+from tests.loadgen.mock_server import (
     EVENT_FAULTS,
     TRANSPORT_FAULTS,
     Mock,
