@@ -1,4 +1,4 @@
-"""Compose files as Compose reads them."""
+"""Reads compose files the way Compose does."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def read(name: str = "compose.yaml", environ: Mapping[str, str] | None = None) -
     """Return a compose file with its variables filled in.
 
     Args:
-        environ: where they come from; None is an environment that has what is demanded, no more.
+        environ: their values; None sets only the required ones.
 
     Raises:
-        KeyError: one that is demanded is not there.
+        KeyError: a required variable is not set.
     """
     return _filled(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), environ)
 
@@ -33,14 +33,14 @@ def services() -> dict[str, Any]:
 
 
 def entry_point() -> list[str]:
-    """Return what our images start, as the Dockerfile says."""
+    """Return the entry point of our images, from the Dockerfile."""
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     (found,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
     return list(json.loads(found))
 
 
 def seconds(duration: str) -> float:
-    """Return a duration as compose writes it, `1m30s`."""
+    """Return the seconds of a duration such as `1m30s`."""
     units = {"h": 3600, "m": 60, "s": 1}
     parts = re.findall(r"(\d+)([hms])", duration)
     assert "".join(map("".join, parts)) == duration, duration
@@ -64,5 +64,5 @@ def _value(match: re.Match[str], environ: Mapping[str, str] | None) -> str:
     if match["kind"] == "?":
         if environ is not None:
             raise KeyError(f"{match['name']} {match['rest']}")
-        return 4 * match["name"]  # secrets have a least length
+        return 4 * match["name"]  # secrets have a minimum length
     return match["rest"] or ""

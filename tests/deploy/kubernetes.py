@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, as they stand."""
+"""Reads the Kubernetes manifests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Manifest = dict[str, Any]
 
 
 def kustomization(folder: Path) -> Manifest:
-    """What a folder is made of."""
+    """Return the kustomization of a folder."""
     return dict(yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8")))
 
 
 def manifests() -> list[Manifest]:
-    """Every object of the base, in order."""
+    """Return every object of the base, in order."""
     paths = [BASE / name for name in kustomization(BASE)["resources"]]
     return [m for path in paths for m in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
 
@@ -37,17 +37,17 @@ def of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
 
 
 def workloads() -> dict[tuple[str, str], Manifest]:
-    """What runs pods, by kind and name."""
+    """Return the objects that run pods, by kind and name."""
     return of_kind("Deployment", "StatefulSet")
 
 
 def pod(workload: Manifest) -> Manifest:
-    """Return the specification of its pods."""
+    """Return the pod specification of a workload."""
     return dict(workload["spec"]["template"]["spec"])
 
 
 def containers() -> Iterator[tuple[str, Manifest]]:
-    """Every container, with the name of what runs it."""
+    """Yield every container with the name of its workload."""
     for (_, name), workload in workloads().items():
         for container in pod(workload)["containers"]:
             yield name, container

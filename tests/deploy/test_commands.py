@@ -1,4 +1,4 @@
-"""What the deployment files give our command line is what it takes."""
+"""Commands and variables of the deployment files are valid."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _of_kubernetes() -> Iterator[Any]:
 COMMANDS = [*_of_compose(), *_of_kubernetes()]
 
 
-def test_there_are_commands_to_check() -> None:
-    """Gateway and workers of both are among them."""
+def test_compose_and_kubernetes_have_commands() -> None:
+    """The gateway and the workers of both are checked."""
     assert len(COMMANDS) == 5
 
 
 @pytest.mark.parametrize(("command", "environment"), COMMANDS)
-def test_a_command_is_understood(command: list[str], environment: set[str]) -> None:
-    """Every flag is one of `draftgate serve`, every DRAFTGATE_ variable a setting."""
+def test_flags_and_variables_of_a_command_exist(command: list[str], environment: set[str]) -> None:
+    """Flags belong to `draftgate serve`, and DRAFTGATE_ variables are settings."""
     name, *arguments = command
     group = typer.main.get_command(app)
     serve = group.commands[name]  # type: ignore[attr-defined]
@@ -50,8 +50,8 @@ def test_a_command_is_understood(command: list[str], environment: set[str]) -> N
     assert {v for v in environment if v.startswith("DRAFTGATE_")} <= known
 
 
-def test_settings_of_the_gpu_workers_exist() -> None:
-    """What the GPU overlay sets is a setting, too."""
+def test_variables_of_the_gpu_overlay_exist() -> None:
+    """DRAFTGATE_ variables of the GPU overlay are settings."""
     patch = yaml.safe_load((ROOT / "deploy/kubernetes/gpu/workers.yaml").read_text())
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     known = {setting.variable for setting in settings()}

@@ -1,4 +1,4 @@
-"""compose.yaml: valid, confined, and what it starts works, be it without Docker."""
+"""compose.yaml: valid, confined, and working, tested without Docker."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.gateway.collector import Collector, collecting
 
 NODES = ("gateway", "worker-1", "worker-2")
 SERVING = ("redis", "worker-1", "worker-2", "gateway")
-"""In an order in which they can be started."""
+"""The services that serve, in starting order."""
 
-TOO_BUSY = {3, 4}  # exit statuses of a load whose generator, or whose server, could not keep up
+TOO_BUSY = {3, 4}  # exit statuses when the load generator or the server could not keep up
 REQUEST_S = 60.0
 
 SERVICES = services()
@@ -33,8 +33,8 @@ PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+(-\w+)?(@sha256:[0-9a-f]{64})?")
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
-def test_it_is_what_the_specification_allows(name: str) -> None:
-    """Compose files satisfy the schema of the Compose specification."""
+def test_compose_file_satisfies_the_specification(name: str) -> None:
+    """The file is valid under the schema of the Compose specification."""
     checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     done = subprocess.run(
         [*checker, str(ROOT / name)], capture_output=True, text=True, timeout=60, check=False
@@ -42,8 +42,8 @@ def test_it_is_what_the_specification_allows(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_secret_has_to_be_set() -> None:
-    """Nobody runs a cluster with a secret that stands in this repository."""
+def test_peer_secret_is_required() -> None:
+    """The repository contains no default for the secret."""
     with pytest.raises(KeyError, match="PEER_SECRET"):
         read(environ={})
     given = read(environ={"PEER_SECRET": "x"})
@@ -51,29 +51,29 @@ def test_the_secret_has_to_be_set() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
-    """No root, no capabilities, no new privileges, nothing to write but what is mounted."""
+def test_service_runs_without_privileges(name: str) -> None:
+    """It has no root, no capabilities, no new privileges and a read-only file system."""
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    ours = service["image"].startswith("draftgate:")  # whose user the image has
+    ours = service["image"].startswith("draftgate:")  # the image sets the user
     assert ours or service["user"].partition(":")[0] not in {"0", "root"}
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_is_pinned_bounded_and_watched(name: str) -> None:
-    """Its image is one version, its memory has a limit, and one can ask it how it is."""
+def test_service_has_a_pinned_image_a_memory_limit_and_a_health_check(name: str) -> None:
+    """Only the load generator and the collector have no health check."""
     service = SERVICES[name]
     assert service["image"].startswith("draftgate:") or PINNED.fullmatch(service["image"])
     assert re.fullmatch(r"\d+[mg]", service["deploy"]["resources"]["limits"]["memory"])
-    without = {"loadgen", "otel-collector"}  # one ends by itself, one has no program to ask with
+    without = {"loadgen", "otel-collector"}  # one ends by itself, one has no program for a check
     assert bool(service["healthcheck"].get("disable")) == (name in without)
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_a_service_names_is_there(name: str) -> None:
-    """Files that it mounts, volumes, networks and services it waits for exist."""
+def test_files_volumes_and_dependencies_of_a_service_exist(name: str) -> None:
+    """Mounted files, volumes, networks and services that it depends on exist."""
     service, document = SERVICES[name], read()
     for volume in service.get("volumes", []):
         source = volume.partition(":")[0]
@@ -83,8 +83,8 @@ def test_what_a_service_names_is_there(name: str) -> None:
         assert not SERVICES[needed]["healthcheck"].get("disable")
 
 
-def test_only_the_api_can_be_opened_to_others() -> None:
-    """Every published port is one of this machine, unless GATEWAY_ADDRESS says otherwise."""
+def test_only_the_api_can_be_published_beyond_this_machine() -> None:
+    """Published ports are local; GATEWAY_ADDRESS changes that of the API only."""
     told = read(environ={"PEER_SECRET": "x", "GATEWAY_ADDRESS": "0.0.0.0"})["services"]
     published = {name: port for name in told for port in told[name].get("ports", [])}
     assert published.pop("gateway") == "0.0.0.0:8000:8000"
@@ -93,8 +93,8 @@ def test_only_the_api_can_be_opened_to_others() -> None:
     assert all(port.startswith("127.0.0.1:") for port in published.values())
 
 
-def test_redis_is_for_the_nodes_alone() -> None:
-    """Redis has no password: it is on a network of its own, with the nodes and nobody else."""
+def test_only_nodes_reach_redis() -> None:
+    """Redis has no password, so its network contains only the nodes."""
     document = read()
     assert document["networks"]["cluster"] == {"internal": True}
     assert SERVICES["redis"]["networks"] == ["cluster"]
@@ -106,15 +106,15 @@ def test_redis_is_for_the_nodes_alone() -> None:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_has_the_time_to_drain(name: str) -> None:
-    """Compose waits for open streams as long as the node does, and while connections close."""
+def test_grace_period_covers_the_drain_timeout(name: str) -> None:
+    """Compose waits for open streams and for connections to close."""
     drain_s = ServeConfig().drain_timeout_s
     assert "--drain-timeout-s" not in SERVICES[name]["command"]
     assert seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + 2 * CLOSE_S
 
 
-def test_the_gpus_are_shared_out() -> None:
-    """With the override each worker has a GPU of its own, in an image that can use it."""
+def test_each_gpu_worker_has_its_own_gpu() -> None:
+    """With the override, each worker reserves one GPU and uses the CUDA image."""
     workers = read("compose.gpu.yaml")["services"]
     assert set(workers) == {name for name in SERVICES if name.startswith("worker-")}
     devices = []
@@ -128,7 +128,7 @@ def test_the_gpus_are_shared_out() -> None:
 
 @asynccontextmanager
 async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Addresses, Collector]]:
-    """The cluster of compose.yaml, healthy, and a collector where it sends its traces."""
+    """Run the cluster of compose.yaml with a collector for its traces; yield once healthy."""
     async with collecting() as collector:
         ports = free_ports(SERVICES, SERVING)
         ports["otel-collector", "4318"] = int(collector.url.rpartition(":")[2])
@@ -138,14 +138,14 @@ async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Address
 
 
 async def both_found(http: httpx.AsyncClient) -> None:
-    """Return once the gateway has found both workers: it begins with the first."""
+    """Return once the gateway has found both workers; it starts serving with the first."""
     async with asyncio.timeout(REQUEST_S):
         while len((await http.get("/health")).json()["workers"]) < 2:  # noqa: ASYNC110 - over HTTP
             await asyncio.sleep(0.1)
 
 
 async def completion(http: httpx.AsyncClient) -> dict[str, Any]:
-    """Ask for a completion."""
+    """Request a completion."""
     body = {"prompt": "def main():", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -153,9 +153,7 @@ async def completion(http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_the_cluster_works_as_plain_processes(tmp_path: Path) -> None:
-    """Started with compose's commands and environment, every service of ours becomes healthy by
-    compose's own check, requests are answered through the gateway, traces of gateway and workers
-    arrive, and each process stops in order, in time and without an error."""
+    """Services become healthy, answer requests through the gateway, send traces, and stop in time."""
     async with cluster(tmp_path) as (started, addresses, collector):
         url = f"http://127.0.0.1:{addresses.ports['gateway', '8000']}"
         async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
@@ -172,8 +170,8 @@ async def test_the_cluster_works_as_plain_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_the_bench_profile_loads_the_cluster(tmp_path: Path) -> None:
-    """The load generator runs as the profile starts it, against the cluster, and is content."""
+async def test_bench_profile_runs_a_load_test_against_the_cluster(tmp_path: Path) -> None:
+    """The load generator of the profile finds every stream intact."""
     async with cluster(tmp_path) as (_, addresses, _):
         loadgen = LocalService("loadgen", SERVICES["loadgen"], addresses, tmp_path)
         await loadgen.start()

@@ -109,7 +109,7 @@ def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
-    """The flags of `serve` are the fields of the struct, and bounds are checked by it."""
+    """The flags of `serve` are the fields of the settings struct."""
     from draftgate.gateway.config import settings
 
     shown = draftgate("serve", "--help").stdout
@@ -136,18 +136,18 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, host"),
     ],
 )
-def test_a_bad_setting_is_one_line_and_status_2(
+def test_user_error_is_one_line_and_status_2(
     arguments: list[str], env: dict[str, str], message: str
 ) -> None:
-    """Mistakes of the user get one line on stderr and status 2, never a traceback."""
+    """A user's mistake prints one line on stderr, without a traceback; the status is 2."""
     done = draftgate(*arguments, env=env)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
 
 
-def test_a_model_that_is_not_there_is_one_line_and_status_1() -> None:
-    """`serve` with a wrong path says so and exits; no traceback, no half-dead server."""
+def test_missing_model_is_one_line_and_status_1() -> None:
+    """`serve` with a wrong path names it and exits, without a traceback."""
     done = draftgate("serve", "/nowhere/model", "--backend", "sim", "--port", "0")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1() -> None:
     assert "/nowhere/model" in done.stderr.splitlines()[-1]
 
 
-def test_a_missing_package_is_one_line_with_the_way_out() -> None:
+def test_missing_package_is_one_line_that_says_what_to_install() -> None:
     """Without torch, the engine says what to install."""
     script = (
         "import sys; sys.modules['torch'] = None\nfrom draftgate.gateway.cli import main\n"
@@ -171,8 +171,8 @@ def test_a_missing_package_is_one_line_with_the_way_out() -> None:
     )
 
 
-def test_config_show_tells_value_and_origin() -> None:
-    """The effective configuration names where each value comes from."""
+def test_config_show_prints_value_and_origin_of_each_setting() -> None:
+    """Text and JSON name the origin of each effective value."""
     given = ("--port", "9", "--devices", "0,1", "--exact")
     done = draftgate("config", "show", *given, env={"DRAFTGATE_THREADS": "2"})
     lines = {line.split(" = ")[0].strip(): line for line in done.stdout.splitlines()}
@@ -186,8 +186,8 @@ def test_config_show_tells_value_and_origin() -> None:
     assert told.keys() == lines.keys()
 
 
-def test_a_mistyped_flag_or_command_gets_a_suggestion() -> None:
-    """Where something near exists, the error names it."""
+def test_mistyped_flag_or_command_gets_a_suggestion() -> None:
+    """The error names the nearest flag or command."""
     for arguments, meant in (
         (("serve", "--max-num-seq", "3"), "--max-num-seqs"),
         (("serv",), "serve"),
@@ -197,8 +197,8 @@ def test_a_mistyped_flag_or_command_gets_a_suggestion() -> None:
         assert meant in done.stderr.partition("Error")[2]
 
 
-def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `--peers` adds an entry; without one, environment and file decide."""
+def test_list_flag_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each occurrence adds an entry; without one, environment and file decide."""
     peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", kind="list")
     monkeypatch.setattr("draftgate.gateway.cli.options.settings", lambda: (peers,))
     seen: list[object] = []
@@ -218,8 +218,8 @@ def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [{"peers": ["a,b", "c"]}, {"peers": None}]
 
 
-def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
-    """`generate` can be piped: stdout has the text alone, and equals itself under a seed."""
+def test_generate_writes_text_to_stdout_and_summary_to_stderr() -> None:
+    """stdout holds only the text, which is the same for one seed."""
     arguments = ("generate", "def f(x):", "--backend", "sim", "--max-tokens", "20", "--seed", "5")
     done = draftgate(*arguments)
     assert done.returncode == 0
@@ -229,8 +229,8 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     assert "accepted per step" in done.stderr
 
 
-def test_a_prompt_that_cannot_be_generated_from_is_one_line() -> None:
-    """A seed beyond 64 bits and a prompt that is no UTF-8 are refused, without a traceback."""
+def test_invalid_seed_or_prompt_is_rejected_without_a_traceback() -> None:
+    """A seed of more than 64 bits and a prompt that is not UTF-8 are user errors."""
     for arguments, status in (
         (("x", "--temperature", "1", "--seed", str(1 << 64)), 2),
         (("x\udcff", "--backend", "sim"), 1),
@@ -240,8 +240,8 @@ def test_a_prompt_that_cannot_be_generated_from_is_one_line() -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_collect_env_speaks_json() -> None:
-    """The description of the machine is machine-readable when asked for."""
+def test_collect_env_prints_json_or_text() -> None:
+    """`--json` describes the machine for programs."""
     done = draftgate("collect-env", "--json")
     found = json.loads(done.stdout)
     assert found["python"] == sys.version.split()[0]

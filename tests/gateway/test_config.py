@@ -18,8 +18,8 @@ PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", kind="
 KEY = Setting("key", Annotated[str, Meta(min_length=9)], "", "Key", secret=True)
 
 
-def test_a_flag_wins_over_environment_file_and_default(tmp_path: Path) -> None:
-    """Precedence is flag, environment, file, default, and the origin of each is known."""
+def test_flag_overrides_environment_file_and_default(tmp_path: Path) -> None:
+    """The precedence is flag, environment, file, default, and origins are recorded."""
     file = tmp_path / "node.yaml"
     file.write_text("port: 1\nthreads: 3\nkv-bytes: 2MiB\ndtype: float32\n")
     environ = {"DRAFTGATE_PORT": "2", "DRAFTGATE_THREADS": "4"}
@@ -38,7 +38,7 @@ def test_a_flag_wins_over_environment_file_and_default(tmp_path: Path) -> None:
     assert origins["max_num_seqs"] == "default"
 
 
-def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+def test_environment_can_name_the_file(tmp_path: Path) -> None:
     """DRAFTGATE_CONFIG does what --config does."""
     file = tmp_path / "node.yaml"
     file.write_text("port: 17\n")
@@ -83,10 +83,10 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"otlp_endpoint": "http://a:b"}, "--otlp-endpoint: expected an address such as"),
     ],
 )
-def test_a_bad_value_is_one_line_that_names_its_source(
+def test_bad_value_is_one_line_that_names_its_source(
     flags: dict[str, object], message: str
 ) -> None:
-    """An operator learns which setting is wrong, why, and where it came from."""
+    """The message names the setting, its source and the reason."""
     with pytest.raises(ConfigError) as caught:
         effective_config(flags, {})
     assert str(caught.value).startswith(message)
@@ -113,8 +113,8 @@ def test_a_bad_value_is_one_line_that_names_its_source(
         ("devices: [0, 0]\n", "devices: expected different indices"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
-    """A typo in the file is an error, never a setting that silently does nothing."""
+def test_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
+    """A typo in the file is an error, and is never ignored."""
     file = tmp_path / "node.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -124,15 +124,15 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, mess
     assert "\n" not in str(caught.value)
 
 
-def test_off_is_a_policy_in_yaml_too(tmp_path: Path) -> None:
-    """YAML reads a bare `off` as false; as a policy it is the one that never drafts."""
+def test_bare_off_in_yaml_is_the_policy_off(tmp_path: Path) -> None:
+    """YAML reads a bare `off` as false; here it is the policy that never drafts."""
     file = tmp_path / "node.yaml"
     file.write_text("speculation: off\n")
     assert effective_config({}, {}, str(file)).config.speculation == "off"
 
 
 def test_a_missing_file_is_an_error() -> None:
-    """A file that was asked for must be there."""
+    """A configured file must exist."""
     with pytest.raises(ConfigError, match="No such file"):
         effective_config({}, {}, "/nowhere/node.yaml")
 
@@ -143,20 +143,20 @@ def test_a_missing_file_is_an_error() -> None:
      ("9" * 400, int("9" * 400))],
 )  # fmt: skip
 def test_sizes_take_units(text: str, size: int) -> None:
-    """Sizes are read in binary and decimal units, in either case."""
+    """Sizes have binary or decimal units, in either case."""
     assert effective_config({"kv_bytes": text}, {}).config.kv_bytes == size
 
 
-def test_every_setting_explains_itself() -> None:
-    """Flags, variables and help texts come from the struct, for every field of it."""
+def test_every_setting_has_a_flag_a_variable_and_help() -> None:
+    """They derive from the struct, for every field."""
     found = settings()
     assert [s.name for s in found] == list(ServeConfig.__struct_fields__)
     assert all(s.help for s in found)
     assert len({s.flag for s in found}) == len({s.variable for s in found}) == len(found)
 
 
-def test_the_worker_gets_its_share() -> None:
-    """Every field of the worker's configuration is a setting and is handed on."""
+def test_worker_config_has_the_values_of_the_settings() -> None:
+    """Every field of the worker's configuration is a setting."""
     config = effective_config({"model": "~/m", "threads": "2", "kv_bytes": "5MiB"}, {}).config
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
@@ -169,7 +169,7 @@ def test_the_worker_gets_its_share() -> None:
 def test_each_device_gets_a_worker_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`--devices 2,0` is two workers, in this order; without `--threads` they share the cores."""
+    """`--devices 2,0` is two workers in this order, which share the cores."""
     monkeypatch.setattr("draftgate.gateway.config.schema._usable_cores", lambda: 5)
     config = effective_config({"devices": "2, 0"}, {}).config
     assert [w.device_index for w in config.worker_configs()] == [2, 0]
@@ -181,17 +181,17 @@ def test_each_device_gets_a_worker_and_its_share_of_the_cores(
 
 
 @pytest.mark.parametrize(("content", "found"), [("3", (3,)), ("0,1", (0, 1)), ("[1, 0]", (1, 0))])
-def test_devices_in_yaml_are_a_number_a_text_or_a_list(
+def test_devices_in_yaml_can_be_a_number_a_text_or_a_list(
     tmp_path: Path, content: str, found: tuple[int, ...]
 ) -> None:
-    """However an operator writes device indices, they are the same."""
+    """All three spellings give the same indices."""
     file = tmp_path / "node.yaml"
     file.write_text(f"devices: {content}\n")
     assert effective_config({}, {}, str(file)).config.devices == found
 
 
-def test_a_boolean_can_be_switched_both_ways() -> None:
-    """The environment can switch `exact` on, and a flag can switch it off again."""
+def test_flag_can_switch_a_boolean_off_again() -> None:
+    """The environment switches `exact` on, and a flag switches it off."""
     environ = {"DRAFTGATE_EXACT": "true"}
     assert effective_config({}, environ).config.exact is True
     assert effective_config({"exact": False}, environ).config.exact is False
@@ -204,8 +204,8 @@ def test_a_boolean_can_be_switched_both_ways() -> None:
         ("DRAFTGATE_XYZ", "known: DRAFTGATE_ADMISSION, "),
     ],
 )
-def test_an_unknown_variable_of_ours_is_refused(variable: str, message: str) -> None:
-    """A typo in the environment is an error that says what may have been meant."""
+def test_unknown_draftgate_variable_is_an_error(variable: str, message: str) -> None:
+    """The error suggests the nearest variable."""
     with pytest.raises(ConfigError) as caught:
         effective_config({}, {variable: "1"})
     assert str(caught.value).startswith(f"unknown variable {variable!r}; {message}")
@@ -216,8 +216,8 @@ def test_the_variable_of_the_instruction_set_is_known() -> None:
     assert effective_config({}, {"DRAFTGATE_CPU_ISA": "avx2"}).config == ServeConfig()
 
 
-def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
-    """A pod next to a service called `draftgate` starts: its variables are not ours."""
+def test_service_variables_of_kubernetes_are_ignored() -> None:
+    """A service called `draftgate` does not keep a pod from starting."""
     environ = {
         "DRAFTGATE_SERVICE_HOST": "10.0.0.1",
         "DRAFTGATE_SERVICE_PORT": "80",
@@ -247,20 +247,20 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
         ([], ()),
     ],
 )
-def test_a_list_is_a_text_with_commas_or_a_list(given: object, found: tuple[str, ...]) -> None:
-    """Environment, repeated flag and YAML give the same; entries of a list are not split."""
+def test_list_is_a_text_with_commas_or_a_list(given: object, found: tuple[str, ...]) -> None:
+    """Both give the same value, and entries of a list are not split."""
     assert PEERS.read(given, "x") == found
 
 
 @pytest.mark.parametrize("given", ["a,,b", ",", [1], 5, [["a"]], {"a": 1}])
-def test_what_is_no_list_of_texts_is_refused(given: object) -> None:
-    """Types are checked inside lists, too."""
+def test_value_that_is_not_a_list_of_texts_is_rejected(given: object) -> None:
+    """The types of entries are checked too."""
     with pytest.raises(ConfigError, match=r"^--peers: expected"):
         PEERS.read(given, "--peers")
 
 
-def test_a_secret_is_never_shown() -> None:
-    """Neither where settings are shown nor in the complaint about a bad one."""
+def test_secret_is_never_shown() -> None:
+    """Listings and error messages mask it."""
     assert KEY.shown("hush-hush-hush") == KEY.public("hush-hush-hush") == "********"
     assert KEY.shown(None) == "-"
     with pytest.raises(ConfigError) as caught:
@@ -269,21 +269,21 @@ def test_a_secret_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_pages_made_from_declarations_are_current(name: str) -> None:
-    """`make docs` has been run since a declaration changed."""
+def test_generated_reference_pages_are_current(name: str) -> None:
+    """The committed pages equal the generated ones."""
     assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == PAGES[name]()
 
 
-def test_every_default_is_a_value_one_may_give() -> None:
-    """What holds for flags holds for defaults: bounds, choices, types."""
+def test_every_default_is_a_valid_value() -> None:
+    """Defaults satisfy the bounds, choices and types of their settings."""
     for setting in settings():
         if setting.default is not None:
             given = ",".join(map(str, setting.default)) if setting.kind == "indices" else None
             assert setting.read(given or setting.default, setting.flag) == setting.default
 
 
-def test_each_upstream_is_a_worker(tmp_path: Path) -> None:
-    """Flags that repeat, a list of the file and commas of the environment all mean several."""
+def test_each_upstream_becomes_a_worker(tmp_path: Path) -> None:
+    """Repeated flags, a list in the file and commas in the environment give the same."""
     file = tmp_path / "node.yaml"
     file.write_text("upstream: [http://a:1/v1, https://b]\n")
     expected = ("http://a:1/v1", "https://b")
@@ -312,8 +312,8 @@ def test_each_upstream_is_a_worker(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_stores_password_is_never_shown(address: str, shown: str) -> None:
-    """The rest of its address is, in lines and in JSON."""
+def test_password_of_the_store_is_never_shown(address: str, shown: str) -> None:
+    """The rest of the address is shown, in text and in JSON."""
     effective = effective_config({"join": address}, {})
     assert effective.config.join == address
     for told in (config_as_text(effective), config_as_json(effective)):
@@ -324,15 +324,15 @@ def test_the_stores_password_is_never_shown(address: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "address", ["http://:hush@h", "redis://:hu@sh/hush@h/x", ":hush@h", "redis://:hush@h:port/0"]
 )
-def test_a_bad_address_of_the_store_is_not_quoted(address: str) -> None:
-    """The complaint names the setting and what was expected, not the password in it."""
+def test_bad_address_of_the_store_is_masked_in_the_error(address: str) -> None:
+    """The message names the setting and what was expected, without the password."""
     with pytest.raises(ConfigError, match="--join: expected the address of a Redis") as caught:
         effective_config({"join": address}, {})
     assert "hu" not in str(caught.value).partition("given:")[2]
 
 
-def test_pools_have_plain_names() -> None:
-    """A name becomes part of keys, between braces."""
+def test_pool_names_have_only_plain_characters() -> None:
+    """A name becomes part of Redis keys, between braces."""
     assert effective_config({"pool": "eu-1.blue_2"}, {}).config.pool == "eu-1.blue_2"
     for name in ("", "a b", "a{b}", "a:b", "x" * 65):
         with pytest.raises(ConfigError, match="--pool: expected a name of letters"):
