@@ -153,7 +153,7 @@ async def completion(http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_the_cluster_works_as_plain_processes(tmp_path: Path) -> None:
-    """Services become healthy, answer requests through the gateway, send traces, and stop in time."""
+    """Services become healthy, answer through the gateway, send traces, and stop in time."""
     async with cluster(tmp_path) as (started, addresses, collector):
         url = f"http://127.0.0.1:{addresses.ports['gateway', '8000']}"
         async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid, confined, and consistent with one another and with the node."""
+"""The Kubernetes manifests: valid, confined, and consistent with each other and the node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.deploy.kubernetes import (
 from tests.gateway.harness import running
 
 VERSIONS = ("1.29", "1.37")
-"""The first and the last that the manifests are meant for."""
+"""The first and the last supported version."""
 
 WORKLOADS = workloads()
 NODES = {key: value for key, value in WORKLOADS.items() if key[1] in {"gateway", "worker"}}
@@ -44,20 +44,20 @@ def _labels(workload: Manifest) -> dict[str, str]:
 
 
 def _selected(selector: dict[str, str]) -> list[str]:
-    """Names of the workloads whose pods have these labels."""
+    """Return the names of the workloads whose pods have these labels."""
     found = (name for (_, name), w in WORKLOADS.items() if selector.items() <= _labels(w).items())
     return list(found)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("manifest", manifests(), ids=_key)
-def test_it_is_what_kubernetes_takes(manifest: Manifest, version: str) -> None:
-    """Every object satisfies the official schema of its kind, without unknown fields."""
+def test_manifest_satisfies_the_schema_of_its_kind(manifest: Manifest, version: str) -> None:
+    """The object is valid under the official schema, without unknown fields."""
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_every_file_is_used() -> None:
-    """No manifest lies beside the kustomization, unapplied."""
+def test_every_manifest_is_listed_in_its_kustomization() -> None:
+    """No file of a folder is left out."""
     for folder, beside in ((BASE, set()), (FOLDER / "gpu", {"workers.yaml"})):
         there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
         named = set(kustomization(folder)["resources"]) - {"../base"}
@@ -66,11 +66,13 @@ def test_every_file_is_used() -> None:
 
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
-def test_a_pod_has_no_more_rights_than_it_needs(key: tuple[str, str]) -> None:
-    """What Pod Security's level `restricted` asks for, a read-only root, no token of the API."""
+def test_pod_satisfies_the_restricted_security_level(key: tuple[str, str]) -> None:
+    """It also has a read-only root and no token of the Kubernetes API."""
     spec = pod(WORKLOADS[key])
     assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False  # else it sets DRAFTGATE_... for its own services
+    assert (
+        spec["enableServiceLinks"] is False
+    )  # otherwise Kubernetes sets DRAFTGATE_ variables for its services
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -83,8 +85,8 @@ def test_a_pod_has_no_more_rights_than_it_needs(key: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
-def test_a_pod_is_bounded_and_probed(key: tuple[str, str]) -> None:
-    """It states what it needs, cannot take all memory, and has probes for life and readiness."""
+def test_pod_has_requests_a_memory_limit_and_probes(key: tuple[str, str]) -> None:
+    """Each container has liveness and readiness probes."""
     for container in pod(WORKLOADS[key])["containers"]:
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
@@ -92,8 +94,8 @@ def test_a_pod_is_bounded_and_probed(key: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
-async def test_probes_ask_what_the_node_answers(key: tuple[str, str]) -> None:
-    """Life and start are judged by /health, which is about the process alone, traffic by /ready."""
+async def test_probes_use_endpoints_of_the_node(key: tuple[str, str]) -> None:
+    """/health decides about restarts, because it covers the process only; /ready about traffic."""
     (container,) = pod(NODES[key])["containers"]
     async with running() as where:
         paths = {route.resource.canonical for route in _routes(where.node)}
@@ -114,8 +116,8 @@ def _routes(node: Node) -> list[Any]:
 
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
-def test_a_pod_has_the_time_to_drain(key: tuple[str, str]) -> None:
-    """Kubernetes waits as long as preStop, the drain timeout and the closing take together."""
+def test_termination_grace_period_covers_draining(key: tuple[str, str]) -> None:
+    """It covers preStop, the drain timeout and the closing of connections."""
     spec = pod(NODES[key])
     (container,) = spec["containers"]
     sleep, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]
@@ -127,16 +129,16 @@ def test_a_pod_has_the_time_to_drain(key: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
-def test_a_pod_keeps_to_its_port(key: tuple[str, str]) -> None:
-    """The node listens where its container says."""
+def test_node_listens_on_the_port_of_its_container(key: tuple[str, str]) -> None:
+    """The flag `--port` is the container port."""
     (container,) = pod(NODES[key])["containers"]
     arguments = container["args"]
     (port,) = container["ports"]
     assert str(port["containerPort"]) == arguments[arguments.index("--port") + 1]
 
 
-def test_whoever_selects_pods_finds_them() -> None:
-    """Services, budgets and policies select one workload each; a workload selects its own pods."""
+def test_selectors_match_the_labels_of_pods() -> None:
+    """Services, budgets and policies select one workload; a workload selects its pods."""
     for key, manifest in of_kind("Service", "PodDisruptionBudget", "NetworkPolicy").items():
         spec = manifest["spec"]
         selector = spec.get("podSelector") or spec["selector"]
@@ -145,8 +147,8 @@ def test_whoever_selects_pods_finds_them() -> None:
         assert _selected(workload["spec"]["selector"]["matchLabels"]) == [name]
 
 
-def test_services_reach_the_ports_of_their_pods() -> None:
-    """Every port that a service or a policy names is one of the containers it leads to."""
+def test_ports_of_services_and_policies_exist() -> None:
+    """Each port that they name is a port of the selected containers."""
     for manifest in of_kind("Service").values():
         (name,) = _selected(manifest["spec"]["selector"])
         named = {port["targetPort"] for port in manifest["spec"]["ports"]}
@@ -163,15 +165,15 @@ def _ports(workload: str) -> set[str]:
 
 
 def test_workers_have_a_headless_service() -> None:
-    """The set's own service gives every worker an address, and spreads nothing."""
+    """The service gives each worker an address, and balances no load."""
     workers = WORKLOADS["StatefulSet", "worker"]
     service = of_kind("Service")["Service", workers["spec"]["serviceName"]]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == workers["spec"]["selector"]["matchLabels"]
 
 
-def test_autoscalers_own_the_number_of_nodes() -> None:
-    """Each node workload has one autoscaler, and no number of its own that would fight it."""
+def test_only_autoscalers_set_the_number_of_nodes() -> None:
+    """Each node workload has one autoscaler and no replica count."""
     targets = []
     for scaler in of_kind("HorizontalPodAutoscaler").values():
         target = scaler["spec"]["scaleTargetRef"]
@@ -180,8 +182,8 @@ def test_autoscalers_own_the_number_of_nodes() -> None:
     assert sorted(targets) == sorted(NODES)
 
 
-def test_the_workers_scale_by_what_the_adapter_tells() -> None:
-    """Queue and price have a rule of the adapter each, under the name the autoscaler asks for."""
+def test_workers_scale_by_metrics_of_the_adapter() -> None:
+    """The adapter has a rule for each metric of the autoscaler."""
     rules = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())["rules"]
     told = {kind: {rule["name"]["as"] for rule in rules[kind]} for kind in ("custom", "external")}
     metrics = of_kind("HorizontalPodAutoscaler")["HorizontalPodAutoscaler", "worker"]["spec"]
@@ -190,8 +192,8 @@ def test_the_workers_scale_by_what_the_adapter_tells() -> None:
     assert {asked["External"]} == told["external"]
 
 
-def test_one_secret_holds_all_that_is_secret() -> None:
-    """What documentation tells to create is what the pods read, and none of it is in the files."""
+def test_one_secret_holds_all_credentials() -> None:
+    """The guide creates the keys that pods read, and the files contain none."""
     read = set()
     for workload in WORKLOADS.values():
         for container in pod(workload)["containers"]:

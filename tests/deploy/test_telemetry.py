@@ -1,4 +1,4 @@
-"""Dashboards, scrapes and rules ask for what nodes tell, and reach each other."""
+"""Dashboards, scrapes and rules use metrics and addresses that exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.gateway.harness import client, running
 DEPLOY = ROOT / "deploy"
 PROVISIONED = "grafana/provisioning/datasources/datasources.yaml"
 OF_PROMETHEUS = {"job", "instance", "namespace", "pod"}
-"""Labels that it adds when it scrapes."""
+"""Labels that Prometheus adds when it scrapes."""
 
 
 def _yaml(path: str) -> Any:
@@ -36,8 +36,8 @@ def _yaml(path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, set[str]]:
-    """The labels of every series that a node can export, by name, from its own /metrics."""
+def exported() -> dict[str, set[str]]:
+    """The labels of each series that a node exports on /metrics, by name."""
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(asyncio.run(_page())):
         for sample in family.samples:
@@ -46,7 +46,7 @@ def told() -> dict[str, set[str]]:
 
 
 async def _page() -> str:
-    """The page of a node on which everything has happened once."""
+    """Return /metrics of a node that has recorded each metric once."""
     async with running() as where, client(where) as http:
         metrics = where.node.metrics
         for figure in METRICS:
@@ -57,19 +57,21 @@ async def _page() -> str:
 
 
 @pytest.mark.parametrize("expression", [*of_dashboard(), *of_adapter()])
-def test_an_expression_asks_for_what_nodes_tell(expression: str, told: dict[str, set[str]]) -> None:
-    """Every series of an expression is one of the node's, with the labels that it is asked for."""
+def test_expression_reads_series_that_nodes_export(
+    expression: str, exported: dict[str, set[str]]
+) -> None:
+    """Each series of the expression exists and has the labels that it uses."""
     found = list(selected(expression))
     assert found
     for series in found:
-        assert series.name in told
-        assert set(series.matched) <= told[series.name] | OF_PROMETHEUS
-    labels = set().union(*(told[series.name] for series in found))
+        assert series.name in exported
+        assert set(series.matched) <= exported[series.name] | OF_PROMETHEUS
+    labels = set().union(*(exported[series.name] for series in found))
     assert grouped(expression) <= labels | OF_PROMETHEUS
 
 
-def test_thresholds_are_bounds_of_buckets() -> None:
-    """A target that the dashboard offers is a bound of the histogram, else the share is empty."""
+def test_dashboard_thresholds_are_bucket_bounds() -> None:
+    """For other thresholds the share would be empty."""
     bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in METRICS}
     offered = variables()
     assert set(offered["ttft_s"]) <= bounds["draftgate_time_to_first_token_seconds"]
@@ -78,8 +80,8 @@ def test_thresholds_are_bounds_of_buckets() -> None:
         assert variable["current"]["value"] in offered[variable["name"]]
 
 
-def test_outcomes_are_those_of_requests() -> None:
-    """Outcomes by which the dashboard tells requests apart exist."""
+def test_outcomes_of_the_dashboard_exist() -> None:
+    """The dashboard filters by outcomes that requests can have."""
     asked = {
         value
         for expression in of_dashboard()
@@ -91,7 +93,7 @@ def test_outcomes_are_those_of_requests() -> None:
 
 
 def test_panels_do_not_overlap_and_have_a_source() -> None:
-    """Each panel has an id, a place and a data source of its own that is provisioned."""
+    """Each panel has its own id and place, and a provisioned data source."""
     sources = {source["uid"] for source in _yaml(PROVISIONED)["datasources"]}
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -109,8 +111,8 @@ def test_panels_do_not_overlap_and_have_a_source() -> None:
         assert panel["type"] == "row" or panel["datasource"]["uid"] in sources
 
 
-def test_what_is_asked_over_the_network_listens() -> None:
-    """Scrapes, data sources, exporters and nodes name services of compose and ports they have."""
+def test_addresses_of_scrapes_and_exporters_are_exposed() -> None:
+    """They name services of compose and ports that these expose."""
     exposed = {(name, port) for name, s in services().items() for port in s.get("expose", [])}
     collector = _yaml("otel-collector.yaml")
     named = [
@@ -128,8 +130,8 @@ def test_what_is_asked_over_the_network_listens() -> None:
     assert set(addresses) <= exposed
 
 
-def test_jobs_are_those_that_expressions_know() -> None:
-    """Dashboard and rules tell jobs apart by names that Prometheus gives, here as in Kubernetes."""
+def test_expressions_use_the_job_names_of_prometheus() -> None:
+    """The names are the same in compose and in Kubernetes."""
     asked = {
         series.matched["job"]
         for expression in (*of_dashboard(), *of_adapter())
@@ -151,8 +153,8 @@ def test_jobs_are_those_that_expressions_know() -> None:
     assert {node["metadata"]["labels"][component] for node in nodes} == asked
 
 
-def test_the_collector_is_wired() -> None:
-    """Its pipelines name components that are there, and it listens where compose says it does."""
+def test_pipelines_of_the_collector_are_complete() -> None:
+    """Pipelines name existing components, and the ports are those of compose."""
     config = _yaml("otel-collector.yaml")
     used = {
         (kind, name)
