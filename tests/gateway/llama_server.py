@@ -1,8 +1,7 @@
 """llama.cpp's server as a process, with a small random model.
 
-It is looked for as `llama-server` on the path, or where `LLAMA_SERVER` says. One can be built from
-the source distribution of `llama-cpp-python`, which contains llama.cpp (some ten minutes on two
-cores):
+It is `llama-server` on the path, or the file in `LLAMA_SERVER`. Build it from the source
+distribution of `llama-cpp-python`, which contains llama.cpp (some ten minutes on two cores):
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python
     tar xzf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
@@ -32,13 +31,13 @@ from draftgate.backends.openai.monitor import POLL_S
 from tests.gateway.harness import PATIENCE_S
 
 START_S = 30.0
-SEATS = 2
-SEAT_TOKENS = 16_384
-"""Of each of its slots: more than it generates in some seconds, so that there is time to leave."""
+SLOTS = 2
+SLOT_TOKENS = 16_384
+"""Context of each slot: more than it generates in some seconds, so that a client can leave."""
 
 
 def find_server() -> Path | None:
-    """Where it is; None if it is not there, or nothing to write its model with."""
+    """Return the path of the server; None without it, or without the package for its model."""
     found = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
     if not found or not Path(found).is_file() or importlib.util.find_spec("gguf") is None:
         return None
@@ -47,23 +46,25 @@ def find_server() -> Path | None:
 
 @dataclass
 class LlamaServer:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[bytes]
 
-    def figure(self, name: str) -> float:
-        """One of its own figures, asked for past every gateway."""
+    def metric(self, name: str) -> float:
+        """Return one of its metrics, read without a gateway."""
         page = httpx.get(f"{self.url}/metrics").text
         (line,) = [line for line in page.splitlines() if line.startswith(f"llamacpp:{name} ")]
         return float(line.split()[1])
 
     def is_idle(self) -> bool:
-        return self.figure("requests_processing") == self.figure("requests_deferred") == 0
+        return self.metric("requests_processing") == self.metric("requests_deferred") == 0
 
     async def settled(self) -> None:
-        """Wait until nothing runs there, asking seldom: each answer keeps it from looking whether
-        somebody has left (`backends.openai.metrics.polling.POLL_S`)."""
+        """Wait until it is idle, polling rarely.
+
+        Each answer delays its check for clients that have left (`backends.openai.monitor.POLL_S`).
+        """
         async with asyncio.timeout(PATIENCE_S):
             while not self.is_idle():  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(POLL_S)
@@ -71,12 +72,12 @@ class LlamaServer:
 
 @contextmanager
 def llama_server(model: Path, *options: str, port: int = 0) -> Iterator[LlamaServer]:
-    """Serve a model on a free port, in two slots; killed at the end."""
+    """Serve a model with two slots on a free port; the server is killed at the end."""
     server = find_server()
     assert server is not None
     port = port or _free_port()
     place = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
-    size = ["--parallel", str(SEATS), "--ctx-size", str(SEATS * SEAT_TOKENS), "--threads", "1"]
+    size = ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS), "--threads", "1"]
     with subprocess.Popen(
         [str(server), *place, *size, "--no-warmup", *options],
         stdout=subprocess.DEVNULL,

@@ -1,9 +1,8 @@
-"""Pages of metrics as engines write them, with figures that a test decides.
+"""Metrics pages of engines, with figures that a test decides.
 
-That of llama.cpp is as its server wrote it (`llama-cpp-python` 0.3.36); those of vLLM and SGLang
-follow the sources that `backends.openai.metrics` names, with some of the other figures
-that stand between, so that nothing is found by its place.
-"""
+That of llama.cpp is as its server wrote it (`llama-cpp-python` 0.3.36). Those of vLLM and SGLang
+follow the sources that `backends.openai.metrics` names. They contain other metrics in between, so
+that a test finds nothing by its position."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def vllm(
     drafts: tuple[int, int, int] | None = None,
     engines: int = 1,
 ) -> str:
-    """A page of vLLM's; every engine of a data-parallel one says the same."""
+    """Return a page of vLLM; all engines of a data-parallel one report the same."""
     of = 'model_name="m"'
     lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
     for engine in range(engines):
@@ -52,7 +51,7 @@ def sglang(
     accept_rate: float = 0.0,
     max_sequences: int = 0,
 ) -> str:
-    """A page of SGLang's with two ranks of one replica, and priorities beside their total."""
+    """Return a page of SGLang with two ranks of one replica, and priorities next to the total."""
     lines = []
     for rank in (0, 1):
         of = f'model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="{rank}"'
@@ -75,7 +74,7 @@ def sglang(
 def llama_cpp(
     processing: int = 0, deferred: int = 0, drafts: tuple[int, int, int] = (0, 0, 0)
 ) -> str:
-    """A page of llama.cpp's server."""
+    """Return a page of llama.cpp's server."""
     verified, drafted, accepted = drafts
     return f"""\
 # HELP llamacpp:prompt_tokens_total Number of prompt tokens processed, excluding cached tokens

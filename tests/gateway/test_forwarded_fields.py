@@ -1,4 +1,4 @@
-"""What is believed of a forwarded body, and what of it the upstream gets."""
+"""What is read from forwarded bodies, and what the upstream gets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEY = {"Authorization": "Bearer k"}
 
 
 def keys_file(tmp_path: Path, **bounds: Any) -> str:
-    """A file of one key, `k`."""
+    """Write a file with one key, `k`."""
     path = tmp_path / "keys.yaml"
     path.write_text(json.dumps({"keys": [{"name": "slow", "key": "k", **bounds}]}))
     return str(path)
@@ -59,18 +59,16 @@ def keys_file(tmp_path: Path, **bounds: Any) -> str:
         ({"max_output_tokens": 9}, 9),
     ],
 )
-def test_the_tokens_of_an_answer_are_believed_within_bounds(
-    said: dict[str, object], believed: int
-) -> None:
-    """What makes no sense counts as not said; nothing is longer than the model's context."""
+def test_max_tokens_is_bounded(said: dict[str, object], believed: int) -> None:
+    """Invalid values are ignored, and the limit is the model's context."""
     body = json.dumps(said).encode()
     assert read_fields(body).max_tokens == believed
     assert read_fields(body, 99).max_tokens == min(believed, 99)
 
 
 @pytest.mark.parametrize(("said", "believed"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)])
-def test_choices_are_believed_within_bounds(said: int, believed: int) -> None:
-    """Nobody reserves more seats than a request may have choices."""
+def test_choices_are_bounded(said: int, believed: int) -> None:
+    """A request cannot reserve more sequences than it may have choices."""
     assert read_fields(json.dumps({"n": said}).encode()).n == believed
 
 
@@ -94,16 +92,16 @@ def test_choices_are_believed_within_bounds(said: int, believed: int) -> None:
         ({"temperature": True}, (SpeculationMode.AUTO, None, 1.0)),
     ],
 )
-def test_wishes_about_speculation_are_believed(
+def test_speculation_fields_are_read(
     said: dict[str, Any], believed: tuple[SpeculationMode, int | None, float]
 ) -> None:
-    """What makes no sense counts as not said: complaints are the upstream's."""
+    """Invalid values are ignored, since rejecting them is up to the upstream."""
     wishes = read_fields(json.dumps(said).encode())
     assert (wishes.mode, wishes.max_draft_tokens, wishes.temperature) == believed
 
 
-def test_priorities_are_believed_within_bounds() -> None:
-    """They fit any wire."""
+def test_priorities_are_bounded() -> None:
+    """They fit into any message."""
     for said in (-(10**12), 10**12):
         body = json.dumps({"priority": said}).encode()
         assert abs(read_fields(body).priority) == MAX_PRIORITY
@@ -119,22 +117,22 @@ def test_priorities_are_believed_within_bounds() -> None:
         (b'{ "priority": 7 }', b'{ "priority": 7 }'),
     ],
 )
-def test_a_capped_priority_goes_on_as_the_account_may_have_it(said: bytes, sent: bytes) -> None:
-    """Only that value is changed, and only if it is better than allowed."""
+def test_priority_is_capped_by_the_account(said: bytes, sent: bytes) -> None:
+    """Only that value changes, and only if it is better than allowed."""
     found = changed_fields(read_fields(said), (None, "theirs"), CAPPED)
     assert rewrite_body(said, found) == sent
     assert not changed_fields(read_fields(said), (None, "theirs"), EVERYBODY)
 
 
 @pytest.mark.parametrize("said", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}'])
-def test_a_priority_that_only_the_upstream_may_understand_is_refused(said: bytes) -> None:
-    """An account with a cap cannot hide what it asks for."""
+def test_unreadable_priority_of_a_capped_account_is_refused(said: bytes) -> None:
+    """The upstream might understand it, which would bypass the cap."""
     with pytest.raises(InvalidRequest):
         changed_fields(read_fields(said), (None, "theirs"), CAPPED)
 
 
-async def test_caps_hold_upstream(tmp_path: Path) -> None:
-    """Targets and priority reach the upstream as the account may have them."""
+async def test_account_caps_apply_at_the_upstream(tmp_path: Path) -> None:
+    """It gets the targets and the priority that the account may have."""
     bounds = {"first_priority": 0, "least_ttft_ms": 500, "least_tpot_ms": 20}
     slo = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "30"}
     async with (
@@ -150,8 +148,8 @@ async def test_caps_hold_upstream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wish", [{"max_tokens": -1}, {"max_tokens": 10**15}, {"n": 10**9}])
-async def test_nonsense_is_the_upstreams_to_refuse(wish: dict[str, int]) -> None:
-    """It passes as it came, breaks nothing here, and leaves nothing behind."""
+async def test_invalid_bodies_pass_to_the_upstream(wish: dict[str, int]) -> None:
+    """They pass unchanged, and leave nothing behind here."""
     async with (
         upstream(refusal(400, b'{"error": {}}')) as there,
         in_front(there) as where,
@@ -176,12 +174,12 @@ async def test_nonsense_is_the_upstreams_to_refuse(wish: dict[str, int]) -> None
     ],
     ids=["usage", "no-usage", "cut", "whole", "whole-no-usage", "no-answer", "400", "429", "503"],
 )
-async def test_a_quota_is_spent_without_usage_too(
+async def test_quota_is_used_without_reported_usage(
     tmp_path: Path, answer: Answering, used: int
 ) -> None:
-    """An answer that does not count is booked: its prompt by estimate, its events as tokens.
+    """The prompt is booked by estimate and each event as a token.
 
-    A whole one takes all that it may have; who refuses has computed nothing.
+    A whole answer is booked with its maximum, and a refusal with nothing.
     """
     limits = {"tokens_per_minute": 100, "first_priority": None}
     body = {"prompt": "x" * 200, "max_tokens": 8, "stream": True}

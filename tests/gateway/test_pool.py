@@ -1,4 +1,4 @@
-"""Nodes that share a store: what they tell each other, and what they leave behind."""
+"""Nodes that share a store: their reports and leases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
 
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    """A store that several nodes of this process share."""
+    """Yield a store that several nodes of this process share."""
     if request.param == "memory":
         timed = TimedMemory()
     else:
@@ -35,7 +35,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def member(store: Store, **settings: Any) -> AsyncIterator[Listening]:
-    """A node with that store, which has told of its worker."""
+    """Yield a node with that store, which has reported its worker."""
     async with running(store=store, **settings) as where:
         await where.node.heartbeat.beat()
         yield where
@@ -49,7 +49,7 @@ async def view_of(where: Listening) -> WorkerView:
     return (await views(where.node.store))[worker_of(where)]
 
 
-async def test_a_node_tells_of_its_worker(store: Store) -> None:
+async def test_node_reports_its_worker(store: Store) -> None:
     """It reports the model and the capacity; only its own gateway can reach it."""
     async with member(store) as where:
         backend = where.node.fleet.workers[0].backend
@@ -62,15 +62,17 @@ async def test_a_node_tells_of_its_worker(store: Store) -> None:
 
 
 async def test_nodes_of_a_pool_see_each_other(store: Store) -> None:
-    """Each one's worker is in the other's snapshot, under an id and an epoch of its own."""
+    """Each worker is in the other node's snapshot, with its own id and epoch."""
     async with member(store) as one, member(store) as other:
         assert set(await views(store)) == {worker_of(one), worker_of(other)}
         epochs = {view.report.epoch for view in (await views(store)).values()}
         assert len(epochs) == 2
 
 
-async def test_a_report_includes_what_was_sent(store: Store, scripted: ScriptedBackend) -> None:
-    """A lease is behind the last report until the next one, and then part of its figures."""
+async def test_report_includes_requests_that_were_sent(
+    store: Store, scripted: ScriptedBackend
+) -> None:
+    """A lease is behind the watermark only until the next report."""
     async with member(store, backends=[scripted]) as where:
         _, writer = await post_raw(where, "/v1/completions", BODY)
         request = await scripted.submitted.get()
@@ -86,17 +88,17 @@ async def test_a_report_includes_what_was_sent(store: Store, scripted: ScriptedB
         writer.close()
 
 
-async def test_a_node_that_drains_leaves_and_keeps_its_leases(
+async def test_draining_node_leaves_the_pool_and_keeps_its_leases(
     store: Store, scripted: ScriptedBackend
 ) -> None:
-    """Nobody is sent to its worker any more; what runs there keeps its capacity to the end."""
+    """Its worker gets no new requests; running ones keep their capacity to the end."""
     async with member(store, backends=[scripted]) as where:
         _, writer = await post_raw(where, "/v1/completions", BODY)
         request = await scripted.submitted.get()
         await where.node.heartbeat.leave()
         await where.node.heartbeat.beat()
         assert await views(store) == {}
-        where.node.heartbeat._left = False  # only to see what is leased
+        where.node.heartbeat._left = False  # to read the leases once more
         await where.node.heartbeat.beat()
         assert await leased(where.node) == 15
         scripted.emit(request, "x", last=True)
@@ -105,14 +107,14 @@ async def test_a_node_that_drains_leaves_and_keeps_its_leases(
         writer.close()
 
 
-async def test_without_a_server_to_join_a_node_has_its_own_store() -> None:
-    """No connection, no guard."""
+async def test_node_without_join_has_its_own_store() -> None:
+    """There is no connection and no guard."""
     assert isinstance(open_store(None, POOL), MemoryStore)
     assert isinstance(build_node(ServeConfig(backend="sim")).store, MemoryStore)
 
 
-async def test_a_node_joins_the_pool_of_its_settings(redis_server: RedisServer) -> None:
-    """`--join` and `--pool` say where its worker is found."""
+async def test_node_joins_the_pool_of_its_settings(redis_server: RedisServer) -> None:
+    """`--join` and `--pool` decide where its worker is listed."""
     config = ServeConfig(backend="sim", join=redis_server.url, pool="blue")
     node = build_node(config)
     assert isinstance(node.store, GuardedStore)

@@ -1,4 +1,4 @@
-"""Which upstream a request goes to, what is tried again, and who is left alone for how long."""
+"""Choice of upstreams, retries, and pauses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUSY = b'{"error": {"message": "slow down", "code": "rate_limit"}}'
 
 
 async def answered(where: Listening, **body: object) -> tuple[int, bytes, str | None]:
-    """Status, body and Retry-After of one request."""
+    """Return status, body and Retry-After of one request."""
     async with client(where) as http:
         answer = await http.post("/v1/completions", json={**BODY, **body})
         return answer.status_code, answer.content, answer.headers.get("retry-after")
@@ -39,8 +39,8 @@ async def probe(where: Listening, index: int = 0) -> None:
     await where.node.fleet.workers[index].backend.probe()
 
 
-async def test_the_one_with_the_fewest_in_flight_is_chosen() -> None:
-    """Three requests that stay open go to three upstreams; a fourth to the one that is free."""
+async def test_upstream_with_fewest_requests_is_chosen() -> None:
+    """Three open requests go to three upstreams, and a fourth to the one that becomes free."""
     async with (
         upstream(held()) as a,
         upstream(held()) as b,
@@ -66,7 +66,7 @@ async def test_the_one_with_the_fewest_in_flight_is_chosen() -> None:
         await until(lambda: is_idle(where.node))
 
 
-async def test_equals_take_turns() -> None:
+async def test_equal_upstreams_take_turns() -> None:
     """At low load no upstream gets all the requests."""
     async with upstream(whole) as a, upstream(whole) as b, in_front(a, b) as where:
         for _ in range(6):
@@ -75,8 +75,8 @@ async def test_equals_take_turns() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
-async def test_a_refusal_is_tried_elsewhere(status: int) -> None:
-    """A client does not see that one upstream refused while another one answers."""
+async def test_refused_request_is_sent_to_another_upstream(status: int) -> None:
+    """A client does not see the refusal if another upstream answers."""
     async with upstream(refusal(status, BUSY)) as a, upstream(whole) as b, in_front(a, b) as where:
         assert await answered(where) == (200, WHOLE, None)
         assert (len(a.requests), len(b.requests)) == (1, 1)
@@ -84,8 +84,8 @@ async def test_a_refusal_is_tried_elsewhere(status: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [(), (b"",), (TOKEN[:20],)], ids=["head", "nothing", "half"])
-async def test_a_break_before_the_first_event_is_tried_elsewhere(sent: tuple[bytes, ...]) -> None:
-    """As long as nothing was sent to the client, another upstream may answer."""
+async def test_failure_before_first_byte_is_retried_elsewhere(sent: tuple[bytes, ...]) -> None:
+    """Until the client has been sent something, another upstream may answer."""
     async with (
         upstream(cut_after(*sent)) as a,
         upstream(stream_of(TOKEN, LAST, DONE)) as b,
@@ -95,8 +95,8 @@ async def test_a_break_before_the_first_event_is_tried_elsewhere(sent: tuple[byt
         assert len(a.requests) == 1
 
 
-async def test_nothing_is_tried_again_behind_the_first_byte() -> None:
-    """A client never gets the pieces of two answers."""
+async def test_failure_after_first_byte_is_not_retried() -> None:
+    """A client never gets parts of two answers."""
     async with (
         upstream(cut_after(TOKEN)) as a,
         upstream(cut_after(TOKEN)) as b,
@@ -108,7 +108,7 @@ async def test_nothing_is_tried_again_behind_the_first_byte() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    """One that always breaks is called twice, many are called three times together."""
+    """A single failing upstream is called twice, several ones three times in all."""
     async with upstream(cut_after()) as a, in_front(a) as where:
         status, body, _ = await answered(where, stream=True)
         assert (status, len(a.requests)) == (502, 2)
@@ -127,8 +127,8 @@ async def test_attempts_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [(429, b"upstream_busy"), (503, b"upstream_unavailable")]
 )
-async def test_retry_after_is_honoured(status: int, code: bytes) -> None:
-    """Until the instant it named, an upstream is not called, and clients hear what remains."""
+async def test_retry_after_pauses_an_upstream(status: int, code: bytes) -> None:
+    """It is not called before that time, and clients get the remaining seconds."""
     clock = Clock()
     async with (
         upstream(refusal(status, BUSY, Retry_After="30")) as there,
@@ -151,8 +151,8 @@ async def test_retry_after_is_honoured(status: int, code: bytes) -> None:
         assert len(there.requests) == 2
 
 
-async def test_the_shortest_pause_is_told() -> None:
-    """When all rest, Retry-After is that of the first one to be back."""
+async def test_clients_get_the_shortest_pause() -> None:
+    """When all upstreams pause, Retry-After is that of the first one to return."""
     clock = Clock()
     async with (
         upstream(refusal(429, BUSY, Retry_After="40")) as a,
@@ -165,8 +165,8 @@ async def test_the_shortest_pause_is_told() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-async def test_complaints_of_the_upstream_pass(status: int) -> None:
-    """What is wrong with a request the upstream says in its own words, once."""
+async def test_client_error_of_the_upstream_passes(status: int) -> None:
+    """The client gets the upstream's own message, and the request is sent once."""
     answer = refusal(status, BUSY, Retry_After="3", X_Own="7")
     async with upstream(answer) as a, upstream(answer) as b, in_front(a, b) as where:
         assert await answered(where) == (status, BUSY, "3")
@@ -176,8 +176,8 @@ async def test_complaints_of_the_upstream_pass(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 500, 504])
-async def test_an_error_of_the_upstreams_own_is_typed(status: int) -> None:
-    """What makes no sense to a client becomes a 502 with the reason, and is not tried again."""
+async def test_server_error_of_the_upstream_becomes_502(status: int) -> None:
+    """The 502 has the reason, and the request is not retried."""
     async with upstream(refusal(status, BUSY)) as there, in_front(there) as where:
         got, body, _ = await answered(where)
         assert got == 502
@@ -185,10 +185,10 @@ async def test_an_error_of_the_upstreams_own_is_typed(status: int) -> None:
         assert len(there.requests) == 1
 
 
-async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
+async def test_node_is_not_ready_while_all_upstreams_are_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All out: 503 with Retry-After, not ready; one log line; ready again after a good probe."""
+    """Requests get 503 with Retry-After, one line is logged, and a good probe ends it."""
     caplog.set_level(logging.INFO, "draftgate")
     clock = Clock()
     async with upstream(whole) as there, in_front(there, clock=clock, log_level="info") as where:
@@ -220,8 +220,8 @@ async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
     assert there.url in str(vars(failed)), "operators are told which one"
 
 
-async def test_an_upstream_may_start_after_its_node() -> None:
-    """A node whose upstream is not there yet starts, and serves once it is."""
+async def test_upstream_may_start_after_its_node() -> None:
+    """The node starts without it, and serves once it is up."""
     async with upstream(whole) as there:
         there.status = 503
         async with in_front(there) as where, client(where) as http:
@@ -233,8 +233,8 @@ async def test_an_upstream_may_start_after_its_node() -> None:
             assert where.node.model_name == "theirs"
 
 
-async def test_an_address_where_nobody_listens_is_an_outage() -> None:
-    """Requests that cannot connect are answered at once, with a type; nobody is told an address."""
+async def test_unreachable_address_is_an_outage() -> None:
+    """Requests fail at once with a typed error that contains no address."""
     async with upstream(whole) as gone:
         pass
     address = gone.url.removeprefix("http://")
@@ -249,8 +249,8 @@ async def test_an_address_where_nobody_listens_is_an_outage() -> None:
             assert address not in (await http.get(path)).text
 
 
-async def test_who_waits_when_the_last_upstream_goes_out_learns_it_by_type() -> None:
-    """In the queue, too, it is 503 `upstream_unavailable`, and no address is told."""
+async def test_queued_request_fails_when_the_last_upstream_goes_out() -> None:
+    """It gets 503 `upstream_unavailable` without an address."""
     async with (
         upstream(held()) as there,
         in_front(there, seats=1) as where,
@@ -271,8 +271,8 @@ async def test_who_waits_when_the_last_upstream_goes_out_learns_it_by_type() -> 
         await until(lambda: is_idle(where.node))
 
 
-async def test_a_retry_moves_its_place_and_goes_only_where_there_is_room() -> None:
-    """Another attempt counts where it goes, and an upstream that is full gets none."""
+async def test_retry_moves_its_capacity_to_the_next_upstream() -> None:
+    """A full upstream gets no retry."""
     async with (
         upstream(held()) as full,
         upstream(refusal(503, BUSY)) as refusing,
@@ -297,8 +297,8 @@ async def test_a_retry_moves_its_place_and_goes_only_where_there_is_room() -> No
         await until(lambda: is_idle(where.node))
 
 
-async def test_lists_and_tokens_take_no_seat() -> None:
-    """What costs an upstream nothing passes while all seats are taken, and is no one's quota."""
+async def test_model_lists_and_tokenizing_need_no_capacity() -> None:
+    """They pass while all upstreams are full, and cost no quota."""
     async with upstream(held()) as there, in_front(there, seats=1) as where, client(where) as http:
         _, first = await post_raw(where, "/v1/completions", BODY)
         await there.came.get()
@@ -310,8 +310,8 @@ async def test_lists_and_tokens_take_no_seat() -> None:
         await until(lambda: is_idle(where.node))
 
 
-async def test_requests_alone_open_the_breaker() -> None:
-    """Three requests that meet a broken connection are enough; no probe is needed."""
+async def test_failed_requests_open_the_breaker() -> None:
+    """Three broken connections suffice without a probe."""
 
     async def drop(request):
         request.transport.abort()
@@ -326,8 +326,8 @@ async def test_requests_alone_open_the_breaker() -> None:
         assert len(there.requests) == seen
 
 
-async def test_the_background_asks_by_itself() -> None:
-    """A node whose upstream comes back finds out without a request or an operator."""
+async def test_background_probe_finds_a_recovered_upstream() -> None:
+    """Neither a request nor an operator is needed."""
     async with upstream(whole) as there:
         there.status = 503
         async with running(backend="openai", upstream=(there.url,)) as where:

@@ -1,4 +1,4 @@
-"""OpenAI's own client through a forwarding node, and what each side sees of the other."""
+"""OpenAI's client in front of a forwarding node, and the effects at both ends."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ CHAT = [{"role": "user", "content": "def add(a, b):"}]
 
 @pytest.fixture
 async def where(sim: Listening) -> AsyncIterator[Listening]:
-    """A node in front of a node with the simulator."""
+    """Yield a node in front of a node with the simulator."""
     async with running(backend="openai", upstream=(sim.url + "/v1",)) as listening:
         yield listening
 
 
 @pytest.fixture
 async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """OpenAI's client, pointed at the node in front."""
+    """Yield OpenAI's client for the node in front."""
     async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
@@ -63,7 +63,7 @@ async def test_models_are_those_of_the_upstream(api: AsyncOpenAI, sim: Listening
 
 
 async def test_chat_and_completions_whole_and_streamed(api: AsyncOpenAI, sim: Listening) -> None:
-    """One seed gives one text in each of the four ways, with usage where it is asked for."""
+    """One seed gives one text in each of the four ways, with usage if requested."""
     model = sim.node.served.name
     common = {"model": model, "max_tokens": 12, "seed": 5}
     for create, prompt in (
@@ -85,18 +85,18 @@ async def test_chat_and_completions_whole_and_streamed(api: AsyncOpenAI, sim: Li
         assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 12
 
 
-async def test_usage_is_not_added_unasked(api: AsyncOpenAI, sim: Listening) -> None:
-    """A client that did not ask for usage gets no chunk without choices."""
+async def test_usage_is_not_added_unless_requested(api: AsyncOpenAI, sim: Listening) -> None:
+    """Without `include_usage` a client gets no chunk without choices."""
     stream = await api.completions.create(
         model=sim.node.served.name, prompt="x", max_tokens=4, stream=True
     )
     assert all([chunk.choices async for chunk in stream])
 
 
-async def test_closing_a_stream_frees_the_upstreams_kv(
+async def test_closing_a_stream_frees_kv_at_the_upstream(
     api: AsyncOpenAI, sim: Listening, where: Listening
 ) -> None:
-    """A cancel crosses both nodes, and neither keeps anything of the request."""
+    """The cancel crosses both nodes, and neither keeps anything of the request."""
     body = {"prompt": "x", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
     stream = await api.completions.create(model=sim.node.served.name, stream=True, **body)
     await anext(aiter(stream))
@@ -105,8 +105,8 @@ async def test_closing_a_stream_frees_the_upstreams_kv(
     await until(lambda: is_idle(sim.node) and is_idle(where.node))
 
 
-async def test_errors_reach_the_client_with_their_types(api: AsyncOpenAI, sim: Listening) -> None:
-    """What the upstream refuses is raised as if it had been asked itself."""
+async def test_upstream_errors_keep_their_types(api: AsyncOpenAI, sim: Listening) -> None:
+    """The client raises the same exception as without a gateway."""
     model = sim.node.served.name
     with pytest.raises(openai.BadRequestError) as bad:
         await api.completions.create(model=model, prompt="x", temperature=-1)
@@ -115,8 +115,8 @@ async def test_errors_reach_the_client_with_their_types(api: AsyncOpenAI, sim: L
         await api.completions.create(model="another", prompt="x")
 
 
-async def test_the_client_raises_where_the_upstream_cut() -> None:
-    """A stream that was cut is an exception, never a short text."""
+async def test_cut_stream_raises_in_the_client() -> None:
+    """A cut stream is an exception and never a short text."""
     async with (
         upstream(cut_after(TOKEN)) as there,
         in_front(there) as where,
@@ -128,8 +128,8 @@ async def test_the_client_raises_where_the_upstream_cut() -> None:
             await anext(aiter(stream))
 
 
-async def test_tokenizing_is_the_upstreams_business(where: Listening) -> None:
-    """An upstream with /tokenize answers; without it one learns so by a typed 501."""
+async def test_tokenize_is_passed_on_or_501(where: Listening) -> None:
+    """An upstream without /tokenize gives a typed 501."""
     async with client(where) as http:
         assert (await http.post("/tokenize", json={"prompt": "a b"})).json()["count"] > 0
         assert (await http.get("/decisions")).json() == {"decisions": []}
@@ -144,8 +144,8 @@ async def test_tokenizing_is_the_upstreams_business(where: Listening) -> None:
         assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404
 
 
-async def test_the_upstream_gets_the_body_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes, our id, our key; the client's own key stays here."""
+async def test_upstream_gets_the_same_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also gets our request id and our key, and not the client's key."""
     monkeypatch.setenv("THEIR_KEY", "secret")
     body = b'{ "model":"theirs",  "prompt":"\xc3\xbc", "speculation": {"mode": "off"}, "x": 1.50}'
     headers = {
@@ -168,16 +168,16 @@ async def test_the_upstream_gets_the_body_as_it_came(monkeypatch: pytest.MonkeyP
     assert "Cookie" not in request.headers
 
 
-async def test_a_large_body_arrives_whole() -> None:
-    """A prompt of 3 MB passes as a small one does."""
+async def test_large_body_arrives_whole() -> None:
+    """A prompt of 3 MB passes like a small one."""
     body = json.dumps({"prompt": "p" * (3 << 20)}).encode()
     async with upstream(whole) as there, in_front(there) as where, client(where) as http:
         assert (await http.post("/v1/completions", content=body)).status_code == 200
     assert there.bodies == [body]
 
 
-async def test_a_chosen_name_is_mapped_and_nothing_else() -> None:
-    """With --served-model-name clients use that name, and every other value goes as it was."""
+async def test_served_model_name_is_replaced() -> None:
+    """Only the name of the model changes in the body."""
     body = b'{"n":1.50,"model":"ours","prompt":"\\u00fc","model_x":null}'
     async with (
         upstream(whole) as there,
@@ -192,8 +192,8 @@ async def test_a_chosen_name_is_mapped_and_nothing_else() -> None:
         assert len(there.requests) == 1
 
 
-async def test_embeddings_are_named_capped_and_watched(tmp_path: Path) -> None:
-    """They take the way of generating requests: name, priority, figures, tenant, quota."""
+async def test_embeddings_take_the_path_of_generation(tmp_path: Path) -> None:
+    """Name, priority, metrics, tenant and quota apply to them."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000}]")
     answer = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
@@ -214,7 +214,7 @@ async def test_embeddings_are_named_capped_and_watched(tmp_path: Path) -> None:
     assert 'tenant="search"} 9.0' in metrics
 
 
-async def test_the_document_is_served_without_a_model_here(where: Listening) -> None:
+async def test_openapi_document_needs_no_local_model(where: Listening) -> None:
     """`/openapi.json` needs no tokenizer."""
     async with client(where) as http:
         answer = await http.get("/openapi.json")
@@ -223,8 +223,8 @@ async def test_the_document_is_served_without_a_model_here(where: Listening) -> 
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
-async def test_the_upstream_continues_the_trace(traced: bool) -> None:
-    """It is a child of our own span, or of the client's where we do not trace."""
+async def test_upstream_continues_the_trace(traced: bool) -> None:
+    """Its parent is our span, or the client's if we do not trace."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter)) if traced else None
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -248,8 +248,8 @@ async def test_the_upstream_continues_the_trace(traced: bool) -> None:
     assert forward.end_time <= server.end_time
 
 
-async def test_the_load_is_what_is_seen_from_here() -> None:
-    """Seats are those of the setting, speeds those of its streams."""
+async def test_load_of_an_upstream_without_metrics() -> None:
+    """The capacity is the setting's, and speeds are those of its streams."""
     clock, begun = Clock(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -293,30 +293,30 @@ async def test_the_load_is_what_is_seen_from_here() -> None:
         ),
     ],
 )
-async def test_settings_that_do_not_fit_are_one_line(
+async def test_missing_setting_fails_the_start_with_one_line(
     settings: dict[str, object], message: str
 ) -> None:
-    """An operator who forgets the address, the backend or the key is told so at the start."""
+    """The address, the backend or the key is missing."""
     with pytest.raises(StartError, match=message):
         await start_workers(build_node(ServeConfig(**settings)))
 
 
-async def test_what_we_cannot_read_is_the_upstreams_to_refuse() -> None:
-    """A body that is no JSON passes: complaints come from who knows the fields."""
+async def test_invalid_json_is_left_to_the_upstream() -> None:
+    """The body passes, since the upstream knows its fields."""
     async with upstream(whole) as there, in_front(there) as where, client(where) as http:
         assert (await http.post("/v1/completions", content=b"not json")).status_code == 200
         assert there.bodies == [b"not json"]
 
 
 class _Miscounting(OpenAIUpstream):
-    """Counts nothing as running."""
+    """Counts no request as running."""
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
 
-async def test_conformance(sim: Listening) -> None:
-    """Ours keeps every promise of `Upstream`; one that does not is named."""
+async def test_openai_upstream_passes_conformance_suite(sim: Listening) -> None:
+    """An upstream that breaks the contract fails it."""
     await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
     with pytest.raises(AssertionError, match="counts as running"):
         await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))

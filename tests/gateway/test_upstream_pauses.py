@@ -1,4 +1,4 @@
-"""What the pauses of upstreams mean, and how fast they are."""
+"""Retry-After headers, and observed speeds of upstreams."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from draftgate.backends.openai.upstream_load import ObservedSpeed
         (None, None),
     ],
 )
-def test_retry_after_is_read_in_all_its_forms(text: str | None, seconds: float | None) -> None:
-    """Seconds and the three kinds of dates count; what is neither counts as not said."""
+def test_retry_after_accepts_seconds_and_dates(text: str | None, seconds: float | None) -> None:
+    """All three date formats count, and any other value is ignored."""
     assert retry_after_s(text, datetime(2026, 11, 21, 12, tzinfo=UTC)) == seconds
 
 
-def test_speed_is_that_of_one_choice() -> None:
-    """Two choices that share a stream each have half of its tokens; no gap shows nothing."""
+def test_speed_is_per_choice() -> None:
+    """Two choices in a stream each have half of its tokens; a single token shows no speed."""
     seen = ObservedSpeed()
     seen.add_stream(1.0, 1, 1, 1.0)
     assert seen.speed().tpot_s == 0.0
@@ -44,8 +44,8 @@ def test_speed_is_that_of_one_choice() -> None:
     assert seen.speed().tpot_s == pytest.approx(0.12)
 
 
-def test_who_was_busy_is_not_taken_for_slow() -> None:
-    """Times at several loads say what one takes that has less to do, or more, than lately."""
+def test_speed_is_corrected_for_load() -> None:
+    """Times at several loads predict the time at a lower or higher load."""
     seen = ObservedSpeed()
     for running in (1, 8, 16, 24, 32) * 12:
         seen.add_stream(0.1 * (20 + running), 101, 1, running)

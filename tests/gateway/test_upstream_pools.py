@@ -1,4 +1,4 @@
-"""Speculation by pool: upstreams that draft, upstreams that do not, and who goes where."""
+"""Upstreams that draft, upstreams that do not, and the choice between them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.gateway.upstreams import (
 )
 
 WELL = (1000, 4000, 2800)
-"""Drafts of which so many tokens are accepted that they pay at any load but a full one."""
+"""Drafts that pay at any load except a full one."""
 
 BADLY = (1000, 4000, 100)
 
 
 async def ask(where: Listening, **body: Any) -> tuple[int, str | None, str | None]:
-    """Status, pool and reason of a request."""
+    """Return status, pool and reason of a request."""
     async with client(where) as http:
         answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9, **body})
     headers = answer.headers
@@ -51,8 +51,8 @@ async def polled(where: Listening) -> None:
 
 
 @pytest.mark.parametrize("page", [vllm(drafts=WELL), llama_cpp(drafts=WELL)], ids=["vllm", "llama"])
-async def test_the_wish_of_a_request_chooses_the_pool(page: str) -> None:
-    """`off` goes to who never drafts, `auto` to who drafts while it pays, and both are told why."""
+async def test_speculation_mode_chooses_the_pool(page: str) -> None:
+    """`off` uses a plain replica, `auto` a drafting one while drafts pay; both have reasons."""
     async with upstream(whole) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = page, vllm()
         async with in_front(fast, plain) as where:
@@ -67,8 +67,8 @@ async def test_the_wish_of_a_request_chooses_the_pool(page: str) -> None:
             assert len(fast.requests) == 1
 
 
-async def test_a_busy_pool_past_its_price_is_left() -> None:
-    """Drafts that brought more than they cost on an idle replica do not on a full one."""
+async def test_busy_drafting_pool_is_avoided() -> None:
+    """Drafts that pay on an idle replica may not pay on a busy one."""
     async with upstream(whole) as fast, upstream(whole) as plain:
         plain.metrics = vllm()
         fast.metrics = vllm(2, drafts=(1000, 4000, 900))
@@ -85,8 +85,8 @@ async def test_a_busy_pool_past_its_price_is_left() -> None:
             assert (await ask(where))[1] == "speculating"
 
 
-async def test_decisions_are_kept_and_counted() -> None:
-    """The record says what the policy saw, what it answered and where the request went."""
+async def test_pool_decisions_are_recorded_and_counted() -> None:
+    """The record has the policy's input and answer, and the chosen upstream."""
     async with upstream(whole) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = sglang(3, accept_length=3.0, draft_tokens=5), sglang()
         async with in_front(fast, plain) as where, client(where) as http:
@@ -107,8 +107,8 @@ async def test_decisions_are_kept_and_counted() -> None:
     assert f'{figure}{{model_name="theirs",policy="auto",proposer="upstream"}} 1.0' in page
 
 
-async def test_any_policys_words_fit_into_a_header() -> None:
-    """A reason of somebody's policy may have lines and letters that no header can hold."""
+async def test_any_reason_fits_into_a_header() -> None:
+    """A third-party policy may use line breaks and letters that headers cannot contain."""
     async with upstream(whole) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
         async with in_front(fast, plain) as where:
@@ -118,7 +118,7 @@ async def test_any_policys_words_fit_into_a_header() -> None:
 
 
 class _Wordy:
-    """Says what no header can hold."""
+    """Gives a reason that no header can contain."""
 
     name = "wordy"
 
@@ -126,8 +126,8 @@ class _Wordy:
         return SpeculationPlan(self.name, request.mode, "upstream", 3, "two\r\nlines, 5 µs")
 
 
-async def test_one_kind_alone_is_as_ever() -> None:
-    """Where nobody drafts, or all do, nothing is decided, told or recorded."""
+async def test_no_decision_with_one_kind_of_upstream() -> None:
+    """If all or none draft, nothing is decided, recorded or added to answers."""
     for page in (vllm(), vllm(drafts=WELL)):
         async with upstream(whole) as a, upstream(whole) as b:
             a.metrics = b.metrics = page
@@ -138,8 +138,8 @@ async def test_one_kind_alone_is_as_ever() -> None:
                 assert (await http.get("/decisions")).json() == {"decisions": []}
 
 
-async def test_the_other_pool_serves_where_one_is_out() -> None:
-    """A wish for no drafts is no reason to refuse a request that nobody else can take."""
+async def test_other_pool_serves_during_an_outage() -> None:
+    """A request without drafts is not refused if only drafting replicas are up."""
     async with upstream(whole) as fast, upstream(refusal(503)) as plain:
         fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
         async with in_front(fast, plain) as where:
@@ -150,8 +150,8 @@ async def test_the_other_pool_serves_where_one_is_out() -> None:
             assert len(plain.requests) == 1
 
 
-async def test_a_full_pool_is_not_waited_for() -> None:
-    """Room counts first; where no one has any, the first seat that becomes free is taken."""
+async def test_request_does_not_wait_for_a_full_pool() -> None:
+    """Capacity has precedence; if all are full, the first free replica takes the request."""
     async with upstream(held()) as plain, upstream(held()) as fast:
         fast.metrics, plain.metrics = vllm(drafts=BADLY), vllm()
         async with in_front(plain, fast, seats=1) as where, client(where) as http:
@@ -174,21 +174,21 @@ async def test_a_full_pool_is_not_waited_for() -> None:
     assert reasons[0].endswith("the first replica with capacity takes it")
 
 
-async def test_nobody_waits_behind_a_wish() -> None:
-    """A request that prefers a full pool does not keep those behind it from the other one."""
+async def test_request_for_a_full_pool_does_not_block_others() -> None:
+    """Requests behind it can use the other pool."""
     async with upstream(held()) as plain, upstream(held()) as fast:
         fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
         async with in_front(plain, fast, seats=1) as where:
             off = {"prompt": "x", "speculation": {"mode": "off"}}
             writers = []
-            for came in (plain, fast):  # both are full then
+            for came in (plain, fast):  # afterwards both are full
                 writers.append((await post_raw(where, "/v1/completions", off))[1])
                 await came.came.get()
             for waiting in (1, 2):
                 writers.append((await post_raw(where, "/v1/completions", off))[1])
                 await until(lambda count=waiting: len(where.node.dispatcher.queue) == count)
             writers.pop(1).close()
-            await fast.came.get()  # by the first who waits, though it would rather not
+            await fast.came.get()  # from the first waiting request, which preferred the other pool
             writers.pop(0).close()
             await plain.came.get()
             for writer in writers:
@@ -196,8 +196,8 @@ async def test_nobody_waits_behind_a_wish() -> None:
             await until(lambda: where.node.dispatcher.in_flight == 0)
 
 
-async def test_streams_and_embeddings_go_their_way() -> None:
-    """A stream tells its pool, too; about a text to be embedded nothing is decided."""
+async def test_pool_headers_of_streams_and_embeddings() -> None:
+    """A stream has the headers; for an embedding nothing is decided."""
     async with upstream(stream_of(TOKEN, LAST, DONE)) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
         async with in_front(fast, plain) as where, client(where) as http:
@@ -208,7 +208,7 @@ async def test_streams_and_embeddings_go_their_way() -> None:
 
 
 async def test_declared_pools_need_no_metrics() -> None:
-    """`--upstream-speculates` says which replicas draft, whatever they tell."""
+    """`--upstream-speculates` overrides what the upstreams report."""
     async with upstream(whole) as fast, upstream(whole) as plain:
         plain.metrics = vllm(drafts=WELL)
         configs = [
@@ -221,8 +221,8 @@ async def test_declared_pools_need_no_metrics() -> None:
             assert (len(fast.requests), len(plain.requests)) == (1, 1)
 
 
-def test_the_setting_names_upstreams() -> None:
-    """Which replicas draft is said of all or of none, and only of those that there are."""
+def test_upstream_speculates_must_name_upstreams() -> None:
+    """It applies to all upstreams or to none, and only to existing ones."""
     both = ("http://a", "http://b")
     told = ServeConfig(backend="openai", upstream=both, upstream_speculates=("http://b",))
     assert [one.upstream_speculates for one in told.worker_configs()] == [False, True]
@@ -234,15 +234,15 @@ def test_the_setting_names_upstreams() -> None:
 
 
 async def spent(where: Listening, upstreams: tuple[ScriptedUpstream, ...]) -> int:
-    """How many calls upstreams got for ten requests."""
+    """Return how many calls the upstreams got for ten requests."""
     before = sum(len(one.requests) for one in upstreams)
     for _ in range(10):
         await ask(where)
     return sum(len(one.requests) for one in upstreams) - before
 
 
-async def test_an_outage_is_not_multiplied() -> None:
-    """When all fail, upstreams get no more than the share beyond what clients ask; metrics tell."""
+async def test_retries_do_not_multiply_an_outage() -> None:
+    """If all upstreams fail, retries stay within the budget, and metrics count them."""
     async with (
         upstream(refusal(502)) as a,
         upstream(refusal(502)) as b,
@@ -254,15 +254,15 @@ async def test_an_outage_is_not_multiplied() -> None:
             page = (await http.get("/metrics")).text
         async with in_front(a, b, c, upstream_retry_share=0.0, upstream_retries_per_s=0.0) as where:
             assert await spent(where, (a, b, c)) == 10
-        async with in_front(a, b, c) as where:  # the free ones of a quiet gateway
+        async with in_front(a, b, c) as where:  # the budget of a quiet gateway
             assert await spent(where, (a, b, c)) == 30
     figure = 'draftgate_upstream_retries_total{cause="refused",model_name="theirs",outcome='
     assert f'{figure}"allowed"}} 2.0' in page
     assert f'{figure}"denied"}} 10.0' in page
 
 
-async def test_a_denied_retry_is_one_typed_error() -> None:
-    """Whose retry the budget denies learns what the upstream said, at once."""
+async def test_denied_retry_is_one_typed_error() -> None:
+    """The client gets the upstream's error at once."""
     async with (
         upstream(refusal(503, b'{"error": "full"}', Retry_After="7")) as a,
         upstream(whole) as b,

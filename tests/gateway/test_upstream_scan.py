@@ -1,4 +1,4 @@
-"""The scan of an upstream's events: what passes and how it ended do not depend on the pieces."""
+"""The scan of an upstream's events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scanned(*blocks: bytes) -> Verdict:
 
 @st.composite
 def chunk(draw: st.DrawFn) -> bytes:
-    """A data event as engines write them."""
+    """Draw a data event as engines write it."""
     reason = draw(st.sampled_from([None, None, "stop", "length"]))
     choice = {"index": 0, "text": draw(st.sampled_from(WORDS)), "finish_reason": reason}
     body: dict[str, object] = {"id": "c", "choices": [choice]}
@@ -68,7 +68,7 @@ line_ends = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])
 
 @st.composite
 def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """Any stream of events, and the same bytes in any pieces."""
+    """Draw a stream of events, and the same bytes in random pieces."""
     parts = draw(st.lists(st.one_of(chunk(), oddities), max_size=6))
     end = draw(line_ends)
     stream = b"".join(part.replace(b"\n", end) for part in parts)
@@ -84,8 +84,8 @@ def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 @example((LAST + DONE + TOKEN, [LAST, DONE, TOKEN]))
 @example((b"\n" + DONE, [b"\n", DONE]))
 @example((TOKEN + b"\n" + DONE, [TOKEN, b"\n" + DONE]))
-def test_any_pieces_give_the_same_verdict(torn: tuple[bytes, list[bytes]]) -> None:
-    """What passes, the ending, and every count are functions of the bytes alone."""
+def test_result_does_not_depend_on_the_pieces(torn: tuple[bytes, list[bytes]]) -> None:
+    """What passes, the ending and every count are functions of the bytes alone."""
     stream, blocks = torn
     expected = scanned(stream)
     assert scanned(*blocks) == expected
@@ -94,9 +94,11 @@ def test_any_pieces_give_the_same_verdict(torn: tuple[bytes, list[bytes]]) -> No
 
 
 @given(st.lists(chunk(), max_size=6), line_ends)
-def test_the_verdict_is_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> None:
-    """Decoding every event in full finds the same ending, finish reasons and usage."""
-    stream = b"".join([*chunks, DONE]).replace(b"\n", end) + b"x"  # which decides the last CR
+def test_result_equals_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> None:
+    """Decoding every event gives the same ending, finish reasons and usage."""
+    stream = (
+        b"".join([*chunks, DONE]).replace(b"\n", end) + b"x"
+    )  # decides whether a last CR is half of a CRLF
     finished = outputs = 0
     usage, ending = None, StreamEnding.UNFINISHED
     for data in chunks:
@@ -129,6 +131,6 @@ def test_the_verdict_is_that_of_a_full_parse(chunks: list[bytes], end: bytes) ->
         ),
     ],
 )
-def test_usage_is_read_from_the_end_of_an_answer(text: bytes, usage: TokenUsage | None) -> None:
-    """The last `usage` object counts; what is no count is 0; a text that looks like it is not."""
+def test_last_usage_object_counts(text: bytes, usage: TokenUsage | None) -> None:
+    """Invalid counts are 0, and a string that looks like usage is ignored."""
     assert usage_in(text) == usage

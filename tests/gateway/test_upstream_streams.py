@@ -1,4 +1,4 @@
-"""What a client of a forwarding node gets: the upstream's bytes, and one ending."""
+"""Streams and whole answers of upstreams: the same bytes, and exactly one ending."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ OWN_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
     ],
     ids=["plain", "together", "torn", "crlf", "fields", "bad-bytes", "words"],
 )
-async def test_a_stream_passes_byte_by_byte(blocks: tuple[bytes, ...]) -> None:
-    """Whatever pieces it comes in, the client gets the upstream's bytes, all and no others."""
+async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
+    """The client gets exactly the upstream's bytes, whatever pieces they arrive in."""
     async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
         async with client(where) as http:
             answer = await http.post("/v1/completions", json=STREAM)
@@ -81,10 +81,10 @@ async def test_a_stream_passes_byte_by_byte(blocks: tuple[bytes, ...]) -> None:
         "endless",
     ],
 )
-async def test_a_cut_is_told_by_one_error_event(
+async def test_cut_stream_ends_with_one_error_event(
     answer: Answering, passed: bytes, reason: str
 ) -> None:
-    """Behind the last complete event stands one typed error, and neither a half event nor DONE."""
+    """After the last complete event there is one typed error, no partial event and no [DONE]."""
     async with upstream(answer) as there, in_front(there) as where, client(where) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
         assert got.startswith(passed)
@@ -100,8 +100,8 @@ async def test_a_cut_is_told_by_one_error_event(
 
 
 @pytest.mark.parametrize("end", [DONE, TOKEN + DONE, b""], ids=["done", "more", "closed"])
-async def test_an_error_event_of_the_upstream_is_the_ending(end: bytes) -> None:
-    """It passes as it is, ours does not double it, and nothing comes behind it."""
+async def test_error_event_of_the_upstream_ends_the_stream(end: bytes) -> None:
+    """It passes unchanged; no error of ours and nothing else follows it."""
     answer = stream_of(TOKEN, OWN_ERROR + end)
     async with upstream(answer) as there, in_front(there) as where, client(where) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
@@ -111,10 +111,10 @@ async def test_an_error_event_of_the_upstream_is_the_ending(end: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("sent", [(), (TOKEN,)], ids=["silent", "begun"])
-async def test_a_client_that_leaves_closes_the_request_upstream(
+async def test_client_that_leaves_cancels_at_the_upstream(
     sent: tuple[bytes, ...], stream: bool
 ) -> None:
-    """Streaming or not, before the first byte or behind it, the upstream sees it at once."""
+    """This holds for streams and whole answers, before and after the first byte."""
     async with upstream(held(*sent)) as there, in_front(there) as where:
         reader, writer = await post_raw(where, "/v1/completions", {**STREAM, "stream": stream})
         await there.came.get()
@@ -126,8 +126,8 @@ async def test_a_client_that_leaves_closes_the_request_upstream(
         await until(lambda: is_idle(where.node))
 
 
-async def test_who_waits_long_for_an_upstream_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comments come until the first byte does, and then the stream as it is."""
+async def test_comments_are_sent_until_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the stream follows unchanged."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
     answer = after(begin, stream_of(TOKEN, LAST, DONE))
@@ -158,10 +158,10 @@ SPACED = b'{"error": {"message": "two  spaces\\n and a line",\n "code": "x"}}'
     ],
     ids=["error", "error-200", "html", "no-stream", "deep", "cut", "500", "503"],
 )
-async def test_what_comes_in_place_of_a_stream_that_has_begun_is_one_error_event(
+async def test_answer_in_place_of_a_begun_stream_is_one_error_event(
     answer: Answering, told: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a comment an upstream's error passes as an event; of all else we say what it is."""
+    """After a comment an upstream's error passes as an event; any other answer is described."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
     async with upstream(after(begin, answer)) as there, in_front(there) as where:
@@ -182,10 +182,10 @@ async def test_what_comes_in_place_of_a_stream_that_has_begun_is_one_error_event
         assert "<" not in error["error"]["message"]
 
 
-async def test_a_break_within_what_comes_in_place_of_a_stream_is_one_error_event(
+async def test_broken_answer_in_place_of_a_begun_stream_is_one_error_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half of a JSON document behind a comment does not reach the client."""
+    """A part of a JSON document does not reach the client."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
 
@@ -207,10 +207,10 @@ async def test_a_break_within_what_comes_in_place_of_a_stream_is_one_error_event
     assert rest.count(b"data: ") == rest.count(b'"code":"upstream_failed"') == 1
 
 
-async def test_a_client_that_leaves_while_it_is_told_to_wait_is_a_cancel(
+async def test_client_that_leaves_during_comments_is_a_cancel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is no failure of anybody's, and nothing is kept."""
+    """It counts as cancelled and not as failed, and nothing is kept."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.001)
     async with upstream(held()) as there, in_front(there) as where, client(where) as http:
         reader, writer = await post_raw(where, "/v1/completions", STREAM)
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_while_it_is_told_to_wait_is_a_cancel(
 
 
 async def test_forwarded_tokens_reach_the_live_page() -> None:
-    """Tokens, the first one's time and the end are among those of the last minute."""
+    """The samples contain the tokens, the time to first token and the end."""
     answer = stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)
     async with upstream(answer) as there, in_front(there) as where, client(where) as http:
         await http.post("/v1/completions", json=STREAM)
@@ -235,8 +235,8 @@ async def test_forwarded_tokens_reach_the_live_page() -> None:
     assert 'reason="error"' not in metrics
 
 
-async def test_a_slow_reader_holds_up_the_upstream() -> None:
-    """A client that does not read stops the upstream's writing; what was sent is not lost."""
+async def test_slow_reader_slows_the_upstream() -> None:
+    """A client that does not read stops the upstream's writing, and no byte is lost."""
     block = b'data: {"text": "' + b"z" * (64 << 10) + b'"}\n\n'
     sent = 0
 
@@ -261,7 +261,7 @@ async def test_a_slow_reader_holds_up_the_upstream() -> None:
             return still == 100
 
         await until(blocked)
-        assert sent < 512  # the kernel's buffers on two connections, and 0.3 MB of ours
+        assert sent < 512  # kernel buffers of two connections, and ours
         count, tail = 0, b""
         while not tail.endswith(b"\r\n0\r\n\r\n"):
             got = await reader.read(1 << 20)
@@ -272,8 +272,8 @@ async def test_a_slow_reader_holds_up_the_upstream() -> None:
     assert LAST + DONE in tail
 
 
-async def test_a_whole_answer_passes_byte_by_byte() -> None:
-    """Without `stream`, too: status, type and bytes are the upstream's, and tokens are counted."""
+async def test_whole_answer_passes_unchanged() -> None:
+    """Status, type and bytes are the upstream's, and tokens are counted."""
     async with upstream(whole) as there, in_front(there) as where, client(where) as http:
         answer = await http.post("/v1/chat/completions", json={"messages": []})
         assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -283,8 +283,8 @@ async def test_a_whole_answer_passes_byte_by_byte() -> None:
         assert 'draftgate_prompt_tokens_total{model_name="theirs"} 5.0' in metrics
 
 
-async def test_a_whole_answer_that_breaks_off_is_an_error() -> None:
-    """No half of a JSON document reaches the client."""
+async def test_broken_whole_answer_is_an_error() -> None:
+    """A part of a JSON document does not reach the client."""
 
     async def half(request):
         response = web.StreamResponse(headers={"Content-Length": "100"})
@@ -299,8 +299,8 @@ async def test_a_whole_answer_that_breaks_off_is_an_error() -> None:
         assert answer.json()["error"]["code"] == "upstream_failed"
 
 
-async def test_a_large_whole_answer_passes_as_it_comes() -> None:
-    """An answer of 3 MB is not collected, and arrives complete."""
+async def test_large_whole_answer_is_not_buffered() -> None:
+    """An answer of 3 MB passes as it arrives, and is complete."""
     body = json.dumps({"data": ["y" * 1000] * 3000}).encode()
     async with (
         upstream(refusal(200, body)) as there,
@@ -310,8 +310,8 @@ async def test_a_large_whole_answer_passes_as_it_comes() -> None:
         assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
 
 
-async def test_a_compressed_answer_arrives_readable() -> None:
-    """We ask for identity; an upstream that compresses all the same is decoded."""
+async def test_compressed_answer_is_decoded() -> None:
+    """We request no compression, and decode the answer of an upstream that compresses anyway."""
 
     async def zipped(request):
         response = web.StreamResponse(headers=SSE)
@@ -327,8 +327,8 @@ async def test_a_compressed_answer_arrives_readable() -> None:
         assert answer.content == TOKEN + LAST + DONE
 
 
-async def test_a_stopped_node_ends_its_streams_with_an_error_event() -> None:
-    """Connections that we close ourselves are a break as any other."""
+async def test_stopped_node_ends_streams_with_an_error_event() -> None:
+    """Connections that we close are treated like any other failure."""
     async with upstream(held(TOKEN)) as there, in_front(there) as where:
         reader, writer = await post_raw(where, "/v1/completions", STREAM)
         await reader.readuntil(TOKEN)
@@ -339,8 +339,8 @@ async def test_a_stopped_node_ends_its_streams_with_an_error_event() -> None:
         assert b"[DONE]" not in rest
 
 
-async def test_a_stopped_node_answers_who_waits() -> None:
-    """A request whose upstream has said nothing yet is an error of ours, not a connection lost."""
+async def test_stopped_node_answers_waiting_requests() -> None:
+    """A request without an answer so far gets an error and no lost connection."""
     async with upstream(held()) as there, in_front(there) as where:
         reader, writer = await post_raw(where, "/v1/completions", STREAM)
         await there.came.get()
@@ -351,8 +351,8 @@ async def test_a_stopped_node_answers_who_waits() -> None:
 
 
 @pytest.mark.parametrize("usage", [True, False], ids=["usage", "counted"])
-async def test_tokens_are_those_of_the_usage_or_of_the_events(usage: bool) -> None:
-    """The last `usage` counts; without one each event of output is a token."""
+async def test_tokens_follow_from_usage_or_events(usage: bool) -> None:
+    """The last `usage` counts; without one each event with output is a token."""
     blocks = (TOKEN, TOKEN, TOKEN, LAST, *([USAGE] if usage else []), DONE)
     async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
         async with client(where) as http:
@@ -365,8 +365,8 @@ async def test_tokens_are_those_of_the_usage_or_of_the_events(usage: bool) -> No
 
 
 @pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
-async def test_a_connection_is_used_again(owner: str) -> None:
-    """A stream that came to its end gives its connection back, but where the server closes it."""
+async def test_connection_is_reused_after_a_complete_stream(owner: str) -> None:
+    """A server that closes its connections gets a new one for each request."""
     ports = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -383,8 +383,8 @@ async def test_a_connection_is_used_again(owner: str) -> None:
     assert len(set(ports)) == (5 if owner == "llamacpp" else 1)
 
 
-async def test_a_node_before_a_node_says_what_that_one_says() -> None:
-    """Two in a row give the bytes of one, apart from ids and times: text, metrics, ending."""
+async def test_two_nodes_in_a_row_give_the_answer_of_one() -> None:
+    """Text, metrics and ending are the same, apart from ids and times."""
     body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "stream": True}
     async with running() as sim, running(backend="openai", upstream=(sim.url,)) as where:
         texts = []

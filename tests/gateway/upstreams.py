@@ -1,4 +1,4 @@
-"""An upstream whose every answer a test decides, and nodes in front of it."""
+"""Upstreams with scripted answers, and nodes in front of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WHOLE = b'{"id": "c", "choices": [{"text": "hi", "finish_reason": "stop"}], "usa
 
 @dataclass
 class ScriptedUpstream:
-    """A server on a free port.
+    """A server on a free port whose answers a test decides.
 
     Attributes:
-        answer: what it does with a request; its test sets it.
+        answer: handles a request; set by the test.
         status: of `/health`.
-        owner: of its model, as the list says.
-        metrics: its page; there is none while it is empty.
-        requests, bodies: what came, but for probes.
+        owner: `owned_by` of its model.
+        metrics: its metrics page; empty for none.
+        requests, bodies: received, without probes.
         left: gets the path of each request whose client left before the answer was complete.
     """
 
@@ -90,7 +90,7 @@ async def upstream(answer: Answering | None = None) -> AsyncIterator[ScriptedUps
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -103,7 +103,7 @@ class Clock:
 async def in_front(
     *upstreams: ScriptedUpstream, clock: Clock | None = None, seats: int = 0, **settings: Any
 ) -> AsyncIterator[Listening]:
-    """A node that forwards to them, on the test's clock, and asks them only when the test does."""
+    """Yield a node in front of them, on the test's clock, that probes only on request."""
     configs = [WorkerConfig(upstream=one.url, upstream_concurrency=seats) for one in upstreams]
     backends = [unasked(config, clock or Clock()) for config in configs]
     async with running(backends=backends, **settings) as where:
@@ -111,12 +111,12 @@ async def in_front(
 
 
 def unasked(config: WorkerConfig, clock: Clock) -> OpenAIUpstream:
-    """An upstream that asks for health and metrics when it starts, and then when the test does."""
+    """Return an upstream that probes and polls at its start, and then only on request."""
     return OpenAIUpstream(config, clock, probe_s=3600.0, poll_s=3600.0)
 
 
 def stream_of(*blocks: bytes) -> Answering:
-    """Answer with these blocks, each in a write of its own, and end the body."""
+    """Answer with these blocks, each in its own write, and end the body."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE)
@@ -138,7 +138,7 @@ def cut_after(*blocks: bytes) -> Answering:
         for block in blocks:
             await response.write(block)
         assert request.transport is not None
-        request.transport.close()  # behind what was written
+        request.transport.close()  # after the written blocks
         return response
 
     return answer
@@ -162,7 +162,7 @@ async def whole(request: web.Request) -> web.StreamResponse:
 
 
 def held(*blocks: bytes) -> Answering:
-    """Answer with these blocks, and never end."""
+    """Answer with these blocks without an end."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if blocks:
