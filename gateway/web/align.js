@@ -1,23 +1,23 @@
 /**
- * Which part of the text is which token. The text of the chunks is what counts; the texts of single
- * tokens only say where to cut it. They differ where a character is spread over several tokens
- * (each shows as U+FFFD alone), where text is held back, and where a tokenizer strips a space.
+ * Assigns parts of the text to tokens. The text of the chunks is authoritative; the texts of single
+ * tokens only say where to cut it. The two differ if a character is split into several tokens (each
+ * is U+FFFD alone), if text is held back, and if the tokenizer strips a space.
  */
 
 const KNOWN = new Set(["ngram", "draft_model", "sparse_self", "grammar"]);
 
-/** Where the token at a place of a step came from. */
+/** The origin of the token at an index of a step. */
 export function source(step, place) {
   if (step === null) return "untold";
   if (place >= step.accepted) return "target";
   return KNOWN.has(step.proposer) ? step.proposer : "other";
 }
 
-/** Cuts text as it arrives into pieces `{text, step, place}` that joined are that text. */
+/** Cuts streamed text into pieces `{text, step, place}`, whose joined texts are that text. */
 export class Aligner {
-  #waiting = []; // tokens whose text is still to come, as {text, step, place}
+  #waiting = []; // tokens whose text has not arrived, as {text, step, place}
 
-  /** Take a chunk's text and steps; return its pieces. */
+  /** Add the text and steps of a chunk; return its pieces. */
   add(text, steps = []) {
     for (const step of steps) {
       step.tokens.forEach((token, place) => this.#waiting.push({ text: token, step, place }));
@@ -45,7 +45,7 @@ export class Aligner {
     return this.#joint(text);
   }
 
-  /** Text that the first tokens give together: up to where a later one stands by itself. */
+  /** The text of several tokens together, up to a later token that can be found in it. */
   #joint(text) {
     const waiting = this.#waiting;
     const first = waiting[0];

@@ -1,13 +1,13 @@
-/** The card beside a token: its step's drafts, what became of them, and why. */
+/** The card beside a token: the drafts of its step, their fate, and the reason. */
 
 import { byId, figure, make } from "/web/dom.js";
 
-let owner = null; // the span it belongs to
+let owner = null; // the span that the card describes
 let marked = []; // the tokens of its step
 
-/** Return the card's content for a step, or for a token whose step nobody told. */
+/** Return the card's content for a step; null stands for an unknown step. */
 export function describe(step, number, { from, name, names }) {
-  if (step === null) return [heading("Not told", "untold"), make("p", {}, "The worker did not say what its steps did.")];
+  if (step === null) return [heading("Unknown step", "untold"), make("p", {}, "The worker did not report its steps.")];
   const drafted = names[step.proposer] ?? step.proposer;
   const parts = [heading(`Step ${number}`, from, name)];
   if (step.drafts.length) parts.push(drafts(step));
@@ -24,10 +24,10 @@ function heading(title, from, name) {
 function facts(step, drafted) {
   const tokens = step.tokens.length === 1 ? "1 token" : `${step.tokens.length} tokens`;
   const offer = step.offered ? `, ${step.offered} drafted by ${drafted}` : "";
-  return `${tokens} out${offer}; a slot had to promise ${figure(step.price)}`;
+  return `${tokens} added${offer}; price of a slot ${figure(step.price)}`;
 }
 
-/** Of the drafts, best first, those accepted: the step's first tokens, in their order. */
+/** Which drafts were accepted: those that are the step's first tokens, in order. */
 function verdicts(step) {
   let taken = 0;
   return step.drafts.map((draft) => {
@@ -70,7 +70,7 @@ export function showCard(span, mates, content) {
   place();
 }
 
-/** Take the card away. */
+/** Hide the card. */
 export function hideCard() {
   owner?.removeAttribute("aria-describedby");
   for (const mate of marked) mate.classList.remove("same-step");

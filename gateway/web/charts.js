@@ -1,4 +1,4 @@
-/** Lines over the last minutes, drawn as SVG: a title, the latest values, and a path for each line. */
+/** Line charts of the last minutes, as SVG. */
 
 import { make } from "/web/dom.js";
 
@@ -6,15 +6,15 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
 const HEIGHT = 56;
 
-/** Seconds from the left edge to the right one. */
+/** Seconds that a chart spans. */
 export const SPAN_S = 120;
 
 /**
  * One chart.
  *
- * `lines` are `{name, of}`: what a line is called, "" if it is the only one, and its value in a
- * sample, null where there is none. `show` turns a value into words, `least` is the least upper
- * bound of the axis, `most` fixes it, `size` is a class.
+ * `lines` are `{name, of}`: the name of a line, "" for a single one, and a function that returns its
+ * value in a sample, or null. `show` formats a value, `least` is the smallest upper bound of the
+ * axis, `most` fixes that bound, `size` is a CSS class.
  */
 export class Chart {
   constructor({ title, hint, lines, show, least = 0, most = null, size = "" }) {
@@ -35,7 +35,7 @@ export class Chart {
     this.update([]);
   }
 
-  /** Draw samples, oldest first; the last one is at the right edge. */
+  /** Draw samples, oldest first; the last is at the right edge. */
   update(samples) {
     const series = this.lines.map(({ of }) => samples.map(of));
     const known = series.flat().filter((value) => value !== null);
@@ -61,7 +61,7 @@ export class Chart {
         make("span", { className: `key key-${index}` }, this.lines[index].name ? `${this.lines[index].name} ${word}` : word),
       ),
     );
-    const told = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "nothing yet" : word}`.trim());
+    const told = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "no data yet" : word}`.trim());
     this.svg.setAttribute("aria-label", `${this.title}: ${told.join(", ")}`);
   }
 }
@@ -72,7 +72,7 @@ function element(tag, attributes) {
   return made;
 }
 
-/** The least of 1, 2, 5, 10, ... (and their fractions) that is not below a value. */
+/** Round up to 1, 2 or 5 times a power of ten. */
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -81,14 +81,14 @@ function roundUp(value) {
 
 const at = ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`;
 
-/** A line through the spots that are there, broken where one is missing. */
+/** A line through the spots, broken where one is null. */
 function path(spots) {
   return spots
     .map((spot, index) => (spot === null ? "" : spots[index - 1] ? `L${at(spot)}` : `M${at(spot)}h.1`))
     .join("");
 }
 
-/** What lies between a line without breaks and the axis. */
+/** The area below a line without breaks. */
 function area(spots) {
   const there = spots.filter((spot) => spot !== null);
   if (there.length < 2) return "";

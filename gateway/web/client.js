@@ -1,6 +1,6 @@
-/** Requests to the node this page came from: JSON, and answers as server-sent events. */
+/** Requests to the node that served this page: JSON and server-sent events. */
 
-/** What the node said when it refused; `status` is HTTP's, or 0 within a stream. */
+/** An error response of the node; `status` is the HTTP status, or 0 within a stream. */
 export class NodeError extends Error {
   constructor(message, status) {
     super(message);
@@ -9,16 +9,16 @@ export class NodeError extends Error {
 }
 
 const NO_KEY =
-  "This node asks for an API key. Reload the page and, when the browser asks, give the key as the password.";
+  "This node requires an API key. Reload the page and enter the key as the password.";
 
-/** Get a path's JSON. Throws NodeError. */
+/** Fetch JSON from a path. Throws NodeError. */
 export async function getJson(path) {
   const response = await fetch(path);
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
-/** Post a body and yield each event's JSON, until `[DONE]`. Throws NodeError, also half-way. */
+/** Post a body and yield the JSON of each event, until `[DONE]`. Throws NodeError. */
 export async function* streamed(path, body, signal) {
   const response = await fetch(path, {
     method: "POST",
@@ -33,7 +33,7 @@ export async function* streamed(path, body, signal) {
     if (event.error) throw new NodeError(event.error.message, 0);
     yield event;
   }
-  throw new NodeError("The stream ended too early.", 0);
+  throw new NodeError("The stream ended early.", 0);
 }
 
 async function* events(stream) {
@@ -50,7 +50,7 @@ async function* events(stream) {
 
 async function refusal(response) {
   if (response.status === 401) return new NodeError(NO_KEY, 401);
-  const told = await response.json().catch(() => null);
-  const message = told?.error?.message ?? `The node answered ${response.status}.`;
+  const body = await response.json().catch(() => null);
+  const message = body?.error?.message ?? `The node answered ${response.status}.`;
   return new NodeError(message, response.status);
 }

@@ -1,4 +1,4 @@
-/** The table of what was decided lately. */
+/** The table of recent decisions. */
 
 import { getJson } from "/web/client.js";
 import { byId, figure, make, percent } from "/web/dom.js";
@@ -6,19 +6,19 @@ import { isPaused } from "/web/live.js";
 
 const EVERY_MS = 3000;
 const SHOWN = 50;
-const KEPT = 1000; // as many as the node keeps, to find one request among them
+const KEPT = 1000; // all that the node keeps, to find the decisions of one request
 
-let last = null; // the id of the box's last run
-let shown = ""; // what the table shows, to leave it alone while nothing is new
+let last = null; // id of the last run
+let shown = ""; // key of the rows in the table, to skip updates without news
 
-/** Keep the table fresh while the page is looked at. */
+/** Refresh the table regularly while the page is visible. */
 export function setUp() {
   byId("only-last").addEventListener("change", refresh);
   setInterval(() => document.hidden || isPaused() || refresh(), EVERY_MS);
   refresh();
 }
 
-/** Show what was decided for a run of the box. */
+/** Mark and show the decisions of a run. */
 export function follow(requestId) {
   last = requestId;
   byId("only-last").disabled = false;
@@ -31,7 +31,7 @@ async function refresh() {
   try {
     found = (await getJson(`/decisions?limit=${only ? KEPT : SHOWN}`)).decisions;
   } catch {
-    return; // what the node's state says is enough
+    return; // the header shows the state of the node
   }
   if (only) found = found.filter((decision) => decision.request_id === last);
   const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s])]);

@@ -1,8 +1,8 @@
-/** Small helpers for making elements and numbers people can read. */
+/** Helpers that create elements and format numbers. */
 
 export const byId = (id) => document.getElementById(id);
 
-/** Make an element with properties and children (elements or texts). */
+/** Create an element with properties and children (elements or strings). */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -13,7 +13,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** A number with three digits that matter, at most. */
+/** Format a number with at most three significant digits. */
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value !== 0 && Math.abs(value) < 0.01) return "<0.01";
@@ -21,7 +21,7 @@ export function figure(value) {
   return String(Number(value.toFixed(digits)));
 }
 
-/** Seconds as ms or s. */
+/** Format seconds as ms or s. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   return seconds < 1 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds)} s`;

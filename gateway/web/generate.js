@@ -1,4 +1,4 @@
-/** The box: what to ask, the answer as it comes, and the figures of the run. */
+/** The form, the streamed answer, and the statistics of a run. */
 
 import { streamed } from "/web/client.js";
 import { byId, duration, figure, make, percent } from "/web/dom.js";
@@ -10,11 +10,11 @@ const EXAMPLE =
   "    def test_one(self):\n        self.assertEqual(parse('a'), ['a'])\n\n";
 
 let kind = "completion";
-let conversation = []; // messages of the chat so far
+let conversation = []; // messages of the chat
 let running = null; // the AbortController of the run
 let ended = () => {};
 
-/** Set the box up; `onEnd(requestId)` is called when a run has ended. */
+/** Set up the form; `onEnd(requestId)` is called after each run. */
 export function setUp(onEnd) {
   ended = onEnd;
   byId("prompt").value = EXAMPLE;
@@ -60,7 +60,7 @@ function startAfresh() {
   byId("message").focus();
 }
 
-/** The request's body without the prompt: only what was set. */
+/** The body of the request without the prompt; empty fields are left out. */
 function settings() {
   const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
   const form = byId("form").value;
@@ -89,9 +89,9 @@ async function run() {
     for await (const event of streamed(path, { ...settings(), ...body }, running.signal)) {
       take(event, output, figures);
     }
-    told(`Done in ${duration((performance.now() - figures.begun) / 1e3)}.`);
+    setRunState(`Done in ${duration((performance.now() - figures.begun) / 1e3)}.`);
   } catch (error) {
-    if (error.name === "AbortError") told("Stopped.");
+    if (error.name === "AbortError") setRunState("Stopped.");
     else fail(error);
   } finally {
     finish(asked, output, figures);
@@ -116,7 +116,7 @@ function askedInChat() {
   byId("message").value = "";
   const keep = (output) => {
     if (output.text) return turns.push({ role: "assistant", content: output.text });
-    // A question without an answer goes back to where it can be asked again.
+    // Without an answer, the message returns to the input.
     turns.pop();
     turn.remove();
     output.element.remove();
@@ -132,7 +132,7 @@ function begin() {
   byId("empty").hidden = byId("problem").hidden = true;
   byId("stats").hidden = byId("reason").hidden = true;
   byId("output").setAttribute("aria-busy", "true");
-  told("Generating.");
+  setRunState("Generating.");
 }
 
 function take(event, output, figures) {
@@ -176,7 +176,7 @@ function show({ begun, first, last, usage, decision }) {
     "per-step": steps > 0 ? figure(tokens / steps) : "–",
     accepted: drafted
       ? `${decision.num_accepted_tokens} of ${drafted} (${percent(decision.num_accepted_tokens / drafted)})`
-      : "none drafted",
+      : "no drafts",
   };
   for (const [name, value] of Object.entries(values)) {
     document.querySelector(`[data-stat="${name}"]`).textContent = value;
@@ -185,12 +185,12 @@ function show({ begun, first, last, usage, decision }) {
   byId("reason").textContent = `Policy ${decision.policy}: ${decision.reason}`;
 }
 
-function told(words) {
+function setRunState(words) {
   byId("run-state").textContent = words;
 }
 
 function fail(error) {
-  told("");
+  setRunState("");
   byId("problem").textContent = error.message;
   byId("problem").hidden = false;
 }

@@ -10,21 +10,21 @@ const NAMES = {
   draft_model: "draft model",
   sparse_self: "sparse-self",
   grammar: "grammar",
-  untold: "not told",
+  untold: "unknown",
 };
 
-/** Shows an answer as it comes; `element` is what stands on the page. */
+/** An answer while it is streamed; `element` is its element on the page. */
 export class Output {
   #aligner = new Aligner();
   #pieces = new WeakMap(); // span -> piece
   #steps = new Map(); // step -> its number, from 1
-  #current = null; // the span that Tab reaches
+  #current = null; // the span with the tab stop
 
   constructor() {
     this.element = make("div", {
       className: "tokens",
       role: "group",
-      "aria-label": "Generated tokens; the arrow keys go from one to the next",
+      "aria-label": "Generated tokens; use the arrow keys to move between them",
     });
     this.text = ""; // all of the answer
     for (const [event, react] of Object.entries({
@@ -66,7 +66,7 @@ export class Output {
   }
 
   #leave(event) {
-    // The pointer may rest on the card: what it says can be read, marked and copied.
+    // The card stays while the pointer is on it, so that its text can be selected and copied.
     if (event.relatedTarget?.closest?.("#card")) return;
     const focused = document.activeElement;
     if (this.#pieces.has(focused)) this.#show(focused);
@@ -95,7 +95,7 @@ export class Output {
     next?.focus();
   }
 
-  /** The span a key leads to; null where there is none, undefined for other keys. */
+  /** The span that a key moves to; null at the ends, undefined for other keys. */
   #target(key, span) {
     const step = (one) => this.#pieces.get(one).step;
     const beyondStep = (to) => {

@@ -1,4 +1,4 @@
-/** The live page: the box, the charts and the decisions, put together. */
+/** The live page: the form, the charts and the table of decisions. */
 
 import { getJson } from "/web/client.js";
 import { byId, make } from "/web/dom.js";
@@ -8,7 +8,7 @@ import * as live from "/web/live.js";
 
 const RETRY_MS = 1000;
 
-/** Wait until the node serves, and show what. */
+/** Wait until the node is ready, then show its model. */
 async function introduce() {
   try {
     const { status } = await getJson("/health");

@@ -149,7 +149,7 @@ async def test_settings_reach_the_worker(scene: Scene) -> None:
     await page.get_by_label("Max tokens").fill("12")
     await page.get_by_label("Seed").fill("7")
     await page.get_by_label("Speculation").select_option("off")
-    await page.get_by_label("Form").select_option("json_object")
+    await page.get_by_label("Format").select_option("json_object")
     await page.get_by_label("Prompt").press("Control+Enter")
     request = await scene.backend.submitted.get()
     sampling = request.sampling
@@ -207,7 +207,7 @@ async def test_charts_move_and_say_what_they_show(scene: Scene) -> None:
     assert await tokens.locator(".line").get_attribute("d") != before
     for title in ("TTFT", "TPOT"):
         chart = scene.page.get_by_role("img", name=re.compile(f"^{title}: p50 .+, p90 .+, p99 "))
-        await expect(chart).not_to_have_accessible_name(re.compile("nothing yet"))
+        await expect(chart).not_to_have_accessible_name(re.compile("no data yet"))
     for title in ("Price of a slot", "Drafts per step", "Acceptance", "Batch", "Queue", "KV use"):
         chart = scene.page.get_by_role("img", name=re.compile(f"^{title}: [0-9<]"))
         await expect(chart).to_have_count(1)
@@ -218,7 +218,7 @@ async def test_what_moves_can_be_paused(scene: Scene) -> None:
     live = scene.where.node.live
     live.take()
     button, line = scene.page.get_by_role("button", name="Pause"), scene.page.locator(".line").first
-    await expect(scene.page.locator("#live-state")).to_have_text("the last two minutes")
+    await expect(scene.page.locator("#live-state")).to_have_text("last two minutes")
     await button.click()
     await expect(button).to_have_attribute("aria-pressed", "true")
     frozen = await line.get_attribute("d")
@@ -245,7 +245,7 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
         "running",
     ):
         await expect(rows.first).to_contain_text(word)
-    await scene.page.get_by_label("only the last run").check()
+    await scene.page.get_by_label("only my last run").check()
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text(decision.request_id[:8])
 
