@@ -89,7 +89,7 @@ class Ready(WorkerMessage, frozen=True):
 
 
 class Update(WorkerMessage, frozen=True):
-    """From the worker: the news of a step. One without news says that the worker is alive.
+    """From the worker: what a step produced. An empty update shows that the worker is alive.
 
     Attributes:
         deltas: in order, each with the id of its request.

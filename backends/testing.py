@@ -252,7 +252,7 @@ async def check_unread_tokens(backend: Backend) -> None:
             await asyncio.sleep(1e-3)
         waiting = backend.unread_tokens(request.request_id)
         first = await anext(stream)
-        assert len(first.token_ids) >= waiting, "waiting tokens must come in one delta"
+        assert len(first.token_ids) >= waiting, "waiting tokens must be in one delta"
         assert backend.unread_tokens(request.request_id) < waiting, (
             "tokens that were read must not count"
         )
@@ -262,8 +262,8 @@ async def check_unread_tokens(backend: Backend) -> None:
 async def check_pace(backend: Backend) -> None:
     """Check that a pace delays tokens without changing them, and that a pause stops them."""
     backend.set_pace("nobody", Pace.PAUSED)
-    seats = min(backend.load().max_sequences, 8) or 1
-    requests = [make_request(backend, seed=s, max_tokens=48) for s in range(seats)]
+    concurrent = min(backend.load().max_sequences, 8) or 1
+    requests = [make_request(backend, seed=s, max_tokens=48) for s in range(concurrent)]
     alone = [await collect(backend, request) for request in requests]
     again = [replace(request, request_id=_id()) for request in requests]
     ids = [request.request_id for request in again]

@@ -16,7 +16,7 @@ _TAIL_BYTES: Final = 16 << 10
 """Kept of the end of a whole answer, where `usage` is."""
 
 _NOT_PASSED_ON: Final = frozenset({
-    # of the connection (RFC 9110, section 7.6.1), or set by whoever answers
+    # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "content-length", "date", "server",
     # aiohttp has decoded the body

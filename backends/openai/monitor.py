@@ -20,12 +20,12 @@ POLL_S: Final = 1.5
 own requests at once; only those of other clients are known with this delay. SGLang updates its page
 every 40 steps, about as often. llama.cpp's server notices that the client of a whole answer has
 left only after a second without a result for anybody, and a metrics page is a result: read every
-0.1 or 0.5 s it computed 16,000 tokens for nobody, read every 1.5 s it stopped (b1-0c1e570, Zen 5,
+0.1 or 0.5 s it computed 16,000 more tokens, read every 1.5 s it stopped (b1-0c1e570, Zen 5,
 2026-11-22)."""
 
 PATIENCE_S: Final = 2.0
-"""For any answer. An engine whose event loop is slower serves nobody well, and an older metrics
-page is of no use."""
+"""For any answer. An engine whose event loop is slower is overloaded, and an older metrics page is
+of no use."""
 
 MISSING_S: Final = 60.0
 """Until a missing metrics page, or the known number of slots, is asked for again: the engine may
@@ -84,7 +84,7 @@ class UpstreamMonitor:
         """Return None if the upstream is well, else why it is not.
 
         It asks `GET /health` (vLLM, SGLang, llama.cpp, Draftgate), or the list of models where
-        there is no such endpoint.
+        that endpoint is missing.
         """
         try:
             if self._has_health:

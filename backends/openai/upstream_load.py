@@ -22,7 +22,7 @@ STALE_S: Final = 5 * POLL_S
 """Older metrics are ignored: the requests of other clients that they count have ended by then."""
 
 UPSTREAM_PROPOSER: Final = "upstream"
-"""Stands for whatever proposer an upstream uses; a gateway cannot choose it."""
+"""Name for the proposer of an upstream, which a gateway cannot choose."""
 
 HALF_LIFE_DRAFTS: Final = 2000.0
 """Drafts after which older ones weigh half: a second or two of a busy engine, minutes of a quiet

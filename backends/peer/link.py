@@ -25,8 +25,7 @@ from draftgate.backends.remote_worker import (
 )
 
 CONNECT_S: Final = 5.0
-"""For a connection and the first message on it. A node whose event loop is slower serves nobody
-well."""
+"""For a connection and the first message on it. A node whose event loop is slower is overloaded."""
 
 TOKENIZER_S: Final = 60.0
 """For the files of a tokenizer: 35 MiB at 5 Mbit/s."""

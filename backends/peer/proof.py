@@ -22,7 +22,7 @@ WINDOW_S: Final = 60.0
 """Largest difference between the clocks of two nodes."""
 
 LEAST_SECRET_CHARS: Final = 16
-"""Shorter secrets can be guessed offline by anybody who has recorded one proof."""
+"""Shorter secrets can be guessed offline from a single recorded proof."""
 
 _SCHEME: Final = "Draftgate-Peer"
 _PROOF: Final = re.compile(_SCHEME + r" ([0-9]{1,12}):([0-9a-f]{32}):([0-9a-f]{64})")
