@@ -1,4 +1,4 @@
-"""The history of drafts by tenant: what is counted, what is forgotten, what it costs."""
+"""Draft counts by tenant: what is counted, what is forgotten, and their bounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from draftgate.policies.types import UNTESTED, DraftCounts
 def learn(
     history: AcceptanceHistory, tenant: str, *, model: str = "m", greedy: bool = True
 ) -> None:
-    """A choice with ten drafts of four tokens: five whole, five rejected behind two."""
+    """Adds a choice with ten drafts of four tokens: five accepted whole, five rejected after
+    two."""
     histogram = (0, 0, 5, 0, 5)
     history.add_choice(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
 
 
-def test_a_choice_is_counted_up_to_each_first_wrong_token() -> None:
+def test_choice_is_counted_up_to_the_first_wrong_token_of_each_draft() -> None:
     """Drafts that were accepted whole reject nothing, the others one token each."""
     assert draft_counts(40, (0, 0, 5, 0, 5)) == DraftCounts(30, 5)
     assert draft_counts(8, (8,)) == DraftCounts(0, 8)
@@ -27,8 +28,8 @@ def test_a_choice_is_counted_up_to_each_first_wrong_token() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(0, 1)), min_size=1, max_size=40))
-def test_what_was_tested_was_drafted(drafts) -> None:
-    """Never more tokens are counted as tested than were drafted, and all accepted ones agreed."""
+def test_no_more_tokens_are_tested_than_were_drafted(drafts) -> None:
+    """All accepted tokens count, and tested tokens never exceed drafted ones."""
     histogram, accepted = [0] * 17, 0
     for length, share in drafts:
         agreed = int(length * share)
@@ -40,8 +41,8 @@ def test_what_was_tested_was_drafted(drafts) -> None:
     assert 0 <= counts.rejected <= min(len(drafts), drafted - accepted)
 
 
-def test_tenants_models_and_classes_are_told_apart() -> None:
-    """A tenant's own counts are its own, those of a model everybody's; greedy is not drawn."""
+def test_counts_are_kept_by_tenant_model_and_greedy_decoding() -> None:
+    """A tenant has its own counts; those of a model include all tenants; greedy is not sampled."""
     history = AcceptanceHistory()
     learn(history, "a")
     learn(history, "b")
@@ -53,8 +54,8 @@ def test_tenants_models_and_classes_are_told_apart() -> None:
     assert history.counts("a", "other", greedy=True) == (UNTESTED, UNTESTED)
 
 
-def test_a_tenant_that_changes_is_followed() -> None:
-    """After some hundred requests what was before hardly counts, and counts stay bounded."""
+def test_counts_follow_a_tenant_whose_texts_change() -> None:
+    """After some hundred requests the old ones hardly count, and counts stay bounded."""
     history = AcceptanceHistory()
     for _ in range(2000):
         learn(history, "a")
@@ -66,8 +67,8 @@ def test_a_tenant_that_changes_is_followed() -> None:
     assert after.accepted < 0.02 * (after.accepted + after.rejected)
 
 
-def test_no_more_tenants_are_remembered_than_agreed() -> None:
-    """Whoever was not heard of for longest is forgotten, and counts among all nevertheless."""
+def test_least_recently_used_tenant_is_forgotten() -> None:
+    """Its drafts still count among those of all tenants."""
     history = AcceptanceHistory(most_tenants=2)
     for tenant in ("a", "b", "a", "c"):
         learn(history, tenant)
@@ -76,7 +77,7 @@ def test_no_more_tenants_are_remembered_than_agreed() -> None:
     assert history.counts("c", "m", greedy=True)[1].accepted > 110
 
 
-def test_a_choice_without_drafts_teaches_nothing() -> None:
+def test_choice_without_drafts_changes_nothing() -> None:
     """Requests with speculation off leave no trace."""
     history = AcceptanceHistory()
     history.add_choice("a", "m", greedy=True, drafted=0, histogram=())

@@ -1,4 +1,4 @@
-"""Who may wait, and what is told to those who may not."""
+"""Admission: which requests may wait, and when refused ones should return."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
 def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
-    """A request of 3.2 s in one of 32 seats, 0.1 s of the pool, with so much before it."""
+    """A request of 3.2 s on one of 32 sequences, 0.1 s of the pool, with that much work ahead."""
     queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
     service = ServiceLevel(ttft_s)
     given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
@@ -48,8 +48,8 @@ def test_conformance(spec: str) -> None:
     check_admission(lambda: admission_policy(spec), bounded=spec != "none")
 
 
-def test_the_forecast_is_its_formula() -> None:
-    """Wait, TTFT and work are what the docstring says, from seats, speed and what is ahead."""
+def test_forecast_follows_its_formula() -> None:
+    """Wait, TTFT and work are what the docstring says, from capacity, speed and work ahead."""
     predicted = forecast_wait(replace(view(1.0), prompt_tokens=1000))
     assert predicted.work_s == pytest.approx((0.1 + 3.2) / 32)
     assert predicted.wait_s == pytest.approx(1.0 + 0.1)
@@ -62,8 +62,8 @@ def test_the_forecast_is_its_formula() -> None:
     assert forecast_wait(view(9.0, pool=unknown)).wait_s == 0.0
 
 
-def test_a_sure_wait_leaves_room_for_chance() -> None:
-    """W + z sqrt(W x grain) is what is allowed; without chance it is all of it."""
+def test_sure_wait_leaves_a_margin_for_chance() -> None:
+    """W + z sqrt(W x grain) is the allowed wait; with z = 0 it is all of it."""
     predicted = forecast_wait(view(1.0))
     sure_s = predicted.within_s(2.0, 1.645)
     assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
@@ -71,8 +71,8 @@ def test_a_sure_wait_leaves_room_for_chance() -> None:
     assert predicted.within_s(-1.0, 1.645) == 0.0
 
 
-def test_several_workers_are_one_pool() -> None:
-    """Seats and sequences add up, speeds are means, and KV memory bounds the seats."""
+def test_pool_adds_up_several_workers() -> None:
+    """Capacities and sequences add up, speeds are means, and KV memory bounds the capacity."""
     one = WorkerLoad(3, 1, 5, 100, 0.0, 0.5, (), max_sequences=16, prompt_tokens=7, speed=SPEED)
     other = structs.replace(one, speed=replace(SPEED, tpot_s=0.04))
     pool = pool_of([one, other])
@@ -88,8 +88,8 @@ def test_several_workers_are_one_pool() -> None:
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10) | st.none())
-def test_more_ahead_never_lets_anybody_in(less_s, more_s, ttft_s) -> None:
-    """Who is refused with so much ahead is refused with more, and is told to wait no less."""
+def test_more_work_ahead_never_admits_a_refused_request(less_s, more_s, ttft_s) -> None:
+    """A request refused with some work ahead is refused with more, and its delay is no shorter."""
     less_s, more_s = sorted((less_s, more_s))
     answers = [
         admission_policy("deadline").decide(view(ahead_s, ttft_s), 0.0)
@@ -101,8 +101,8 @@ def test_more_ahead_never_lets_anybody_in(less_s, more_s, ttft_s) -> None:
 
 
 @given(st.lists(st.floats(0.05, 8), min_size=1, max_size=30))
-def test_a_longer_target_is_never_worse(targets) -> None:
-    """Beside the same queue and bookings, who has more time is let in if who has less is."""
+def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> None:
+    """This holds for the same queue and the same bookings."""
     policy = admission_policy("deadline")
     for number in range(30):
         policy.decide(view(1.9, fingerprint=100 + number), 0.0)
@@ -114,8 +114,8 @@ def test_a_longer_target_is_never_worse(targets) -> None:
     assert admitted == sorted(targets)[len(targets) - len(admitted) :]
 
 
-def test_an_appointment_is_known_again() -> None:
-    """Who comes at its time is let in behind what really waits, whoever else is expected."""
+def test_request_is_admitted_at_its_appointment() -> None:
+    """It is admitted after the waiting requests, whatever else is booked."""
     policy = admission_policy("deadline")
     first = policy.decide(view(3.0), 0.0)
     assert first.kind is RefusalKind.DEADLINE
@@ -127,7 +127,7 @@ def test_an_appointment_is_known_again() -> None:
     assert isinstance(policy.decide(view(0.6), now_s), Refused), "it was for one request"
 
 
-def test_who_comes_early_is_told_the_rest() -> None:
+def test_early_return_is_given_the_remaining_delay() -> None:
     """An appointment does not move, however often its client asks."""
     policy = admission_policy("deadline")
     retry_s = policy.decide(view(5.0), 0.0).retry_after_s
@@ -135,8 +135,8 @@ def test_who_comes_early_is_told_the_rest() -> None:
         assert policy.decide(view(5.0 - at_s), at_s).retry_after_s == pytest.approx(retry_s - at_s)
 
 
-def test_equal_requests_are_counted() -> None:
-    """Equal requests of one burst, or that say they are first tries, have an appointment each."""
+def test_equal_requests_get_an_appointment_each() -> None:
+    """This holds for one burst, and for requests that say they are first tries."""
     for retries in (None, 0):
         policy = admission_policy("deadline")
         told = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
@@ -144,8 +144,8 @@ def test_equal_requests_are_counted() -> None:
         assert told[-1] > told[0] + 0.3
 
 
-def test_newcomers_stand_behind_those_who_are_expected() -> None:
-    """A newcomer counts what waits and what is booked; at low water it is let in all the same."""
+def test_new_request_waits_for_bookings_except_at_low_water() -> None:
+    """A new request counts queue and bookings; below the low water mark it is admitted."""
     policy = admission_policy("deadline")
     for number in range(40):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -153,8 +153,8 @@ def test_newcomers_stand_behind_those_who_are_expected() -> None:
     assert isinstance(policy.decide(view(0.1, fingerprint=99), 0.2), Admitted)
 
 
-def test_one_tenants_bookings_do_not_send_another_away() -> None:
-    """However many appointments a tenant has, another's newcomer is let in."""
+def test_bookings_of_one_tenant_do_not_refuse_another() -> None:
+    """However many appointments a tenant has, another's new request is admitted."""
     policy = admission_policy("deadline")
     for number in range(500):
         policy.decide(view(3.0, tenant="flood", fingerprint=number), 0.0)
@@ -162,8 +162,8 @@ def test_one_tenants_bookings_do_not_send_another_away() -> None:
     assert isinstance(policy.decide(view(0.9, tenant="other", fingerprint=999), 0.1), Admitted)
 
 
-def test_better_classes_do_not_see_the_bookings_of_others() -> None:
-    """Appointments of a class count for it and those below it, but for what is left to these."""
+def test_bookings_do_not_delay_better_classes() -> None:
+    """They count for their class and worse ones, which keep the part left to them."""
     policy = admission_policy("deadline")
     for number in range(50):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -181,8 +181,8 @@ def test_better_classes_do_not_see_the_bookings_of_others() -> None:
         assert isinstance(policy.decide(asked, 0.1), answer), (priority, own_s)
 
 
-def test_a_line_drains_with_what_better_classes_leave() -> None:
-    """Strictly, at worst by its own line at the quarter of each, or when their flow has ended."""
+def test_line_drains_with_the_share_that_better_classes_leave() -> None:
+    """Strictly, at worst by its own line at a quarter of each, or when their flow has ended."""
     classes = ClassFlows()
     for step in range(300):
         classes.add(0, 0.06, step / 10)  # 0.6 of the pool
@@ -202,8 +202,8 @@ def test_a_line_drains_with_what_better_classes_leave() -> None:
     assert len(classes._flows) <= 17
 
 
-def test_who_does_not_come_is_not_waited_for() -> None:
-    """A booking ends some time behind its instant, and promises count less the fewer are kept."""
+def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
+    """A booking ends some time after it is due, and bookings count less if fewer are kept."""
     appointments = Appointments()
     appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
     before = appointments.kept_share
@@ -218,7 +218,7 @@ def test_who_does_not_come_is_not_waited_for() -> None:
 
 
 def test_bookings_are_bounded() -> None:
-    """Beyond their bound clients are told when to come, and not remembered."""
+    """Beyond the bound, clients are told when to return but not remembered."""
     appointments = Appointments(most=10)
     for number in range(1, 101):
         appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
@@ -233,8 +233,8 @@ def test_bookings_are_bounded() -> None:
         assert len(appointments._by_end) <= 100, turn
 
 
-def test_the_queue_is_bounded_for_all_and_for_each() -> None:
-    """A full queue takes nobody; a tenant alone may nearly fill it, two leave room for a third."""
+def test_queue_is_bounded_in_total_and_per_tenant() -> None:
+    """A full queue refuses all; one tenant may nearly fill it, two leave places for a third."""
     policy = admission_policy("bounded")
     full = view(queue=QueueView(64, 64, 0, 1.0, 1.0, 1.0))
     assert policy.decide(full, 0.0).kind is RefusalKind.QUEUE_FULL
@@ -251,8 +251,8 @@ def test_the_queue_is_bounded_for_all_and_for_each() -> None:
         assert max(lengths.values()) == pytest.approx(each, abs=1.0)
 
 
-def test_tokens_too_slow_are_refused_unless_they_always_are() -> None:
-    """A TPOT that the load spoils is refused; one that an idle pool cannot give is served."""
+def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
+    """A target that an idle pool would miss too is served."""
     slow = replace(BUSY, running=20, speed=WorkerSpeed(0.030, 1e-4, 1e-3))
     policy = admission_policy("deadline")
     spoilt = policy.decide(view(pool=slow, service=ServiceLevel(None, 0.020)), 0.0)
@@ -263,16 +263,16 @@ def test_tokens_too_slow_are_refused_unless_they_always_are() -> None:
         assert isinstance(answer, Admitted)
 
 
-def test_who_may_be_shed_goes_first() -> None:
-    """A sheddable request is refused as soon as others wait, and let in when nobody does."""
+def test_sheddable_request_is_refused_as_soon_as_others_wait() -> None:
+    """It is admitted if no request waits."""
     policy = admission_policy("deadline")
     assert isinstance(policy.decide(view(0.0, sheddable=True), 0.0), Admitted)
     assert policy.decide(view(0.6, sheddable=True), 0.0).kind is RefusalKind.SHED
     assert isinstance(policy.decide(view(0.6), 0.0), Admitted)
 
 
-def test_where_nobody_knows_anything_there_is_a_queue() -> None:
-    """Without seats or speed a request is let in as long as the queue has room."""
+def test_unknown_capacity_admits_until_the_queue_is_full() -> None:
+    """Without capacity or speed only the queue's bound counts."""
     policy = admission_policy("deadline")
     asked = view(0.0, pool=PoolView(), queue=QueueView(40, 64))
     assert isinstance(policy.decide(asked, 0.0), Admitted)
@@ -280,8 +280,8 @@ def test_where_nobody_knows_anything_there_is_a_queue() -> None:
     assert refused.retry_after_s >= 1.0
 
 
-def test_systematic_errors_heal() -> None:
-    """Where waits are three times as long as predicted, forecasts soon are, too."""
+def test_systematic_errors_of_forecasts_are_corrected() -> None:
+    """If waits are three times as long as predicted, so are forecasts soon."""
     error = WaitCorrection()
     for _ in range(1000):
         predicted_s = 0.5 * error.factor
@@ -293,8 +293,8 @@ def test_systematic_errors_heal() -> None:
     assert error.factor == healed, "who is let past says nothing"
 
 
-def test_outputs_are_predicted_by_tenant() -> None:
-    """The share of `max_tokens` that is used is a tenant's own, shrunk to that of all; bounded."""
+def test_output_length_is_predicted_per_tenant() -> None:
+    """The used share of `max_tokens` is the tenant's own, shrunk to that of all; bounded."""
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0
     for _ in range(200):
@@ -308,8 +308,8 @@ def test_outputs_are_predicted_by_tenant() -> None:
     assert len(history._tenants) == 5
 
 
-def test_the_unknown_are_never_taken_for_one_another() -> None:
-    """A fingerprint of 0 books nothing and finds nothing, whoever else has none."""
+def test_requests_without_fingerprint_have_no_bookings() -> None:
+    """A fingerprint of 0 books nothing and finds nothing."""
     appointments = Appointments()
     appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0), 1.0)
     assert len(appointments) == 0

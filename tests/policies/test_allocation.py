@@ -1,4 +1,4 @@
-"""The slots of a step: the best set there is, by brute force."""
+"""The slots of a step, against brute force."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.policies.costs import H100_8B
 
 
 def rate(step: StepView, lengths, cost: StepCost) -> float:
-    """Weighted expected tokens by time, by the definition."""
+    """Weighted expected tokens per second, by the definition."""
     chosen = list(zip(step.candidates, lengths, strict=True))
     gained = sum(c.weight * sum(c.survivals[:length]) for c, length in chosen)
     slots = sum(lengths)
@@ -46,7 +46,7 @@ def rate(step: StepView, lengths, cost: StepCost) -> float:
 
 
 def best_rate(step: StepView, cost: StepCost) -> float:
-    """The best of all lengths there are."""
+    """The best rate over all draft lengths."""
     ranges = (range(len(candidate.survivals) + 1) for candidate in step.candidates)
     allowed = (lengths for lengths in product(*ranges) if sum(lengths) <= step.slot_budget)
     return max(rate(step, lengths, cost) for lengths in allowed)
@@ -90,15 +90,16 @@ def check_is_best(
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
-def test_slots_that_are_there_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> None:
-    """No other lengths have a better rate where drafts are looked up, whatever the stairs."""
+def test_existing_drafts_are_allocated_optimally(offered, others, budget, cost) -> None:
+    """No other lengths of n-gram drafts have a better rate, whatever the staircase."""
     check_is_best(offered, others, budget, cost)
 
 
 @given(candidates([0.0, 1e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
-def test_depths_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> None:
-    """Nor where some drafts cost forward passes, by two proposers beside one that costs nothing."""
+def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) -> None:
+    """With two proposers that cost forward passes beside one that is free, no other depths are
+    better."""
     check_is_best(offered, others, budget, cost)
 
 
@@ -107,10 +108,10 @@ def test_depths_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> N
     *(st.integers(1, 12), st.integers(0, 6)),
 )
 @settings(max_examples=200)
-def test_slots_are_chosen_as_well_as_can_be_beside_prompts(
+def test_allocation_beside_prompts_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots
 ) -> None:
-    """Nor where slots take what prompts leave of the step, and then the prompts' room."""
+    """Slots use what prompts leave of the step, then displace prompt tokens."""
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots)
 
 
@@ -122,16 +123,18 @@ once_s = st.sampled_from([0.0, 1e-5, 2e-4, 5e-3])
     *(costs(), st.integers(0, 6), st.integers(0, 6), once_s),
 )
 @settings(max_examples=300)
-def test_slots_are_chosen_as_well_as_can_be_where_drafting_at_all_takes_time(
+def test_allocation_with_host_time_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots, verify_s
 ) -> None:
-    """Nor where verifying, and each proposer that computes, take the host some time besides."""
+    """Verification, and each computing proposer, takes some host time besides."""
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots, verify_s)
 
 
 @given(candidates([0.0, 1e-4]), st.integers(0, 8), st.integers(0, 18), costs())
-def test_nothing_is_drafted_for_less_than_it_takes(offered, others, budget, cost) -> None:
-    """Where drafts take the host longer than all tokens they may bring, there are none."""
+def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
+    offered, others, budget, cost
+) -> None:
+    """Then all lengths are 0."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
@@ -142,8 +145,10 @@ def test_nothing_is_drafted_for_less_than_it_takes(offered, others, budget, cost
 
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs(), once_s)
-def test_few_slots_are_chosen_as_many_are(offered, others, budget, cost, verify_s) -> None:
-    """The short way for few slots gives the rate that the other one gives."""
+def test_path_for_few_slots_equals_the_path_for_many(
+    offered, others, budget, cost, verify_s
+) -> None:
+    """Both give the same rate."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -152,8 +157,8 @@ def test_few_slots_are_chosen_as_many_are(offered, others, budget, cost, verify_
 
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs(), once_s)
-def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost, verify_s) -> None:
-    """Where no weighted survival exceeds the bound told beforehand, nothing is chosen."""
+def test_no_slot_below_the_least_price_is_taken(offered, others, budget, cost, verify_s) -> None:
+    """If no weighted survival exceeds the bound, nothing is chosen."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -165,7 +170,7 @@ def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost, v
 
 
 def start_rate(step: StepView, lengths, cost: StepCost) -> float:
-    """The rate of a step that bears the starts of all who draft."""
+    """The rate of a step that bears the starts of all drafting sequences."""
     start_s = sum(c.start_s for c, n in zip(step.candidates, lengths, strict=True) if n)
     gained = sum(
         c.weight * sum(c.survivals[:n]) for c, n in zip(step.candidates, lengths, strict=True)
@@ -176,8 +181,8 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
 @settings(max_examples=200)
-def test_beginning_to_draft_is_paid_for(offered, starts, cost) -> None:
-    """With starts the choice beats drafting for nobody new, and is near the best there is."""
+def test_start_costs_are_paid_for(offered, starts, cost) -> None:
+    """With start costs the choice beats drafting for no new sequence, and is near the optimum."""
     begun = [
         replace(c, start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
@@ -196,16 +201,16 @@ def test_beginning_to_draft_is_paid_for(offered, starts, cost) -> None:
     assert rates[tuple(lengths)] >= 0.9 * max(rates.values())
 
 
-def test_a_start_that_is_too_dear_is_not_made() -> None:
-    """A long catching up keeps a sequence from drafting, not its neighbour from doing so."""
+def test_expensive_start_is_left_out() -> None:
+    """A long catching up excludes one sequence from drafting, not its neighbour."""
     ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
     behind = replace(ready, start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
     assert allocate(step, H100_8B) == [3, 0]
 
 
-def test_many_slots_are_chosen_as_few_are() -> None:
-    """A batch with more slots than are chosen the short way takes the likeliest of all."""
+def test_large_batch_takes_the_likeliest_slots() -> None:
+    """A batch beyond `FEW_SLOTS` takes the likeliest slots of all."""
     good, poor = DraftCandidate((0.9, 0.8, 0.7)), DraftCandidate((0.01,) * 8)
     batch = (good, poor) * (FEW_SLOTS // 8)
     step = StepView(len(batch), 1000, len(batch), 1024, batch)
@@ -214,21 +219,21 @@ def test_many_slots_are_chosen_as_few_are() -> None:
     assert allocate(step, H100_8B) == _allocate_few(step, H100_8B)
 
 
-def test_weights_draw_slots() -> None:
-    """Of two equal drafts the one whose tokens are worth more is verified when one can be."""
+def test_heavier_sequence_gets_the_slot() -> None:
+    """Of two equal drafts, the one with the higher weight is verified."""
     fair = DraftCandidate((0.8, 0.64))
     dear = DraftCandidate((0.8, 0.64), weight=3.0)
     step = StepView(2, 1000, 2, 2, (fair, dear), 4.0)
     assert allocate(step, H100_8B) == [0, 2]
 
 
-def test_the_first_come_first_among_equals() -> None:
-    """Equal slots go to earlier candidates, the same ones on every machine."""
+def test_ties_go_to_earlier_candidates() -> None:
+    """The choice among equal slots is the same on every machine."""
     step = StepView(3, 300, 3, 4, (DraftCandidate((0.5, 0.5, 0.5)),) * 3)
     assert allocate(step, StepCost((64,), (1e-3,))) == [3, 1, 0]
 
 
-def test_nothing_on_offer_or_no_room_is_no_draft() -> None:
+def test_no_candidates_or_no_budget_gives_no_drafts() -> None:
     """No candidates, empty ones, and no budget give lengths of 0."""
     assert allocate(StepView(2, 10, 2, 8, ()), H100_8B) == []
     assert allocate(StepView(2, 10, 2, 8, (DraftCandidate(()),) * 2), H100_8B) == [0, 0]

@@ -1,4 +1,4 @@
-"""Which proposer drafts for whom."""
+"""Which proposer drafts for each sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATE = 100.0  # tokens a second: a depth costs a tenth of a token
 
 
 def value(options, chosen, price) -> float:
-    """Tokens over the price, less what drafting costs: the best common depth is taken."""
+    """Excess over the price, less the cost of drafting at the best common depth."""
     free = sum(
         sum(max(c.weight * s - price, 0.0) for s in c.survivals)
         for c in (of_one[i] for of_one, i in zip(options, chosen, strict=True))
@@ -51,8 +51,8 @@ one = st.one_of(
     st.sampled_from([0.0, 0.1, 0.4]),
     st.sampled_from([0.0, 1e-3, 1e-2]),
 )
-def test_the_choice_is_the_best_at_a_price(options, price, call_s) -> None:
-    """With one proposer that costs something, no other choice is worth more at this price."""
+def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
+    """With one computing proposer, no other choice is worth more at this price."""
     options = [
         tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
     ]
@@ -61,15 +61,15 @@ def test_the_choice_is_the_best_at_a_price(options, price, call_s) -> None:
     assert value(options, chosen, price) == pytest.approx(best, abs=1e-9)
 
 
-def test_a_good_match_beats_a_dear_draft_and_a_poor_one_does_not() -> None:
-    """The one with a long match looks up, the one without has its tokens drafted."""
+def test_long_match_is_used_and_a_short_one_replaced_by_a_computed_draft() -> None:
+    """Each sequence gets the proposer that gains more."""
     drafted = DraftCandidate((0.8, 0.64, 0.5), DEPTH_S)
     match, guess = DraftCandidate((0.95, 0.9, 0.85)), DraftCandidate((0.1, 0.01))
     assert arbitrate([(match, drafted), (guess, drafted)], 0.05, RATE) == [0, 1]
 
 
-def test_what_one_cannot_pay_many_can() -> None:
-    """A depth costs the same for one as for ten, so ten share what is too dear for one."""
+def test_many_sequences_share_a_depth_that_one_cannot_afford() -> None:
+    """A depth costs the same for one sequence as for ten."""
     options = (DraftCandidate((0.3,)), DraftCandidate((0.38,), DEPTH_S))
     assert arbitrate([options], 0.05, RATE) == [0]
     assert arbitrate([options] * 10, 0.05, RATE) == [1] * 10

@@ -47,8 +47,8 @@ def test_conformance(spec: str) -> None:
     st.integers(0, 8000),
     st.floats(1e-3, 0.1),
 )
-def test_a_step_ends_in_time_on_a_stair(sequences, most, known, within_s) -> None:
-    """By the forecast a step ends within its target, or takes the least that prompts are given."""
+def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> None:
+    """The predicted step meets its target, or has the least share of prompts."""
     batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(
@@ -59,8 +59,8 @@ def test_a_step_ends_in_time_on_a_stair(sequences, most, known, within_s) -> Non
     assert tokens in {most, LEAST_CHUNK} or (batch.tokens + tokens) % 16 == 0
 
 
-def test_less_time_never_feeds_more() -> None:
-    """The tighter the target the smaller the chunk, from all that waits down to the least."""
+def test_tighter_target_never_gives_a_longer_chunk() -> None:
+    """From all waiting tokens down to the least chunk."""
     chunks = [
         Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s), COST)
         for within_s in (0.1, 0.03, 0.02, 0.008, 0.0)
@@ -70,8 +70,8 @@ def test_less_time_never_feeds_more() -> None:
     assert LEAST_CHUNK < chunks[-1] == chunks[-2] < chunks[-3]
 
 
-def test_prompts_go_on_whatever_was_promised() -> None:
-    """With a target that cannot be met they get a third of the step, and a chunk in any case."""
+def test_prompts_keep_their_share_under_an_impossible_target() -> None:
+    """They get a third of the step, and at least the least chunk."""
     tokens = Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, 0.0), COST)
     own_s = COST.seconds(32, 16_000, 32)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
@@ -80,16 +80,16 @@ def test_prompts_go_on_whatever_was_promised() -> None:
     assert Slack().prefill_tokens(drafted, COST) == LEAST_CHUNK
 
 
-def test_without_a_target_a_step_is_stretched_so_far() -> None:
-    """Decodes that asked for nothing wait five times their own step, not for a whole prefill."""
+def test_step_without_a_target_is_stretched_five_times() -> None:
+    """Decodes without targets do not wait for a whole prefill."""
     batch = BatchView(32, 16_000, 32, 100_000)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
     assert 0.9 * STRETCH < step_s / COST.seconds(32, 16_000, 32) <= STRETCH
 
 
-def test_more_drafts_never_stretch_a_step() -> None:
-    """Without a target the step is a multiple of the decodes' own: drafts take from the chunk."""
+def test_drafts_do_not_stretch_a_step() -> None:
+    """Without a target, the step is a multiple of the decodes' own; drafts shorten the chunk."""
     chunks = [Slack().prefill_tokens(BatchView(32 + n, 16_000, 32, 100_000), COST) for n in DRAFTS]
     assert chunks == sorted(chunks, reverse=True)
     for drafts, tokens in zip(DRAFTS, chunks, strict=True):
@@ -101,7 +101,7 @@ def test_more_drafts_never_stretch_a_step() -> None:
 
 
 def test_uncertain_forecasts_leave_a_margin() -> None:
-    """Of normal errors with this median, one in two hundred is late by the forecast, not half."""
+    """With normal errors of this median, one step in two hundred is late, not half of them."""
     sigma, within_s = 0.04, 0.05
     error = sigma * NormalDist().inv_cdf(0.75)
     batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, error)
@@ -112,19 +112,19 @@ def test_uncertain_forecasts_leave_a_margin() -> None:
 
 
 @given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0))
-def test_patience_ends_at_the_target_and_does_not_run_out(due_in_s, tpot_s) -> None:
-    """Who is ahead waits no longer than the target, and who is late half of it."""
+def test_decode_waits_between_half_and_all_of_its_target(due_in_s, tpot_s) -> None:
+    """A decode ahead of its target waits for the target at most, a late one for half of it."""
     waits_s = patience_s(due_in_s, tpot_s)
     assert LATE_SHARE * tpot_s <= waits_s <= tpot_s
     assert waits_s == due_in_s or due_in_s < LATE_SHARE * tpot_s or due_in_s > tpot_s
 
 
-def test_a_prompt_alone_takes_all_there_is() -> None:
-    """Where nobody decodes nobody waits, whatever the target."""
+def test_prompt_without_decodes_takes_the_whole_step() -> None:
+    """No decode waits, whatever the target."""
     assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6), COST) == 3000
 
 
-def test_baselines_do_what_they_are_known_for() -> None:
+def test_baselines_follow_their_definitions() -> None:
     """A fixed budget counts decodes and drafts; prefills go first, or decodes do."""
     busy, idle = BatchView(100, 5000, 50, 3000), BatchView(0, 0, 0, 3000)
     assert FixedBudget(512).prefill_tokens(busy, COST) == 412
@@ -144,7 +144,7 @@ def test_baselines_do_what_they_are_known_for() -> None:
         ("fast", "unknown batching policy 'fast'; known: decode_first, fixed:TOKENS"),
     ],
 )
-def test_what_is_no_policy_is_refused(spec: str, words: str) -> None:
-    """The error names what was asked for and what there is."""
+def test_unknown_policy_is_refused(spec: str, words: str) -> None:
+    """The error names the request and the known policies."""
     with pytest.raises(ValueError, match=words):
         batching_policy(spec)

@@ -1,4 +1,4 @@
-"""When to leave alone what does not answer."""
+"""The circuit breaker."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from draftgate.policies.resilience.breaker import Breaker, Patience
 PATIENCE = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
 
 
-def test_failures_in_a_row_open_it() -> None:
-    """Fewer do not, and an answer in between begins anew."""
+def test_consecutive_failures_open_the_breaker() -> None:
+    """Fewer do not, and an answer in between restarts the count."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures - 1):
         breaker.failed("down", 0.0)
@@ -22,7 +22,7 @@ def test_failures_in_a_row_open_it() -> None:
 
 
 def test_pauses_double_up_to_a_cap() -> None:
-    """Each probe that fails doubles the wait; requests that fail meanwhile do not."""
+    """Every failed probe doubles the pause; other failures meanwhile do not."""
     breaker, now_s, pauses = Breaker(PATIENCE), 0.0, []
     for _ in range(PATIENCE.failures):
         breaker.failed("down", now_s)
@@ -43,8 +43,8 @@ def test_pauses_double_up_to_a_cap() -> None:
     assert breaker.remaining_s(now_s) == first_s
 
 
-def test_timeouts_alone_must_last() -> None:
-    """A burst of timeouts is how a stall of our own event loop looks, and opens nothing."""
+def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
+    """A stall of our own event loop looks the same."""
     breaker, span_s = Breaker(PATIENCE), PATIENCE.timeouts_span_s
     for _ in range(10 * PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)
@@ -54,7 +54,7 @@ def test_timeouts_alone_must_last() -> None:
     assert breaker.reason == "late"
 
 
-def test_one_refused_connection_makes_a_streak_of_timeouts_an_outage() -> None:
+def test_refused_connection_among_timeouts_opens_the_breaker() -> None:
     """Only timeouts may be our own fault."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures):

@@ -8,15 +8,15 @@ from tests.policies.calibration import brier_score, calibration_error, reliabili
 
 
 def test_brier_score_is_the_mean_squared_difference() -> None:
-    """0 for forecasts that are right and sure, 1 where sure and wrong, 1/4 for a coin."""
+    """0 for certain forecasts that are right, 1 if they are wrong, 1/4 for a coin."""
     assert brier_score([1.0, 0.0], [True, False]) == 0.0
     assert brier_score([1.0, 0.0], [False, True]) == 1.0
     assert brier_score([0.5] * 4, [True, False, True, False]) == 0.25
     assert brier_score([0.9, 0.2], [True, True]) == pytest.approx((0.01 + 0.64) / 2)
 
 
-def test_calibrated_forecasts_come_as_often_as_was_forecast() -> None:
-    """Bins hold mean forecast, observed share and size; empty ones are left out."""
+def test_reliability_bins_hold_mean_forecast_observed_share_and_size() -> None:
+    """Empty bins are left out."""
     chances = [*[0.25] * 4, *[0.75] * 4, 1.0]
     came = [True, False, False, False, True, True, True, False, True]
     bins = reliability(chances, came)
@@ -25,8 +25,8 @@ def test_calibrated_forecasts_come_as_often_as_was_forecast() -> None:
     assert calibration_error(reliability(chances, [False] * 9)) == pytest.approx(5 / 9)
 
 
-def test_what_cannot_be_scored_is_refused() -> None:
-    """No forecasts, unequal numbers, and what is no probability raise."""
+def test_invalid_forecasts_are_refused() -> None:
+    """No forecasts, unequal numbers, and values that are not probabilities raise."""
     with pytest.raises(ValueError, match="no forecasts"):
         brier_score([], [])
     with pytest.raises(ValueError, match="shorter"):

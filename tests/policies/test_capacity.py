@@ -1,4 +1,4 @@
-"""Room: what is bound to a worker, and when."""
+"""Capacity: when a request goes to a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
 def load(**fields: object) -> WorkerLoad:
-    """A worker of 16 seats with memory for 1,600 tokens."""
+    """A worker that runs 16 sequences and has memory for 1,600 tokens."""
     given = {"max_sequences": 16, "step_tokens": 512, "kv_blocks_free": 100, "kv_blocks_total": 100}
     values = {"running": 0, "waiting": 0, "price": 0.0, "acceptance": 0.5, "proposers": ()}
     return WorkerLoad(**{**values, **given, **fields})
@@ -28,8 +28,8 @@ def load(**fields: object) -> WorkerLoad:
 ONE = CapacityNeed(1, 100, 200)
 
 
-def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
-    """More choices than seats and more prompt than a step takes have to go somewhere."""
+def test_empty_worker_takes_any_request() -> None:
+    """A request with more choices or prompt tokens than fit has to go somewhere."""
     assert has_capacity(WorkerUsage(load()), CapacityNeed(40, 100_000, 200_000))
 
 
@@ -55,22 +55,21 @@ def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
         (WorkerUsage(load(kv_blocks_free=0, kv_blocks_total=0), 3), True),
     ],
 )
-def test_seats_steps_and_memory_bound_what_is_sent(at: WorkerUsage, room: bool) -> None:
-    """A worker gets no more than seats, prompts of its next steps and free memory allow; what it
-    does not tell bounds nothing."""
+def test_sequences_steps_and_memory_limit_requests(at: WorkerUsage, room: bool) -> None:
+    """Unknown limits do not count."""
     assert has_capacity(at, ONE) is room
 
 
-def test_who_only_reads_or_stands_still_takes_no_seat() -> None:
-    """Of started sequences those count that the worker still works on."""
+def test_paused_and_finished_sequences_take_no_capacity() -> None:
+    """Of started sequences, those count on which the worker still works."""
     assert not has_capacity(WorkerUsage(load(running=17), 17, started=17), ONE)
     assert has_capacity(WorkerUsage(load(running=9), 17, started=17), ONE)
     assert has_capacity(WorkerUsage(load(running=16, paused=1), 17, started=17), ONE)
     assert not has_capacity(WorkerUsage(load(running=9), 30, started=17), ONE)
 
 
-def test_promised_times_per_token_take_seats() -> None:
-    """With 10 ms a token at 8 sequences and 1 ms for each further, 12 ms hold for 10."""
+def test_tpot_target_lowers_the_sequence_limit() -> None:
+    """With 10 ms per token at 8 sequences and 1 ms for each further one, 12 ms allow 10."""
     speed = WorkerSpeed(tpot_s=0.010, sequence_s=0.001)
     at = WorkerUsage(load(running=8, speed=speed), 8, tpot_s=0.012)
     assert sequence_limit(at) == 10
@@ -78,18 +77,17 @@ def test_promised_times_per_token_take_seats() -> None:
     assert not has_capacity(WorkerUsage(load(running=8, speed=speed), 10, tpot_s=0.012), ONE)
 
 
-def test_what_nobody_could_promise_binds_nobody() -> None:
+def test_unattainable_tpot_target_is_ignored() -> None:
     """A target that a lone sequence would miss keeps no others out."""
     speed = WorkerSpeed(tpot_s=0.010, sequence_s=0.001)
     assert sequence_limit(WorkerUsage(load(running=8, speed=speed), 8, tpot_s=0.002)) == 16
 
 
 @given(st.integers(1, 64), st.floats(0.001, 0.1), st.floats(0.0, 0.01), st.floats(0.001, 1.0))
-def test_usable_seats_are_from_one_to_all(
+def test_sequence_limit_is_between_one_and_the_capacity(
     running: int, tpot_s: float, sequence_s: float, target_s: float
 ) -> None:
-    """Whatever is promised and measured, there is a seat, and no more than there are; a looser
-    promise never takes more of them."""
+    """A looser target never lowers it."""
     speed = WorkerSpeed(tpot_s=tpot_s, sequence_s=sequence_s)
     at = WorkerUsage(load(running=running, speed=speed), running)
     seats = sequence_limit(at, target_s)
@@ -99,8 +97,8 @@ def test_usable_seats_are_from_one_to_all(
         assert seats <= sequence_limit(at, target_s * 2)
 
 
-def test_what_others_sent_takes_seats_and_turns() -> None:
-    """Of a worker that several gateways use: its own figures count where they are more."""
+def test_requests_of_other_gateways_take_capacity() -> None:
+    """If several gateways use a worker, its own counts matter if they are higher."""
     at = WorkerUsage(load(running=10, waiting=6), 8, started=8, others=8, gateways=2)
     assert not has_capacity(at, CapacityNeed(2, 10, 20))
     assert has_capacity(replace(at, load=load(running=9, waiting=6), others=7), ONE)
@@ -113,11 +111,11 @@ def test_what_others_sent_takes_seats_and_turns() -> None:
     st.integers(0, 200), st.integers(0, 200), st.integers(0, 300), st.integers(1, 64),
     st.integers(2, 8), st.integers(1, 40),
 )  # fmt: skip
-def test_others_leave_a_gateway_its_share(
+def test_other_gateways_leave_each_gateway_its_share(
     running: int, waiting: int, own: int, seats: int, gateways: int, sequences: int
 ) -> None:
-    """However much others send, who has less than its share of the seats there has room, and who
-    has nothing there may send one request, however large."""
+    """A gateway below its share has capacity, and one without requests there may send any
+    request."""
     others = max(0, running + waiting - own)
     at = WorkerUsage(
         load(max_sequences=seats, running=running, waiting=waiting), own, own, 0, None, others
@@ -130,8 +128,8 @@ def test_others_leave_a_gateway_its_share(
         assert not has_capacity(at, need)
 
 
-def test_a_promised_time_leaves_a_gateway_its_share_of_what_is_left() -> None:
-    """Fewer seats keep a promise; others have no more of these than their part."""
+def test_tpot_target_lowers_the_shares_of_all_gateways() -> None:
+    """Fewer sequences keep a target; other gateways have no more than their share of these."""
     speed = WorkerSpeed(tpot_s=0.02, sequence_s=0.001)
     there = load(max_sequences=64, running=40, speed=speed)
     at = WorkerUsage(there, 1, 1, 0, 0.02, 39, gateways=4)

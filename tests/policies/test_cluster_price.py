@@ -1,4 +1,4 @@
-"""What a worker's price will be once what is leased behind its report has arrived."""
+"""The projected load and price of a worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(running: int, price: float, speed: WorkerSpeed, **fields: int) -> Worke
 
 
 def reported(cost: StepCost, running: int, context_tokens: int) -> WorkerLoad:
-    """What a worker says whose sequences are that long, as it comes to its price and speed."""
+    """The report of a worker with sequences of that length, with its price and speed."""
     kv_tokens = running * context_tokens
     step = StepView(running, kv_tokens, running, 64, ())
     speed = SpeedMeter(cost, 2048).speed(cost, running, kv_tokens)
@@ -46,7 +46,7 @@ def reported(cost: StepCost, running: int, context_tokens: int) -> WorkerLoad:
 
 @st.composite
 def loads(draw) -> WorkerLoad:
-    """Reports of every kind, those of workers that tell nothing among them."""
+    """Reports of every kind, including those of workers that report little."""
     seconds = st.sampled_from([0.0, 1e-6, 2e-5, 7e-3, 1.0])
     speed = WorkerSpeed(
         step_s=draw(seconds), step_sequence_s=draw(seconds), step_token_s=draw(seconds)
@@ -66,17 +66,16 @@ needs = st.builds(CapacityNeed, st.integers(1, 4), st.integers(0, 4000), st.inte
 
 
 @given(loads(), needs)
-def test_nothing_behind_changes_nothing(given: WorkerLoad, usual: CapacityNeed) -> None:
-    """With all that is leased included, the load is what was reported."""
+def test_load_without_later_leases_is_unchanged(given: WorkerLoad, usual: CapacityNeed) -> None:
+    """The report includes all leases."""
     assert project_load(given, 0, usual) == given
 
 
 @given(loads(), needs, st.lists(st.integers(0, 1 << 20), min_size=2))
-def test_more_behind_is_never_less_load(
+def test_more_leased_tokens_never_lower_the_load(
     given: WorkerLoad, usual: CapacityNeed, behind: list[int]
 ) -> None:
-    """Price, sequences and prompts ahead never fall with the tokens behind, nor below the report,
-    and memory never rises nor falls below nothing."""
+    """Price, sequences and prompts never fall below the report, and free memory never rises."""
     found = [project_load(given, tokens, usual) for tokens in sorted([0, *behind])]
     for less, more in pairwise(found):
         assert given.price <= more.price
@@ -88,9 +87,10 @@ def test_more_behind_is_never_less_load(
 
 
 @given(loads(), needs, st.integers(1, 1 << 20))
-def test_who_comes_takes_seats_first(given: WorkerLoad, usual: CapacityNeed, behind: int) -> None:
-    """Nobody runs beyond the seats who did not run there before, nobody who waited waits less, and
-    those who wait for a seat do not raise the price."""
+def test_arriving_requests_fill_free_capacity_and_then_wait(
+    given: WorkerLoad, usual: CapacityNeed, behind: int
+) -> None:
+    """Waiting requests stay waiting, and those beyond the capacity do not raise the price."""
     found = project_load(given, behind, usual)
     if given.max_sequences:
         assert found.running <= max(given.running, given.max_sequences - given.waiting)
@@ -101,19 +101,20 @@ def test_who_comes_takes_seats_first(given: WorkerLoad, usual: CapacityNeed, beh
 
 
 @given(costs(), st.integers(0, 64), st.integers(0, 2000), st.integers(1, 200_000))
-def test_a_price_is_a_number_on_any_staircase(
+def test_projected_price_is_finite_and_not_below_the_reported_one(
     cost: StepCost, running: int, context_tokens: int, behind: int
 ) -> None:
-    """On any staircase, and on none, the projected price is a number not below the reported one."""
+    """This holds on any staircase."""
     given = reported(cost, running, context_tokens)
     assert given.price <= project_load(given, behind, ONE).price < float("inf")
 
 
 @pytest.mark.parametrize("context_tokens", [200, 1500, 8000])
 @pytest.mark.parametrize("device", ["h100-8b", "h200-8b"])
-def test_it_is_the_price_that_the_worker_comes_to(device: str, context_tokens: int) -> None:
-    """From 8 to 256 sequences that fill a stair, 4% below to 15% above the price of the batch that
-    is there when all have come."""
+def test_projected_price_is_close_to_the_price_that_the_worker_reaches(
+    device: str, context_tokens: int
+) -> None:
+    """From 8 to 256 sequences that fill a stair, it is 4% below to 15% above."""
     cost = load_profile(device).cost
     full = [n for n in cost.token_buckets if 8 <= n <= 256]
     for before in full:
@@ -125,8 +126,8 @@ def test_it_is_the_price_that_the_worker_comes_to(device: str, context_tokens: i
             assert found.running == come_to.running
 
 
-def test_a_burst_onto_an_idle_worker_has_a_price() -> None:
-    """An idle worker reports 0; who is on the way makes slots as dear as short contexts do."""
+def test_burst_on_an_idle_worker_raises_its_price() -> None:
+    """The worker reports 0; the arriving requests make slots as dear as short contexts do."""
     cost = load_profile("h100-8b").cost
     found = project_load(reported(cost, 0, 0), 128 * 500, ONE)
     assert found.price == pytest.approx(reported(cost, 128, 200).price, rel=0.1)
@@ -134,8 +135,8 @@ def test_a_burst_onto_an_idle_worker_has_a_price() -> None:
     assert found.kv_blocks_free == 8000 - 128 * 300 // 16
 
 
-def test_what_is_usual_follows_what_is_placed() -> None:
-    """The mean of all at first, in which the last fifty decide later; one token before any."""
+def test_mean_need_follows_placed_requests() -> None:
+    """The mean of all at first, later of the last fifty; one token before any."""
     usual = MeanNeed()
     assert usual.need == CapacityNeed(1, 0, 1)
     usual.add(CapacityNeed(1, 100, 200))

@@ -1,4 +1,4 @@
-"""How many sequences an engine is taken to run at once."""
+"""The estimated capacity of an engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from draftgate.policies.concurrency_estimate import GROWTH, next_estimate
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.just(0)), max_size=30))
-def test_nothing_is_bounded_before_somebody_waits(readings: list[tuple[int, int]]) -> None:
-    """An engine where nobody ever waited has no known end."""
+def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int]]) -> None:
+    """An engine without a queue has no known limit."""
     seats = 0
     for running, waiting in readings:
         seats = next_estimate(seats, running, waiting)
@@ -18,10 +18,8 @@ def test_nothing_is_bounded_before_somebody_waits(readings: list[tuple[int, int]
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 900))
-def test_the_engines_limit_is_found_from_wherever_it_was(
-    before: int, limit: int, asked: int
-) -> None:
-    """Under more than it can run, what is sent settles at the limit, and few wait at the engine."""
+def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: int) -> None:
+    """Under excess load, few requests wait at the engine."""
     seats, demand = before, limit + 1 + asked
     sent = []
     for _ in range(60):
@@ -33,6 +31,8 @@ def test_the_engines_limit_is_found_from_wherever_it_was(
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 50))
-def test_a_reading_never_takes_what_is_in_use(seats: int, running: int, waiting: int) -> None:
-    """There are as many seats as run while some wait, and no fewer than before while none does."""
+def test_estimate_is_never_below_the_running_sequences_of_a_queue(
+    seats: int, running: int, waiting: int
+) -> None:
+    """It equals them while some wait, and never falls while none does."""
     assert next_estimate(seats, running, waiting) >= (max(1, running) if waiting else seats)

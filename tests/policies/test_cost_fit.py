@@ -1,4 +1,4 @@
-"""Step costs that follow what is measured."""
+"""Step costs that follow measurements."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BUCKETS = (1, 2, 4, *range(8, 257, 8))
 
 
 def true_s(size: StepSize) -> float:
-    """A device of another form than a table: a roofline over tiles of 16 rows, and an overhead."""
+    """A device that is not a table: a roofline over tiles of 16 rows, and an overhead."""
     tiles = -(-size.tokens // 16) * 16
     memory_s, compute_s = 5e-3 + 40e-9 * size.kv_tokens, 2e-3 + 40e-6 * tiles
     return max(memory_s, compute_s) + 4e-6 * size.sequences + 2e-9 * size.pairs + 3e-4
 
 
 def some_step(rng: np.random.Generator) -> StepSize:
-    """A batch as it comes: some sequences of some context, drafts, now and then a chunk."""
+    """A random batch: sequences of some context, drafts, sometimes a chunk."""
     sequences, drafts = int(rng.integers(1, 65)), int(rng.integers(0, 4))
     chunk = int(rng.integers(1, 128)) if rng.random() < 0.1 else 0
     kv_tokens = sequences * int(rng.integers(200, 1000))
@@ -33,7 +33,7 @@ def some_step(rng: np.random.Generator) -> StepSize:
 
 
 def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 1.0) -> StepCostFit:
-    """Feed measurements with 5% noise, some of them 50 times too long."""
+    """Adds measurements with 5% noise, some of them 50 times too long."""
     rng = np.random.default_rng(7)
     for _ in range(steps):
         size = some_step(rng)
@@ -43,7 +43,7 @@ def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 
 
 
 def median_error(cost: StepCost, factor: float = 1.0) -> float:
-    """Median relative error over fresh steps."""
+    """Median relative error over new steps."""
     rng = np.random.default_rng(8)
     errors = []
     for _ in range(400):
@@ -73,11 +73,8 @@ steps = st.tuples(
 
 @given(st.lists(steps, max_size=150), st.booleans())
 @settings(max_examples=60)
-def test_no_measurement_makes_a_cost_negative_nan_or_falling(measured, flat) -> None:
-    """Whatever is measured, the table rises from 0 or more and every term is finite and not below.
-
-    `StepCost` refuses tables that fall, so a refit that made one would raise.
-    """
+def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
+    """`StepCost` refuses tables that fall, so a refit that made one would raise."""
     fit = StepCostFit(StepCost((4, 16, 64), (1e-3,) * 3) if flat else seed(1.0))
     for size, step_s in measured:
         fit.observe(size, step_s)
@@ -89,18 +86,16 @@ def test_no_measurement_makes_a_cost_negative_nan_or_falling(measured, flat) -> 
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
-def test_a_seed_30_percent_off_is_corrected(factor: float) -> None:
-    """Noise of 5% and 2% of steps 50 times too long: within 6% after 256 steps, 4% after 2,000.
-
-    The device is none that a table and linear terms can follow to the last percent.
-    """
+def test_profile_30_percent_off_is_corrected(factor: float) -> None:
+    """With 5% noise and 2% of steps 50 times too long: within 6% after 256 steps, 4% after 2,000.
+    No table with linear terms could follow the device exactly."""
     fit = StepCostFit(seed(factor))
     assert median_error(fed(fit, 256, outliers=0.02).cost) < 0.06
     assert median_error(fed(fit, 1744, outliers=0.02).cost) < 0.04
 
 
-def test_a_step_50_times_too_long_moves_little() -> None:
-    """One hiccup among the steps of a block changes what is predicted by less than 2%."""
+def test_step_50_times_too_long_moves_predictions_by_less_than_2_percent() -> None:
+    """One hiccup in a block hardly counts."""
     predictions = []
     for hiccup in (1.0, 50.0):
         fit = fed(StepCostFit(seed(1.0)), 1024)
@@ -111,14 +106,14 @@ def test_a_step_50_times_too_long_moves_little() -> None:
     assert predictions[1] != predictions[0]
 
 
-def test_a_device_that_slows_down_is_followed() -> None:
-    """When every step takes twice the time from now on, predictions are within 10% 512 steps on."""
+def test_fit_follows_a_device_that_slows_down() -> None:
+    """After steps double, predictions are within 10% in 512 steps."""
     fit = fed(StepCostFit(seed(1.0)), 2048)
     assert median_error(fed(fit, 512, factor=2.0).cost, factor=2.0) < 0.10
 
 
-def test_what_is_never_measured_follows_what_is() -> None:
-    """Stairs no step reached rise with the others when the whole profile was 30% too low."""
+def test_unmeasured_stairs_follow_measured_ones() -> None:
+    """They rise with the others if the whole profile was 30% too low."""
     truth, fit = seed(1.0), StepCostFit(seed(0.7))
     for _ in range(256):
         for tokens in (1, 4, 16, 32):
@@ -126,8 +121,8 @@ def test_what_is_never_measured_follows_what_is() -> None:
     assert fit.cost.seconds(256) == pytest.approx(truth.seconds(256), rel=0.15)
 
 
-def test_the_error_is_that_of_predictions() -> None:
-    """The running error comes down from the seed's 30% to the noise of the measurements."""
+def test_relative_error_falls_from_the_profiles_to_that_of_measurements() -> None:
+    """From 30% to the noise."""
     fit = StepCostFit(seed(0.7))
     fed(fit, 64)
     assert fit.relative_error > 0.05
@@ -135,8 +130,8 @@ def test_the_error_is_that_of_predictions() -> None:
     assert 0.02 < fit.relative_error < 0.08
 
 
-def test_durations_that_are_none_are_ignored() -> None:
-    """NaN, infinity, zero, and steps of nothing leave the cost as it was."""
+def test_invalid_durations_are_ignored() -> None:
+    """NaN, infinity, zero, and empty steps leave the cost unchanged."""
     fit = StepCostFit(seed(1.0))
     for step_s in (math.nan, math.inf, 0.0, -1.0):
         fit.observe(StepSize(4, 0, 1, 0), step_s)

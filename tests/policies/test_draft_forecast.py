@@ -1,4 +1,4 @@
-"""The forecast of a request's drafts: its constants are those the recorded drafts speak for."""
+"""The forecast of a request's drafts, and that its constants fit the recorded drafts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MEASURED = Path(__file__).resolve().parents[2] / "bench/results/request-forecast
 RESULTS = json.loads(MEASURED.read_text())["results"]
 
 
-def test_caps_leave_out_little_of_what_slots_bring() -> None:
-    """At no price more than a twentieth, and up to prices of 256 sequences a fortieth."""
+def test_caps_exclude_little_of_the_gain_of_slots() -> None:
+    """At most a twentieth at any price, and a fortieth up to the prices of 256 sequences."""
     rows = [row for row in RESULTS["caps"] if row["good_draft"] == GOOD_DRAFT]
     assert len(rows) >= 12
     assert all(row["lost"] <= 0.05 for row in rows)
     assert all(row["lost"] <= 0.025 for row in rows if row["price"] <= 0.3)
 
 
-def test_a_tenants_history_weighs_what_forecasts_best() -> None:
-    """No other weight that was tried has a lower loss by more than a thousandth of a nat."""
+def test_weight_of_a_tenants_history_predicts_best() -> None:
+    """No other tested weight has a lower loss by more than a thousandth of a nat."""
     losses = {row["weight_tokens"]: row["nats"] for row in RESULTS["history"]}
     assert losses[HISTORY_TOKENS] <= min(losses.values()) + 1e-3
 
 
-def test_repetition_is_weighed_as_it_was_fitted() -> None:
-    """The slope is that of whole texts, within those of cut ones, and the mean that of prompts."""
+def test_repetition_constants_match_their_fits() -> None:
+    """The slope is that of whole texts, within those of cut ones; the mean is that of prompts."""
     rows = [
         row
         for row in RESULTS["repetition"]
@@ -58,8 +58,8 @@ def test_repetition_is_weighed_as_it_was_fitted() -> None:
     assert all(row["mean_share"] == pytest.approx(USUAL_REPETITION, abs=0.02) for row in rows)
 
 
-def test_the_forecast_is_shrunk_from_worker_to_tenant() -> None:
-    """64 tested tokens of all tenants and of the one each move it half of the way."""
+def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
+    """64 tested tokens of all tenants, and of one, move it half of the way each."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
     expected = forecast_drafts(view, load, "ngram")
@@ -78,8 +78,8 @@ def test_the_forecast_is_shrunk_from_worker_to_tenant() -> None:
         (ServiceLevel(tpot_s=0.1, priority=-1), 8.0),
     ],
 )
-def test_a_request_weighs_what_it_may_come_to_weigh(service, weight) -> None:
-    """With a target as if late, and by its class; a wish for a soon beginning draws no slots."""
+def test_request_with_a_tpot_target_weighs_as_if_late(service, weight) -> None:
+    """Its class counts as well; a TTFT target attracts no slots."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, service=service)
     assert forecast_drafts(view, load, ANY_PROPOSER).weight == weight
@@ -87,8 +87,8 @@ def test_a_request_weighs_what_it_may_come_to_weigh(service, weight) -> None:
 
 @pytest.mark.parametrize("acceptance", [0.0, 1e-9, 0.5, 1.0])
 @pytest.mark.parametrize("repetition", [None, 0.0, 1.0])
-def test_survivals_are_chances_that_fall(acceptance, repetition) -> None:
-    """Whatever is believed, survivals lie between 0 and 1 and fall from slot to slot."""
+def test_survivals_of_a_good_draft_are_probabilities_that_fall(acceptance, repetition) -> None:
+    """They lie between 0 and 1 and never rise from slot to slot."""
     expected = DraftForecast(acceptance, "", repetition, 1.0)
     survivals = [expected.survival(slot) for slot in range(1, 17)]
     assert all(0.0 < survival < 1.0 for survival in survivals)

@@ -1,4 +1,4 @@
-"""What drafting takes of the host, learned from what steps took."""
+"""The host time of drafting, learned from steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL_S, CALLED_S = 300e-6, 40e-6
 
 
 def some_step(rng: np.random.Generator, sequences: int) -> StepDrafting:
-    """A step that looks up, finds, verifies and computes in some cases each."""
+    """A step that randomly looks up, finds, verifies and computes."""
     looked_up = int(rng.integers(0, sequences + 1)) if rng.random() < 0.7 else 0
     computed = int(rng.integers(1, sequences + 1)) if rng.random() < 0.2 else 0
     weighed = computed or (looked_up if rng.random() < 0.5 else 0)
@@ -33,7 +33,7 @@ def some_step(rng: np.random.Generator, sequences: int) -> StepDrafting:
 
 
 def host_s(did: StepDrafting) -> float:
-    """What the host truly takes of it."""
+    """The true host time of a step."""
     seconds = HOST_S + HOST_SEQUENCE_S * did.sequences
     seconds += LOOK_UP_S * (did.looked_up > 0) + SEQUENCE_S * did.looked_up
     seconds += WEIGH_S * (did.weighed > 0) + VERIFY_S * (did.verified > 0)
@@ -41,7 +41,7 @@ def host_s(did: StepDrafting) -> float:
 
 
 def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMeter:
-    """A meter of a worker whose host is now and then held up for 20 ms."""
+    """A meter of a worker whose host is sometimes delayed by 20 ms."""
     meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
     rng = np.random.default_rng(3)
     for _ in range(steps):
@@ -54,8 +54,8 @@ def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMe
 
 
 @pytest.mark.parametrize(("noise", "stalls"), [(0.0, 0.0), (0.3, 0.01)])
-def test_what_the_host_takes_is_learned(noise: float, stalls: float) -> None:
-    """Each part is found from steps that do all of them by chance, held up or not."""
+def test_each_part_of_the_host_time_is_learned(noise: float, stalls: float) -> None:
+    """Steps do the parts at random, with delays or without."""
     cost = fed(6000, noise=noise, stalls=stalls).cost
     found_share = 0.55  # of steps that look up, those that weigh something
     assert cost.look_up_s == pytest.approx(LOOK_UP_S + found_share * WEIGH_S, abs=25e-6)
@@ -66,8 +66,8 @@ def test_what_the_host_takes_is_learned(noise: float, stalls: float) -> None:
     assert cost.calling_s("ngram", 0) < 30e-6
 
 
-def test_a_host_that_takes_no_time_costs_nothing() -> None:
-    """A simulated worker, of whose steps everything is known, decides as if there were no host."""
+def test_simulated_device_has_no_host_time() -> None:
+    """Decisions are as without a host."""
     meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
     rng = np.random.default_rng(4)
     for _ in range(10 * REFIT_STEPS):
@@ -78,14 +78,14 @@ def test_a_host_that_takes_no_time_costs_nothing() -> None:
     assert max(parts) < 1e-9
 
 
-def test_nothing_is_taken_for_granted_at_first() -> None:
-    """Before a block of steps has run drafting costs nothing of the host."""
+def test_host_time_is_0_before_the_first_block() -> None:
+    """Before a block of steps, drafting costs no host time."""
     assert fed(REFIT_STEPS - 1, noise=0.0, stalls=0.0).cost == NO_DRAFTING_COST
     assert fed(REFIT_STEPS, noise=0.0, stalls=0.0).cost != NO_DRAFTING_COST
 
 
-def test_a_host_that_slows_down_is_followed() -> None:
-    """When looking up takes ten times as long, that is known some hundred steps on."""
+def test_meter_follows_a_host_that_slows_down() -> None:
+    """If lookups take ten times as long, the meter knows after some hundred steps."""
     meter = fed(2000, noise=0.1, stalls=0.0)
     before_s, rng = meter.cost.sequence_s, np.random.default_rng(5)
     for _ in range(600):
@@ -97,8 +97,8 @@ def test_a_host_that_slows_down_is_followed() -> None:
 
 @given(st.lists(st.tuples(st.floats(), st.floats()), max_size=3 * REFIT_STEPS))
 @settings(max_examples=30)
-def test_no_measurement_makes_a_cost_negative_or_nan(measured) -> None:
-    """Whatever the clock says, what is told is finite and 0 or more."""
+def test_costs_stay_finite_and_non_negative(measured) -> None:
+    """This holds for any measured durations."""
     meter, rng = DraftingMeter(STEP_S, ["draft_model"]), np.random.default_rng(6)
     for known_s, whole_s in measured:
         meter.observe(some_step(rng, 3), known_s, whole_s)

@@ -1,4 +1,4 @@
-"""Who goes on after a loss: bystanders do, poison is given up before it has taken all workers."""
+"""Failover: bystanders resume, poison requests are given up before they take all workers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ def losses(*new_tokens: int) -> list[Loss]:
     return [Loss(f"w-{index}", tokens) for index, tokens in enumerate(new_tokens)]
 
 
-def test_one_loss_is_the_workers_own_fault() -> None:
-    """Whoever lost one worker goes on, also to the last one, whether it had said anything."""
+def test_first_loss_resumes_on_any_worker() -> None:
+    """The request may go to the last worker, whether or not it had produced a token."""
     for tokens in (0, 9):
         for workers in (0, 1, 7):
             assert given_up(losses(tokens), MOST_RESUMES, workers) is None
 
 
-def test_who_brings_nothing_new_goes_to_no_last_worker() -> None:
-    """A second loss without a token in between makes a request suspect; a token clears it."""
+def test_suspect_request_never_goes_to_the_last_worker() -> None:
+    """A second loss without a token in between makes it suspect; a token clears it."""
     assert given_up(losses(9, 0), MOST_RESUMES, 1) is GivenUp.LAST_WORKER
     assert given_up(losses(9, 0), MOST_RESUMES, 2) is None
     assert given_up(losses(0, 1), MOST_RESUMES, 1) is None
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9), st.integers(0, 9))
-def test_nobody_goes_on_more_often_than_it_may(
+def test_request_is_given_up_after_the_most_resumes(
     new_tokens: list[int], most_resumes: int, workers: int
 ) -> None:
-    """Whatever it said in between, and however many workers are left."""
+    """Progress and the number of workers do not matter."""
     why = given_up(losses(*new_tokens), most_resumes, workers)
     assert (why is GivenUp.EXHAUSTED) == (len(new_tokens) > most_resumes)
 
@@ -40,7 +40,7 @@ def test_nobody_goes_on_more_often_than_it_may(
 def test_poison_takes_few_workers_and_never_the_last_of_three(
     workers: int, most_resumes: int, said: int
 ) -> None:
-    """A request that breaks each worker at the same place takes `1 + most_resumes` at most."""
+    """A request that breaks each worker at one place takes at most `1 + most_resumes`."""
     left, lost = workers, losses()
     while left:
         lost.append(Loss(f"w-{len(lost)}", said if not lost else 0))
@@ -52,6 +52,6 @@ def test_poison_takes_few_workers_and_never_the_last_of_three(
 
 
 @pytest.mark.parametrize("spared", [0, 1, 2])
-def test_a_bystander_that_comes_further_is_never_suspect(spared: int) -> None:
+def test_bystander_with_progress_is_never_suspect(spared: int) -> None:
     """Losses with progress in between are accidents: only their number counts."""
     assert given_up(losses(1, 1), MOST_RESUMES, spared) is None

@@ -1,4 +1,4 @@
-"""Who is next: classes, shares, deadlines, and nobody starves."""
+"""Queue order: classes, shares, deadlines and starvation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ticket(key: int, deadline_s: float = 0.0, **others) -> Ticket:
 
 
 def jain(values: list[float]) -> float:
-    """Jain, Chiu, Hawe (1984): 1 where all are alike, 1 / n where one has everything."""
+    """Jain, Chiu, Hawe (1984): 1 if all are equal, 1 / n if one has everything."""
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
@@ -40,15 +40,15 @@ def test_conformance(spec: str) -> None:
         ordering_policy(f"{spec}:3")
 
 
-def test_unknown_policies_are_named() -> None:
-    """A name that nobody has is refused with those that somebody has."""
+def test_unknown_policy_is_refused_with_the_known_ones() -> None:
+    """The error lists the shipped policies."""
     with pytest.raises(ValueError, match="edf, fair, fcfs"):
         ordering_policy("lottery")
 
 
 @pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
-def test_a_key_waits_once(spec: str) -> None:
-    """Pushing a key that waits already is refused."""
+def test_duplicate_key_is_refused(spec: str) -> None:
+    """A key that waits cannot be pushed again."""
     queue = ordering_policy(spec)
     queue.push(ticket(1))
     with pytest.raises(ValueError, match="waits already"):
@@ -57,8 +57,8 @@ def test_a_key_waits_once(spec: str) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=4 * PIECE))
 @settings(max_examples=30)
-def test_a_line_is_sorted_and_adds_up(moves) -> None:
-    """After any entering and leaving a line knows its first, and the work before each place."""
+def test_prefix_sum_queue_is_sorted_and_sums_up(moves) -> None:
+    """After any changes it knows its first place, and the work before each place."""
     line, there = PrefixSumQueue(), {}
     for key, (at_s, leaves) in enumerate(moves):
         line.insert((at_s, key), at_s)
@@ -77,8 +77,8 @@ def test_a_line_is_sorted_and_adds_up(moves) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_line_is_as_a_short_one(seed) -> None:
-    """Beyond one piece, too, a line is sorted and adds up."""
+def test_prefix_sum_queue_of_several_pieces_sums_up(seed) -> None:
+    """Beyond one piece it is sorted as well."""
     rng, line = random.Random(seed), PrefixSumQueue()
     places = [(rng.random(), key) for key in range(10 * PIECE)]
     for place in places:
@@ -94,8 +94,8 @@ def test_a_long_line_is_as_a_short_one(seed) -> None:
 @given(
     st.lists(st.tuples(st.integers(-2, 2), st.floats(0, 9), st.sampled_from("abc")), max_size=40)
 )
-def test_better_classes_come_first(requests) -> None:
-    """While nobody is overdue or pressing, all of a class come before anybody of a worse one."""
+def test_better_classes_are_first(requests) -> None:
+    """Without overdue or pressing requests, all of a class precede all of a worse one."""
     queue = Fair(PATIENT)
     for key, (priority, deadline_s, tenant) in enumerate(requests):
         queue.push(ticket(key, 200.0 + deadline_s, priority=priority, tenant=tenant, work_s=0.1))
@@ -104,8 +104,8 @@ def test_better_classes_come_first(requests) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), max_size=40))
-def test_a_tenants_own_requests_come_by_deadline(requests) -> None:
-    """Within a tenant and a class the earliest deadline comes first, then who came first."""
+def test_requests_of_a_tenant_are_taken_by_deadline(requests) -> None:
+    """In a tenant and class the earliest deadline is first, then the earliest arrival."""
     queue = Fair(PATIENT)
     for key, (deadline_s, work_s) in enumerate(requests):
         queue.push(ticket(key, deadline_s, work_s=work_s))
@@ -119,11 +119,9 @@ def test_a_tenants_own_requests_come_by_deadline(requests) -> None:
     st.booleans(),
 )
 @settings(max_examples=25)
-def test_tenants_that_wait_are_served_by_their_shares(shares, seed, early) -> None:
-    """Jain's index of work / share of tenants that always wait is 0.98 or more, whoever came first.
-
-    Sizes vary a hundredfold, one tenant floods the queue, and deadlines favour one or another.
-    """
+def test_waiting_tenants_are_served_by_their_shares(shares, seed, early) -> None:
+    """Jain's index of work / share of tenants that always wait is at least 0.98, in any order of
+    arrival. Sizes vary a hundredfold, one tenant floods the queue, and deadlines favour some."""
     queue, served, key, rng = Fair(PATIENT), [0.0] * len(shares), 0, random.Random(seed)
 
     def push(tenant: int) -> None:
@@ -146,8 +144,9 @@ def test_tenants_that_wait_are_served_by_their_shares(shares, seed, early) -> No
     assert max(fair) - min(fair) <= LAG_S + 2 * 10**-0.5 / min(shares)
 
 
-def test_who_was_away_gains_no_credit() -> None:
-    """A tenant that comes after another was served for long does not get all that followed."""
+def test_absent_tenant_gains_no_credit() -> None:
+    """A tenant that arrives after long service of another does not get all the following
+    service."""
     queue = Fair(PATIENT)
     for key in range(1000):
         queue.push(ticket(key, tenant="flood", work_s=0.1))
@@ -159,8 +158,8 @@ def test_who_was_away_gains_no_credit() -> None:
     assert 100 - 10 * LAG_S <= tenants.count("flood") <= 100 + 10 * LAG_S
 
 
-def test_who_comes_back_pays_for_what_it_took() -> None:
-    """A tenant that waits with one request at a time is served its share, not more."""
+def test_returning_tenant_pays_for_its_last_request() -> None:
+    """A tenant with one waiting request at a time gets its share, not more."""
     queue, key = Fair(PATIENT), 1000
     for old in range(500):
         queue.push(ticket(old, deadline_s=1e6, tenant="patient", work_s=0.1))
@@ -183,8 +182,8 @@ def test_who_comes_back_pays_for_what_it_took() -> None:
     ),
     st.integers(2, 5),
 )
-def test_nobody_starves(moves, every) -> None:
-    """Who is the r-th of those that wait when it is overdue is taken within `every` x r takings."""
+def test_overdue_request_is_taken_within_its_bound(moves, every) -> None:
+    """The r-th oldest request, once overdue, is taken within the next `every` x r."""
     queue, now_s, starvation_s = Fair(20.0, every), 0.0, 20.0
     waiting, due = {}, {}
     for key, (priority, deadline_s, tenant, takes) in enumerate(moves * 3):
@@ -206,8 +205,8 @@ def test_nobody_starves(moves, every) -> None:
             assert all(left > 0 for left in due.values())
 
 
-def test_overdue_bulk_does_not_take_over() -> None:
-    """With all of the bulk overdue, three of four takings are still those of the better class."""
+def test_overdue_bulk_gets_one_request_in_four() -> None:
+    """Three of four remain those of the better class."""
     queue = Fair()
     for key in range(400):
         queue.push(ticket(key, priority=5, tenant="bulk", work_s=0.1))
@@ -218,8 +217,8 @@ def test_overdue_bulk_does_not_take_over() -> None:
 
 
 @given(st.integers(1, 40), st.integers(2, 5))
-def test_who_was_let_in_is_not_overtaken_for_ever(bulk, every) -> None:
-    """Half of its time gone, a class gets one taking in `every` of endless better traffic."""
+def test_pressing_class_gets_one_request_in_four(bulk, every) -> None:
+    """With half of its time gone, it gets one in `every` of endless better traffic."""
     queue, key = Fair(PATIENT, every), 0
     for key in range(bulk):
         queue.push(Ticket(key, 0.0, 100.0, 1, "bulk", 1.0, 0.1))
@@ -240,8 +239,10 @@ def test_who_was_let_in_is_not_overtaken_for_ever(bulk, every) -> None:
     st.sampled_from("abcd"),
     st.sampled_from(["fair", "fcfs", "edf"]),
 )
-def test_more_that_waits_is_never_less_ahead(requests, deadline_s, work_s, tenant, spec) -> None:
-    """What is ahead of a newcomer never shrinks when another request joins the queue."""
+def test_work_ahead_never_shrinks_as_others_join(
+    requests, deadline_s, work_s, tenant, spec
+) -> None:
+    """This holds for any new request."""
     queue, last_s = ordering_policy(spec), 0.0
     newcomer = Ticket(10**6, 100.0, deadline_s, 0, tenant, 1.0, work_s)
     for key, (at_s, size_s, other) in enumerate(requests):
@@ -252,8 +253,8 @@ def test_more_that_waits_is_never_less_ahead(requests, deadline_s, work_s, tenan
         last_s = ahead_s
 
 
-def test_a_flood_delays_a_newcomer_by_a_lag_at_most() -> None:
-    """Ahead of another tenant's first request is a lag and its own work, however long the flood."""
+def test_flood_delays_another_tenants_first_request_by_at_most_a_lag() -> None:
+    """Ahead of it are a lag and its own work, however long the flood."""
     queue = Fair()
     for key in range(1000):
         queue.push(ticket(key, tenant="flood", work_s=0.1))
@@ -266,8 +267,8 @@ def test_a_flood_delays_a_newcomer_by_a_lag_at_most() -> None:
     assert served_s <= LAG_S + 0.2
 
 
-def test_those_who_press_are_ahead_of_better_classes() -> None:
-    """Ahead of a better class's newcomer is a third of its own line, if so much presses by then."""
+def test_pressing_requests_count_as_ahead_of_better_classes() -> None:
+    """A third of the better class's own line, if that much presses by then."""
     queue = Fair()
     for key in range(30):
         queue.push(ticket(key, deadline_s=2000.0, work_s=0.1))
@@ -279,8 +280,8 @@ def test_those_who_press_are_ahead_of_better_classes() -> None:
     assert queue.class_ahead_s(newcomer) == pytest.approx(3.0)
 
 
-def test_exact_forecasts_of_the_baselines() -> None:
-    """Of `fcfs` and `edf`, what is predicted to be ahead is what is taken before."""
+def test_work_ahead_of_baselines_is_exact() -> None:
+    """For `fcfs` and `edf` it is what is taken before."""
     for spec in ("fcfs", "edf"):
         queue, rng = ordering_policy(spec), random.Random(5)
         for key in range(100):
@@ -293,8 +294,8 @@ def test_exact_forecasts_of_the_baselines() -> None:
         assert served_s == pytest.approx(ahead_s)
 
 
-def test_tenants_that_left_are_not_remembered_for_ever() -> None:
-    """However many tenants come once while one always waits, memory stays bounded."""
+def test_memory_of_absent_tenants_is_bounded() -> None:
+    """However many tenants arrive once while one always waits."""
     queue = Fair(PATIENT)
     queue.push(ticket(0, deadline_s=1e9, priority=0, tenant="always", work_s=0.0))
     for key in range(1, 12_000):

@@ -1,8 +1,4 @@
-"""Overload in virtual time: goodput holds and promises are kept, whatever clients do.
-
-32 servers with random times of service, 60 s of Poisson arrivals, targets of 2 s: 20 times what a
-request takes of the pool. Figures are means of three seeds.
-"""
+"""Overload in virtual time: goodput and promises hold, whatever clients do."""
 
 from __future__ import annotations
 
@@ -45,13 +41,14 @@ def mean_attainment(results: list[tuple[Pool, list[Client]]]) -> float:
 
 @cache
 def peak() -> float:
-    """The best goodput over offered loads, all clients obeying."""
+    """The best goodput over offered loads, with clients that return when told."""
     return max(mean_goodput(runs(load)) for load in (1.0, 1.5, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0, 3.0, 5.0])
 def test_goodput_does_not_fall_under_overload(load: float) -> None:
-    """Beyond the capacity goodput stays within 5% of its peak, and who is let in is in time."""
+    """Beyond the capacity goodput stays within 5% of its peak, and admitted requests are in
+    time."""
     results = runs(load)
     assert mean_goodput(results) >= 0.95 * peak()
     assert mean_attainment(results) >= 0.95
@@ -60,7 +57,8 @@ def test_goodput_does_not_fall_under_overload(load: float) -> None:
 @pytest.mark.parametrize("tenants", [1, 5])
 @pytest.mark.parametrize("without_target", [0.0, 0.5])
 def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_target: float) -> None:
-    """Nine of ten who come as told are let in, and the median is not told 1.5 times too much."""
+    """Nine in ten clients on time are admitted, and the median delay is at most 1.5 times too
+    long."""
     results = runs(tenants=tenants, without_target=without_target)
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
@@ -70,32 +68,32 @@ def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_tar
 
 @pytest.mark.parametrize("comes_back", [never, at_once, early, half_obeys, rounds_up])
 def test_no_behaviour_of_clients_costs_goodput(comes_back: Return) -> None:
-    """Nobody returns, all at once, all too early, half of them, or seconds rounded up: it holds."""
+    """None return, all at once, all too early, half of them, or seconds are rounded up."""
     results = runs(comes_back=comes_back)
     assert mean_goodput(results) >= 0.95 * peak()
     assert mean_attainment(results) >= 0.95
 
 
-def test_whole_seconds_keep_appointments() -> None:
-    """Where clients round `Retry-After` up to whole seconds, nine of ten are let in as well."""
+def test_clients_that_round_up_to_seconds_keep_their_appointments() -> None:
+    """Nine in ten are admitted."""
     assert mean(kept(clients) for _, clients in runs(comes_back=rounds_up)) >= 0.9
 
 
-def test_who_comes_early_loses_nothing() -> None:
-    """Asking before the time costs no one their appointment."""
+def test_early_clients_keep_their_appointments() -> None:
+    """Asking before the time costs nothing."""
     assert mean(kept(clients) for _, clients in runs(comes_back=early)) >= 0.9
 
 
 @pytest.mark.parametrize("bias", [0.7, 1.5])
-def test_wrong_expectations_heal(bias: float) -> None:
-    """Where everything takes 0.7 or 1.5 times what is expected, promises are kept all the same."""
+def test_wrong_expectations_are_corrected(bias: float) -> None:
+    """If all requests take 0.7 or 1.5 times the expected time, promises hold."""
     results = runs(bias=bias)
     assert mean(kept(clients) for _, clients in results) >= 0.85
     assert mean_attainment(results) >= 0.95
 
 
-def test_a_flood_does_not_send_others_away() -> None:
-    """Where one tenant offers ten times what three others do together, these are let in at once."""
+def test_flood_does_not_refuse_other_tenants() -> None:
+    """If one tenant offers ten times as much as three others, these are admitted at once."""
     for pool, clients in runs(tenants=4, flood=0.88):
         others = [client for client in clients if client.tenant != "t0"]
         assert len(others) * 10 < len(clients) <= pool.load * 60 * 11
@@ -110,11 +108,9 @@ def classes_of(seconds: float = 60.0, tenants: int = 1) -> list[tuple[Pool, list
 
 @pytest.mark.parametrize("tenants", [1, 5])
 def test_promises_are_kept_to_three_classes(tenants: int) -> None:
-    """With a third each of three classes, of which the best alone fills the pool, all that holds.
-
-    Of the worst class a little less than nine of ten are let in who come as told: nobody knows how
-    long better ones keep coming, and it is told sooner than the end they leave it at worst.
-    """
+    """Of three equal classes the best one alone fills the pool. Of the worst class slightly fewer
+    than nine in ten clients on time are admitted, because nobody knows how long better requests
+    will keep arriving."""
     results = classes_of(tenants=tenants)
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
@@ -126,7 +122,7 @@ def test_promises_are_kept_to_three_classes(tenants: int) -> None:
 
 
 def test_no_class_starves() -> None:
-    """While better ones fill the pool, a class gets a quarter of what they leave; all end."""
+    """While better classes fill the pool, each class gets a quarter of what they leave."""
     for pool, clients in classes_of():
         during = {-1: 0, 0: 0, 1: 0}
         for client in clients:
@@ -138,14 +134,14 @@ def test_no_class_starves() -> None:
         assert shares[1] >= 0.05
 
 
-def test_a_class_with_room_beside_better_ones_is_told_so() -> None:
-    """Where better classes take half of the pool, nine of ten appointments are kept as well."""
+def test_class_beside_half_a_pool_keeps_its_appointments() -> None:
+    """If better classes take half of the pool, nine in ten appointments are kept."""
     results = runs(1.5, priorities=(0, 1, 1))
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean_attainment(results) >= 0.95
     assert mean_goodput(results) >= 0.95 * peak()
 
 
-def test_a_bound_alone_does_not_hold() -> None:
-    """The same load behind a mere bound: hardly anybody starts in time (the test can fail)."""
+def test_bounded_queue_alone_misses_its_deadlines() -> None:
+    """Under the same load hardly any request starts in time, so these tests can fail."""
     assert mean_attainment(runs(admission="bounded")) < 0.5

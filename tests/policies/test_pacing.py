@@ -1,4 +1,4 @@
-"""Readers that fall behind give way, and nobody else."""
+"""Back-pressure: requests of slow readers give way, and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ readers = st.builds(
 
 
 def read_along(read_s: float, made_s: float, seconds: int = 120) -> tuple[list[Pace], list[float]]:
-    """A reader of so many bytes a second, from a generator that keeps the paces; every 100 ms."""
+    """A reader of that many bytes per second, beside a generator that follows paces, every 100
+    ms."""
     paces, backlogs, unread, now = [], [], 0.0, Pace.FULL
     speed = {Pace.FULL: 1.0, Pace.SPARING: 0.5, Pace.PAUSED: 0.0}
     read_ema, made_ema, stall_s = made_s, made_s, 0.0
@@ -40,14 +41,14 @@ def read_along(read_s: float, made_s: float, seconds: int = 120) -> tuple[list[P
 
 
 @given(readers, st.sampled_from(Pace))
-def test_one_step_at_a_time(reader, previous) -> None:
-    """A pace moves by one at most, so a reader is sparing before it is paused."""
+def test_pace_changes_one_step_at_a_time(reader, previous) -> None:
+    """A request is sparing before it is paused."""
     assert abs(pace(reader, previous) - previous) <= 1
 
 
 @given(readers)
-def test_who_keeps_up_is_never_touched(reader) -> None:
-    """Who has little unread, or will have taken it soon, or reads as fast as is made, goes on."""
+def test_reader_that_keeps_up_is_never_slowed(reader) -> None:
+    """It has little unread, takes it soon, or reads as fast as is generated."""
     keeps_up = (
         reader.unread_bytes <= UNTOUCHED_BYTES
         or (reader.drain_s <= SPARING_S and reader.stall_s == 0)
@@ -58,8 +59,8 @@ def test_who_keeps_up_is_never_touched(reader) -> None:
 
 
 @given(readers, st.sampled_from(Pace), st.integers(0, 10**5))
-def test_more_unread_never_speeds_up(reader, previous, more) -> None:
-    """All else alike, a larger backlog never leads to a faster pace."""
+def test_larger_backlog_never_speeds_up(reader, previous, more) -> None:
+    """All else is equal."""
     worse = ReaderView(
         reader.unsent_bytes + more,
         reader.stall_s,
@@ -70,16 +71,16 @@ def test_more_unread_never_speeds_up(reader, previous, more) -> None:
     assert pace(worse, previous) >= pace(reader, previous)
 
 
-def test_who_stops_reading_is_spared_then_paused() -> None:
-    """A reader that stops is paused within bounded memory, by way of sparing, and stays so."""
+def test_reader_that_stops_is_paused_within_bounded_memory() -> None:
+    """It is sparing first, and stays paused."""
     paces, backlogs = read_along(0.0, 20_000.0)
     assert paces[-1] is Pace.PAUSED
     assert Pace.SPARING in paces[: paces.index(Pace.PAUSED)]
     assert backlogs[-1] < PAUSED_BYTES
 
 
-def test_who_reads_slowly_gets_everything_without_flapping() -> None:
-    """A reader at a fifth of the rate reads all the time, in bounded memory, at few changes."""
+def test_slow_reader_gets_everything_with_few_changes_of_pace() -> None:
+    """A reader at a fifth of the rate reads all the time, in bounded memory."""
     paces, backlogs = read_along(10_000.0, 50_000.0)
     changes = sum(one is not other for one, other in pairwise(paces))
     assert max(backlogs) < PAUSED_BYTES
@@ -88,8 +89,8 @@ def test_who_reads_slowly_gets_everything_without_flapping() -> None:
     assert changes < 60
 
 
-def test_who_drains_goes_on() -> None:
-    """A paused reader whose backlog has drained is resumed, by way of sparing."""
+def test_paused_reader_resumes_after_draining() -> None:
+    """It is sparing first."""
     little = ReaderView(1000, read_bytes_s=50_000)
     assert pace(little, Pace.PAUSED) is Pace.SPARING
     assert pace(little, Pace.SPARING) is Pace.FULL

@@ -1,4 +1,4 @@
-"""The price of a slot, and what a step takes beside its prompts."""
+"""The price of a slot, and the time of a step without its prompts."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def beside_prompts(
 
 
 @given(costs(), small, small, small)
-def test_a_price_is_never_negative(cost, sequences, kv, prefill) -> None:
-    """No slot pays its user, and an idle worker asks for nothing."""
+def test_price_is_never_negative(cost, sequences, kv, prefill) -> None:
+    """An idle worker has a price of 0."""
     assert slot_price(beside_prompts(sequences, prefill, 3, kv), cost) >= 0.0
     assert slot_price(beside_prompts(0, prefill, 3, kv), cost) == 0.0
 
 
-def test_the_price_rises_with_the_batch() -> None:
-    """On the H100 scale a slot is nearly free alone, and dear in a full batch."""
+def test_price_rises_with_the_batch() -> None:
+    """On the scale of an H100 a slot is nearly free alone, and dear in a full batch."""
     prices = [slot_price(decodes(n, n * 500), H100_8B) for n in (1, 8, 32, 64, 128, 256, 512)]
     assert prices == sorted(prices)
     assert prices[0] < 0.01
@@ -57,19 +57,19 @@ def test_the_price_rises_with_the_batch() -> None:
 
 
 def test_long_contexts_lower_the_price() -> None:
-    """32 requests of 32k tokens pay about 0.013 a slot (design, section 5)."""
+    """32 requests of 32k tokens pay about 0.013 per slot."""
     assert slot_price(decodes(32, 32 * 32_768), H100_8B) == pytest.approx(0.013, abs=0.003)
 
 
-def test_slots_of_long_contexts_are_dearer_where_attention_multiplies() -> None:
-    """A slot costs what its token attends to, on average over the sequences."""
+def test_attention_makes_slots_of_long_contexts_dearer() -> None:
+    """A slot costs the KV tokens that it attends to, on average over the sequences."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert slot_price(decodes(2, 4000), cost) > slot_price(decodes(2, 400), cost)
 
 
 @given(costs(), st.integers(1, 64), small, st.floats(0, 100))
-def test_the_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted) -> None:
-    """The price is the design's formula, evaluated to the next edge."""
+def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted) -> None:
+    """The formula is evaluated up to the next edge."""
     step_s = cost.seconds(sequences, kv, sequences)
     assume(step_s > 1e-9)  # below, all devices are alike
     edge = cost.next_edge(sequences)
@@ -79,18 +79,15 @@ def test_the_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, acce
 
 
 @given(costs(), st.integers(1, 64), small, verifying)
-def test_what_drafts_take_however_many_are_verified_is_in_no_slots_price(
-    cost, sequences, kv, verify_s
-) -> None:
-    """The price is what one slot more takes: what any of them take is paid by all together."""
+def test_fixed_time_of_verification_is_not_in_the_price(cost, sequences, kv, verify_s) -> None:
+    """The price is that of one more slot; all slots together bear the fixed time."""
     step = decodes(sequences, kv)
     dear = replace(step, verify_s=verify_s)
     assert slot_price(dear, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
 
 
 def test_prompts_make_slots_dearer() -> None:
-    """Time that prompts take anyway does not count for what decodes bring, so each of them has
-    more of the time that is left: two thirds for prompts, three times the price."""
+    """Decodes share the time that prompts leave: with two thirds for prompts, the price triples."""
     cost = StepCost(tuple(range(1, 1025)), tuple(1e-5 * n for n in range(1, 1025)))
     alone = slot_price(decodes(100), cost)
     beside = slot_price(beside_prompts(100, 200, 1000), cost)
@@ -105,12 +102,9 @@ def test_prompts_make_slots_dearer() -> None:
     *(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(0, 120)),
     verifying,
 )
-def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
-    cost, sequences, prefill, free, most, verify_s
-) -> None:
-    """Slots take what prompts leave, then the prompts' room, then they lengthen the step again;
-    what prompts take is taken off, who is displaced takes a token's share of a step, and any slots
-    at all take what verifying does."""
+def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_s) -> None:
+    """Slots use what prompts leave, then displace prompt tokens, then lengthen the step again. The
+    time of prompts is left out, and verification is added once."""
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
     step = replace(step, verify_s=verify_s)
     told = slots_s(step, cost, most)
@@ -132,7 +126,7 @@ def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
     *(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(1, 90)),
     verifying,
 )
-def test_the_least_price_is_that_of_the_cheapest_number_of_slots(
+def test_least_price_is_that_of_the_cheapest_number_of_slots(
     cost, sequences, prefill, free, most, verify_s
 ) -> None:
     """No number of slots takes less of the step's rate on average, and one takes as much."""
@@ -149,8 +143,8 @@ def test_the_least_price_is_that_of_the_cheapest_number_of_slots(
 
 
 @given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))
-def test_a_step_never_takes_less_for_a_slot_more(cost, sequences, prefill, free) -> None:
-    """So a slot's price is never negative, whatever it takes the room of."""
+def test_another_slot_never_shortens_a_step(cost, sequences, prefill, free) -> None:
+    """So the price of a slot is never negative, whatever it displaces."""
     told = slots_s(beside_prompts(sequences, prefill, free, 50 * sequences), cost, 100)
     assert (told[1:] >= told[:-1] - 1e-12).all()
     assert least_slot_price(beside_prompts(sequences, prefill, free), cost) >= 0.0

@@ -1,4 +1,4 @@
-"""The ledger: what is reserved is settled, released or open, and no more fits than was allowed."""
+"""The ledger: sums agree, and no more fits than the quotas allow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def balances(totals: Totals) -> bool:
 
 
 @given(steps)
-def test_the_ledger_balances_whatever_happens(moves) -> None:
-    """After any reserve, settle, double settle, error and release the sums agree; none is < 0."""
+def test_ledger_balances_after_any_sequence_of_calls(moves) -> None:
+    """After any reserve, settle, error and release the sums agree, and none is negative."""
     ledger, now_s = QuotaLedger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
     for move, tenant, request, tokens, wait_s in moves:
         name = f"{tenant}{request}"
@@ -58,8 +58,8 @@ def test_the_ledger_balances_whatever_happens(moves) -> None:
         max_size=40,
     )
 )
-def test_no_interval_sees_more_than_burst_and_rate(moves) -> None:
-    """In any interval at most burst + rate x length are kept, however late the rest is released."""
+def test_no_interval_holds_more_than_burst_and_rate(moves) -> None:
+    """In any interval at most burst + rate x length is kept, however late the rest is released."""
     ledger, now_s, kept, ends = QuotaLedger({"a": QUOTA}), 0.0, [], []
     for number, (tokens, wait_s, used, later) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
@@ -81,8 +81,8 @@ def test_no_interval_sees_more_than_burst_and_rate(moves) -> None:
     st.lists(st.tuples(st.integers(0, 60), st.floats(0, 90)), min_size=1, max_size=12),
     st.integers(0, 60),
 )
-def test_what_is_released_was_as_if_never_reserved(moves, probe) -> None:
-    """Once all have settled, what fits is what fits where only the used tokens were reserved."""
+def test_released_tokens_count_as_never_reserved(moves, probe) -> None:
+    """After settling, the same fits as if only the used tokens had been reserved."""
     quota = {"a": Quota(tokens_per_minute=60, burst_tokens=120)}
     ledger, exact, now_s, taken = QuotaLedger(quota), QuotaLedger(quota), 0.0, []
     for number, (tokens, wait_s) in enumerate(moves):
@@ -97,8 +97,8 @@ def test_what_is_released_was_as_if_never_reserved(moves, probe) -> None:
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=30), st.floats(0, 1e6))
-def test_who_waits_as_told_fits(sizes, begin_s) -> None:
-    """After `retry_after_s` the very request fits, and two milliseconds before it does not."""
+def test_request_fits_exactly_after_retry_after(sizes, begin_s) -> None:
+    """Two milliseconds earlier it does not."""
     ledger, now_s = QuotaLedger({"a": QUOTA}), begin_s
     for number, tokens in enumerate(sizes):
         shortage = ledger.reserve("a", str(number), tokens, now_s)
@@ -111,8 +111,8 @@ def test_who_waits_as_told_fits(sizes, begin_s) -> None:
 
 
 @given(st.integers(0, 600), st.integers(0, 600), st.floats(0, 200))
-def test_what_is_released_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
-    """A settled rest is free again at once; after a refill it is not there on top of the burst."""
+def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
+    """After a refill they are not available on top of the burst."""
     used = min(first, used)
     ledger = QuotaLedger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
     assert ledger.reserve("a", "1", first, 0.0) is None
@@ -126,8 +126,8 @@ def test_what_is_released_can_be_used_at_once_and_only_once(first, used, later_s
     assert ledger.reserve("a", "6", 1, 60.0 + later_s) is not None
 
 
-def test_a_shortage_says_what_is_short() -> None:
-    """The limit that lasts longest is named; what never fits learns the most that does."""
+def test_shortage_names_the_limit_with_the_longest_wait() -> None:
+    """A request that never fits gets the most that does."""
     ledger = QuotaLedger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
     assert (never.limit, never.retry_after_s, never.asked, never.most) == ("tokens", None, 601, 600)
@@ -139,8 +139,8 @@ def test_a_shortage_says_what_is_short() -> None:
     assert ledger.totals("a") == Totals()
 
 
-def test_a_refused_request_leaves_no_trace() -> None:
-    """What is released, unlike what is settled, counts against no quota."""
+def test_released_request_counts_against_no_quota() -> None:
+    """A settled one does."""
     ledger = QuotaLedger({"a": Quota(requests_per_minute=1)})
     assert ledger.reserve("a", "1", 5, 0.0) is None
     ledger.release("1")
@@ -151,8 +151,8 @@ def test_a_refused_request_leaves_no_trace() -> None:
     assert ledger.totals("a") == Totals(10, 0, 10, 0)
 
 
-def test_more_than_reserved_is_booked_and_owed() -> None:
-    """What a request used beyond its reservation it owes to its quota, and sums still agree."""
+def test_tokens_beyond_the_reservation_count_against_the_quota() -> None:
+    """The sums still agree."""
     ledger = QuotaLedger({"a": Quota(tokens_per_minute=60)})
     assert ledger.reserve("a", "1", 10, 0.0) is None
     ledger.settle("1", 90)
@@ -160,16 +160,16 @@ def test_more_than_reserved_is_booked_and_owed() -> None:
     assert ledger.reserve("a", "2", 10, 0.0).retry_after_s == pytest.approx(40, abs=2e-3)
 
 
-def test_no_quota_is_booked_too() -> None:
-    """Tenants without a quota are never short, and their tokens are counted."""
+def test_unlimited_tenant_is_counted_but_never_short() -> None:
+    """Its tokens are in the totals."""
     ledger = QuotaLedger()
     for number in range(1000):
         assert ledger.reserve("a", str(number), 10**9, 0.0) is None
     assert ledger.totals("a").open == 1000 * 10**9
 
 
-def test_forgetting_changes_no_answer() -> None:
-    """Only tenants with nothing open and full buckets are forgotten, so quotas hold."""
+def test_only_idle_tenants_are_forgotten() -> None:
+    """Their buckets are empty and nothing is open, so quotas hold."""
     ledger = QuotaLedger(default=Quota(tokens_per_minute=60), most_tenants=10)
     assert ledger.reserve("open", "open", 1, 0.0) is None
     assert ledger.reserve("owes", "owes", 60, 0.0) is None
@@ -183,8 +183,8 @@ def test_forgetting_changes_no_answer() -> None:
     assert len(ledger._accounts) <= 12
 
 
-def test_quotas_are_checked() -> None:
-    """Limits below 1, and bursts without a limit, are refused where they are written."""
+def test_invalid_quotas_are_refused() -> None:
+    """Limits below 1, and bursts without a limit, raise."""
     for wrong in ({"requests_per_minute": 0}, {"tokens_per_minute": -1}, {"burst_tokens": 5}):
         with pytest.raises(ValueError, match=r"quota|burst"):
             Quota(**wrong)

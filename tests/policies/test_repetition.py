@@ -1,4 +1,4 @@
-"""Repetition: what a look-up in a prompt would have drafted right, told cheaply."""
+"""Repetition: the share of lookups in a prompt that were right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftgate.policies.speculation.repetition import (
 
 
 def by_hand(token_ids: list[int]) -> float | None:
-    """The definition: look each pair up where it last stood before, and see what followed."""
+    """The definition: find each pair's latest earlier place, and compare what followed."""
     tail, latest, outcomes = token_ids[-TAIL_TOKENS:], {}, []
     for end in range(MATCH_TOKENS, len(tail)):
         key = tuple(tail[end - MATCH_TOKENS : end])
@@ -27,21 +27,21 @@ def by_hand(token_ids: list[int]) -> float | None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=700))
-def test_it_is_the_share_of_look_ups_that_were_right(token_ids) -> None:
-    """The array form finds what a look-up token by token finds."""
+def test_repetition_is_the_share_of_lookups_that_were_right(token_ids) -> None:
+    """The array form equals lookups token by token."""
     assert repetition(token_ids) == by_hand(token_ids)
 
 
-def test_its_ends_are_0_and_1() -> None:
-    """A text that only repeats itself is drafted right throughout; new text is not told of."""
+def test_repetitive_text_has_1_and_new_text_is_unknown() -> None:
+    """New text has too few lookups."""
     assert repetition([1, 2, 3, 4, 5] * 50) == 1.0
     assert repetition(range(1000)) is None
     pairs = [token for n in range(100) for token in (7, 8, 1000 + n)]  # what follows is always new
     assert repetition(pairs) == 0.0
 
 
-def test_only_the_tail_of_a_long_prompt_is_looked_at() -> None:
-    """What 100,000 tokens say before the tail changes nothing, and costs nothing."""
+def test_only_the_tail_of_a_long_prompt_counts() -> None:
+    """100,000 tokens before the tail change nothing."""
     random = Random(0)
     tail = [random.randrange(9) for _ in range(TAIL_TOKENS)]
 
@@ -54,7 +54,7 @@ def test_only_the_tail_of_a_long_prompt_is_looked_at() -> None:
     assert repetition(Prompt([*range(100_000), *tail])) == repetition(tail)
 
 
-def test_ids_of_large_vocabularies_are_told_apart() -> None:
-    """Ids up to 31 bits do not collide in a key."""
+def test_large_token_ids_do_not_collide() -> None:
+    """Ids of up to 31 bits fit the keys."""
     big = (1 << 31) - 1
     assert repetition([big, 0, big, 1] * 30) == by_hand([big, 0, big, 1] * 30) == 1.0

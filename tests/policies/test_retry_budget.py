@@ -19,7 +19,7 @@ EVENTS = st.lists(
 def test_retries_never_exceed_their_share(
     events: list[tuple[float, bool]], share: float, least_per_s: float
 ) -> None:
-    """In any window there are at most the share of its requests, and the free ones, of retries."""
+    """In any window there are at most the share of its requests and the free retries."""
     window_s = 10.0
     budget = RetryBudget(share, least_per_s, window_s)
     requests: list[float] = []
@@ -38,8 +38,8 @@ def test_retries_never_exceed_their_share(
 
 
 @given(st.integers(0, 200), st.sampled_from([0.1, 0.2, 0.5]))
-def test_an_outage_adds_no_more_than_the_share(count: int, share: float) -> None:
-    """If every request asks for a retry, so many of them get one, and no fewer."""
+def test_outage_adds_exactly_the_share(count: int, share: float) -> None:
+    """If every request asks for a retry, that share of them gets one."""
     budget = RetryBudget(share, least_per_s=0.0)
     allowed = 0
     for _ in range(count):
@@ -49,16 +49,16 @@ def test_an_outage_adds_no_more_than_the_share(count: int, share: float) -> None
     assert allowed == int(count * share + 1e-9)
 
 
-def test_a_quiet_gateway_may_retry() -> None:
-    """Without a history there are the free ones, and they come back with time."""
+def test_quiet_gateway_has_the_free_retries() -> None:
+    """They become available again with time."""
     budget = RetryBudget(share=0.2, least_per_s=0.5, window_s=10.0)
     assert [budget.take_retry(100.0) for _ in range(6)] == [True] * 5 + [False]
     assert not budget.take_retry(108.9)
     assert budget.take_retry(110.1)
 
 
-def test_no_budget_allows_none() -> None:
-    """Both at 0 is how an operator switches retries off."""
+def test_empty_budget_allows_no_retries() -> None:
+    """Operators switch retries off with both at 0."""
     budget = RetryBudget(0.0, 0.0)
     for _ in range(100):
         budget.count_request(1.0)

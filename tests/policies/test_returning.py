@@ -1,4 +1,4 @@
-"""Who returns goes first: two lines of one policy."""
+"""Returning requests are first."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TICKETS = st.lists(
 
 
 @given(st.sampled_from(SPECS), TICKETS)
-def test_who_returns_comes_before_all_others(spec: str, asked: list[tuple]) -> None:
-    """Of whatever class and however urgent these are; among themselves the policy decides."""
+def test_returning_requests_precede_all_others(spec: str, asked: list[tuple]) -> None:
+    """Class and deadline do not matter; among themselves the policy decides."""
     queue, returning, others = line(spec), ordering_policy(spec), ordering_policy(spec)
     for key, (priority, deadline_s, tenant, again) in enumerate(asked):
         ticket = Ticket(key, float(key), 50.0 + deadline_s, priority, tenant, 1.0, 0.1, again)
@@ -53,8 +53,8 @@ def test_who_returns_comes_before_all_others(spec: str, asked: list[tuple]) -> N
 
 
 @given(st.sampled_from(SPECS), TICKETS)
-def test_what_returns_is_ahead_of_newcomers(spec: str, asked: list[tuple]) -> None:
-    """A newcomer's forecast counts all that returns; who returns waits for no newcomer."""
+def test_returning_work_is_ahead_of_new_requests(spec: str, asked: list[tuple]) -> None:
+    """A returning request waits for no new one."""
     queue = line(spec)
     for key, (priority, deadline_s, tenant, again) in enumerate(asked):
         queue.push(Ticket(key, float(key), deadline_s, priority, tenant, 1.0, 0.1, again))
@@ -64,8 +64,8 @@ def test_what_returns_is_ahead_of_newcomers(spec: str, asked: list[tuple]) -> No
     assert queue.ahead_s(replace(newcomer, returning=True), 99.0) <= returning_s + 1e-9
 
 
-def test_a_tenant_pays_once() -> None:
-    """Among newcomers a tenant is charged for its first turn, and not for the second."""
+def test_tenant_is_charged_once() -> None:
+    """Among new requests a tenant is charged for its first turn, not for the second."""
     queue = line("fair")
     queue.push(Ticket(0, 0.0, 9.0, tenant="a", work_s=5.0))
     queue.push(Ticket(1, 0.0, 9.0, tenant="b", work_s=5.0))

@@ -1,4 +1,4 @@
-"""Routing: who is chosen, what old loads and rivals change, and what a decision rests on."""
+"""Routing: choices, old loads, rivals, and what decisions rest on."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ def test_price_is_still_accepted_as_a_name_of_least_cost() -> None:
 
 
 def load(**fields: object) -> WorkerLoad:
-    """An idle worker of 64 seats with memory for 16,000 tokens."""
+    """An idle worker that runs 64 sequences and has memory for 16,000 tokens."""
     given = {"kv_blocks_free": 1000, "kv_blocks_total": 1000, "max_sequences": 64, "speed": SPEED}
     values = {"running": 0, "waiting": 0, "price": 0.0, "acceptance": 0.6, "proposers": ("ngram",)}
     return WorkerLoad(**{**values, **given, **fields})
 
 
 def worker(number: int, sent_tokens: int = 0, **fields: object) -> Candidate:
-    """A worker of this process with so many tokens sent to it."""
+    """A worker of this process with that many tokens sent to it."""
     told = load(**fields)
     at = WorkerUsage(told, told.running + told.waiting, told.running)
     return Candidate(f"w-{number}", at, sent_tokens)
 
 
 def carrying(*tokens: int, **fields: object) -> Candidates:
-    """Workers that carry so many tokens."""
+    """Workers that carry these numbers of tokens."""
     return Candidates(tuple(worker(n, sent, **fields) for n, sent in enumerate(tokens)))
 
 
 def asked(
     policy: RoutingPolicy, candidates: Candidates, request: RouteView = ASKED, seed: int = 0
 ) -> Route:
-    """A decision that is not told to the policy."""
+    """A decision that the policy does not learn."""
     return policy.route(request, candidates, Random(seed).random)
 
 
 def placed(
     policy: RoutingPolicy, candidates: Candidates, request: RouteView = ASKED, seed: int = 0
 ) -> int:
-    """The place of the worker that is chosen; the policy is told."""
+    """The place of the chosen worker; the policy learns of it."""
     route = asked(policy, candidates, request, seed)
     place = [one.worker_id for one in candidates.workers].index(route.worker_id)
     policy.placed(request, candidates.workers[place])
@@ -84,12 +84,12 @@ def placed(
 
 
 def chain(tenant: str, blocks: int) -> tuple[bytes, ...]:
-    """Hashes of a tenant's prompt; one of another length agrees as far as it goes."""
+    """Hashes of a tenant's prompt; prompts of other lengths share their prefix."""
     return tuple(f"{tenant}/{block}".encode() for block in range(blocks))
 
 
 def prompt(tenant: str, blocks: int) -> RouteView:
-    """A request with a prompt of so many blocks."""
+    """A request with a prompt of that many blocks."""
     tokens = 16 * blocks
     known = RequestView(tokens, 100, 0.8)
     return RouteView(known, tokens + 100, 100.0, 1, tenant, chain(tenant, blocks))
@@ -125,8 +125,8 @@ def test_conformance(spec: str) -> None:
         ("weighted:load=inf", "above 0"),
     ],
 )
-def test_what_does_not_exist_is_refused_in_words(spec: str, words: str) -> None:
-    """A name, a scorer or a weight that cannot be is named, with those that can."""
+def test_invalid_specs_are_refused_with_the_valid_ones(spec: str, words: str) -> None:
+    """The error names the policy, scorer or weight."""
     with pytest.raises(ValueError, match=words):
         routing_policy(spec)
 
@@ -139,9 +139,9 @@ def test_what_does_not_exist_is_refused_in_words(spec: str, words: str) -> None:
     st.integers(0, 20),
     st.integers(0, 3),
 )
-def test_whoever_is_there_one_of_them_is_chosen(spec, there, rivals, seed) -> None:
-    """Any number of workers under any load, fresh or old: a candidate is chosen, each offered once,
-    and but for the one in front the offers come best first."""
+def test_some_candidate_is_always_chosen(spec, there, rivals, seed) -> None:
+    """For any workers and loads each is offered once, and the alternatives are sorted, best
+    first."""
     workers = tuple(
         replace(worker(n, sent, running=running), leased_tokens=leased, age_s=float(n % 3))
         for n, (sent, running, leased) in enumerate(there)
@@ -160,13 +160,13 @@ def test_whoever_is_there_one_of_them_is_chosen(spec, there, rivals, seed) -> No
 @pytest.mark.parametrize(
     ("tokens", "chosen"), [([0], 0), ([0, 0], 0), ([5, 3], 1), ([7, 7, 7], 0), ([9, 4, 4], 1)]
 )
-def test_the_least_loaded_worker_is_chosen(tokens: list[int], chosen: int) -> None:
-    """Fewest tokens win, and the first of equals."""
+def test_least_loaded_takes_the_fewest_tokens(tokens: list[int], chosen: int) -> None:
+    """Of equals it takes the first."""
     assert placed(routing_policy("least_loaded"), carrying(*tokens)) == chosen
 
 
-def test_equals_are_chosen_in_turn() -> None:
-    """Idle workers share what comes: the one behind the last chosen is next."""
+def test_equal_workers_take_turns() -> None:
+    """The worker after the last chosen one is next."""
     policy = routing_policy("least_loaded")
     assert [placed(policy, carrying(0, 0, 0)) for _ in range(4)] == [0, 1, 2, 0]
     assert placed(policy, carrying(5, 9, 5)) == 2
@@ -174,7 +174,7 @@ def test_equals_are_chosen_in_turn() -> None:
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
-    """Every worker gets every n-th request, also when one is left out now and then."""
+    """Every worker gets every n-th request, even if one is missing sometimes."""
     policy = routing_policy("round_robin")
     assert [placed(policy, carrying(9, 0, 5)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     workers = carrying(0, 0, 0).workers
@@ -182,8 +182,8 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
     assert placed(policy, Candidates(workers)) == 0
 
 
-def test_what_others_hold_there_counts_as_well_as_what_was_sent_from_here() -> None:
-    """A worker whose memory others have filled is not idle for who has sent it nothing."""
+def test_tokens_of_other_gateways_count() -> None:
+    """A worker whose memory others have filled is not idle."""
     workers = (worker(0, 0, kv_blocks_free=500), worker(1, 4000))
     assert workers[0].tokens == 8000
     assert placed(routing_policy("least_loaded"), Candidates(workers)) == 1
@@ -192,15 +192,15 @@ def test_what_others_hold_there_counts_as_well_as_what_was_sent_from_here() -> N
 
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=9, unique=True), st.integers(0, 99))
-def test_power_of_two_never_takes_the_worst_and_spares_the_others_a_look(tokens, seed) -> None:
-    """Two are drawn and the better one is taken, so the most loaded of three or more never is."""
+def test_power_of_two_never_takes_the_most_loaded_of_three(tokens, seed) -> None:
+    """Two are drawn, and the better one is taken."""
     route = asked(routing_policy("power_of_two"), carrying(*tokens), seed=seed)
     first, second = route.offers
     assert first.level < second.level
     assert first.worker_id != f"w-{tokens.index(max(tokens))}"
 
 
-def test_power_of_two_draws_all_pairs_alike() -> None:
+def test_power_of_two_draws_all_pairs_equally_often() -> None:
     """Of four workers each pair is drawn in about a sixth of all decisions."""
     policy, draw = routing_policy("power_of_two"), Random(7).random
     pairs = Counter(
@@ -216,9 +216,8 @@ def test_power_of_two_draws_all_pairs_alike() -> None:
 # --- prefixes ------------------------------------------------------------------------------------
 
 
-def test_affinity_follows_the_prompt_and_gives_way_to_overload() -> None:
-    """The same beginning goes where it was, whatever its tenant's neighbours do; not beyond what
-    the mean allows."""
+def test_prefix_affinity_follows_the_prompt_until_overload() -> None:
+    """The same prefix returns to its worker, whatever other prompts of the tenant do."""
     policy = routing_policy("prefix_affinity")
     assert policy.reads_prompts
     assert placed(policy, carrying(9, 0, 9), prompt("a", 64)) == 1
@@ -228,8 +227,8 @@ def test_affinity_follows_the_prompt_and_gives_way_to_overload() -> None:
     assert placed(policy, carrying(0, heavy, 0), prompt("a", 100)) != 1
 
 
-def test_without_hashes_affinity_is_least_loaded() -> None:
-    """Where nobody hashed a prompt, nothing is cached anywhere, and tokens decide."""
+def test_prefix_affinity_without_hashes_is_least_loaded() -> None:
+    """Nothing is cached anywhere, and tokens decide."""
     policy = routing_policy("prefix_affinity")
     assert [placed(policy, carrying(9, 4, 7)) for _ in range(3)] == [1, 1, 1]
 
@@ -240,9 +239,8 @@ CHAINS = st.lists(
 
 
 @given(CHAINS, st.integers(1, 40))
-def test_the_index_is_bounded_and_never_says_more_than_was_seen(notes, room) -> None:
-    """However much is noted, no worker has more entries than its cache has room for, and a prompt
-    is known only as far as some prompt of its tenant went to that worker."""
+def test_history_is_bounded_and_never_overstates_the_cache(notes, room) -> None:
+    """No worker has more entries than its cache, and a prompt counts only as far as it was sent."""
     index, longest = PlacementHistory(), Counter[tuple[str, str]]()
     for tenant, name, blocks in notes:
         index.record(name, chain(tenant, blocks), room * STRIDE)
@@ -257,8 +255,8 @@ def test_the_index_is_bounded_and_never_says_more_than_was_seen(notes, room) -> 
                 assert known % STRIDE == 0
 
 
-def test_the_index_forgets_workers_that_are_gone() -> None:
-    """Workers that come and go for ever do not fill it."""
+def test_history_forgets_workers_that_left() -> None:
+    """Workers that come and go do not fill it."""
     index = PlacementHistory(most_workers=3)
     for number in range(10):
         index.record(f"w-{number}", chain("a", 80), 0)
@@ -273,12 +271,12 @@ def test_the_index_forgets_workers_that_are_gone() -> None:
 
 
 def cheapest(*workers: Candidate, request: RouteView = ASKED) -> int:
-    """The place that `least_cost` takes when it has seen nothing."""
+    """The place that a new `least_cost` takes."""
     return placed(routing_policy("least_cost"), Candidates(workers), request)
 
 
-def test_price_weighs_backlog_batch_speed_and_cache() -> None:
-    """Each by itself decides between workers that are alike otherwise."""
+def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
+    """Each of these decides between otherwise equal workers."""
     assert cheapest(worker(0, prompt_tokens=4000), worker(1)) == 1
     assert cheapest(worker(0, running=8), worker(1, running=2)) == 1
     slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
@@ -289,9 +287,8 @@ def test_price_weighs_backlog_batch_speed_and_cache() -> None:
     assert placed(policy, carrying(0, 0, 0), prompt("a", 256)) == 1
 
 
-def test_a_faster_worker_gets_more_but_not_everything() -> None:
-    """Requests that stay are shared between two speeds: what all lose counts, so the fast one is
-    not filled until it is as slow as the other."""
+def test_faster_worker_gets_more_but_not_everything() -> None:
+    """The loss of the others counts, so the fast worker is not filled until it is as slow."""
     policy, slow = routing_policy("least_cost"), replace(SPEED, step_s=0.02, step_sequence_s=2e-4)
     counts = [0, 0]
     for _ in range(300):
@@ -309,8 +306,8 @@ def test_a_faster_worker_gets_more_but_not_everything() -> None:
     assert tpots_s[0] < tpots_s[1]
 
 
-def test_idle_workers_that_are_nearly_alike_take_turns() -> None:
-    """Speeds are measured: a worker that seems 2 % faster must not get everything."""
+def test_nearly_equal_idle_workers_take_turns() -> None:
+    """Speeds are measured: a worker that seems 2% faster must not get everything."""
     policy = routing_policy("least_cost")
     speeds = [replace(SPEED, step_s=0.01 * times) for times in (1.02, 1.0, 1.01)]
     workers = tuple(worker(number, speed=speed) for number, speed in enumerate(speeds))
@@ -318,8 +315,8 @@ def test_idle_workers_that_are_nearly_alike_take_turns() -> None:
     assert taken == {0: 10, 1: 10, 2: 10}
 
 
-def test_where_no_speed_is_known_tokens_decide() -> None:
-    """Upstreams, which are seen from outside, are chosen as by `least_loaded`, and it says so."""
+def test_without_known_speed_tokens_decide() -> None:
+    """Upstreams are chosen as by `least_loaded`, and the reason says so."""
     policy, unknown = (
         routing_policy("least_cost"),
         {"speed": WorkerSpeed(0.02, 1e-4), "max_sequences": 0},
@@ -331,16 +328,16 @@ def test_where_no_speed_is_known_tokens_decide() -> None:
     assert [placed(policy, carrying(0, 0, **unknown)) for _ in range(4)] == [0, 1, 0, 1]
 
 
-def test_who_has_not_run_yet_is_taken_for_as_fast_as_the_others() -> None:
-    """A worker that tells no speed among others that do is neither shunned nor stormed."""
+def test_worker_without_speed_counts_as_average() -> None:
+    """It is neither avoided nor flooded."""
     fresh = worker(0, speed=WorkerSpeed())
     assert cheapest(fresh, worker(1, running=3)) == 0
     assert cheapest(replace(fresh, usage=WorkerUsage(load(running=5), 5, 5)), worker(1)) == 1
 
 
 def test_placement_and_drafts_are_one_decision() -> None:
-    """Of two workers that take the same time, one with dear slots: a request whose drafts go well
-    is sent where they pay; to one that may not draft, and to who does not look, all is the same."""
+    """Of two equally fast workers one has dear slots: a request with good drafts avoids it. Other
+    requests, and `:undrafted`, see no difference."""
     good = replace(ASKED.request, tenant_drafts=DraftCounts(900.0, 50.0))
     drafting = replace(ASKED, request=good)
     plain = replace(ASKED, request=replace(good, mode=SpeculationMode.OFF))
@@ -362,10 +359,10 @@ def test_placement_and_drafts_are_one_decision() -> None:
     st.floats(0.0, 1.0),
     st.floats(0.0, 5.0),
 )
-def test_more_to_do_is_never_better_and_more_in_the_cache_never_worse(
+def test_cost_rises_with_load_and_falls_with_cached_tokens(
     running, ahead, cached, price, age_s
 ) -> None:
-    """Costs rise with every sequence, prompt token and lease, and fall with every cached token."""
+    """This holds for every sequence, prompt token and lease."""
     at = worker(0, running=running, prompt_tokens=ahead, price=price)
     busier = worker(0, running=running + 1, prompt_tokens=ahead, price=price)
     behind = worker(0, running=running, prompt_tokens=ahead + 100, price=price)
@@ -389,9 +386,8 @@ def test_more_to_do_is_never_better_and_more_in_the_cache_never_worse(
     st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(0.01, 10.0)), min_size=1, max_size=12),
     st.floats(0.1, 1000.0),
 )
-def test_water_finds_its_level(there, tokens) -> None:
-    """All tokens go somewhere; whoever gets some is filled to the same level, whoever gets none is
-    above it already."""
+def test_fill_levels_reaches_one_common_level(there, tokens) -> None:
+    """All tokens are placed, and places without tokens are above that level already."""
     there.sort()
     levels, rises = [level for level, _ in there], [rise for _, rise in there]
     fills = fill_levels(levels, rises, tokens)
@@ -406,8 +402,8 @@ def test_water_finds_its_level(there, tokens) -> None:
 
 @pytest.mark.parametrize("spec", ["least_cost", "weighted:load=1"])
 def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
-    """1,600 decisions by the same report even out what it says, within chance; without rivals all
-    take the least."""
+    """1,600 decisions by one report even it out, within chance; without rivals all take the
+    least."""
     report = (0, 4000, 8000, 16_000)
 
     def counts(rivals: int) -> Counter[str]:
@@ -435,7 +431,7 @@ def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
 
 
 def at_ages(*ages_s: float, leased_tokens: int = 0, **fields: object) -> tuple[Candidate, ...]:
-    """Workers that are alike but for the age of what is known of them."""
+    """Workers that differ only in the age of their loads."""
     return tuple(
         replace(worker(n, **fields), age_s=age_s, leased_tokens=leased_tokens, own=False)
         for n, age_s in enumerate(ages_s)
@@ -443,21 +439,20 @@ def at_ages(*ages_s: float, leased_tokens: int = 0, **fields: object) -> tuple[C
 
 
 def scores(workers: tuple[Candidate, ...], gateways: int = 1) -> list[float]:
-    """What a request costs on each, leases left out."""
+    """The cost of a request on each worker, without leases."""
     found = predict(ASKED, workers, [0] * len(workers), gateways=gateways)
     assert found is not None
     return [one.score.value for one in found]
 
 
-def test_idle_workers_are_alike_however_old_their_reports_are() -> None:
-    """Where nobody has anything to do, time that has passed is worth nothing."""
+def test_age_of_reports_does_not_matter_for_idle_workers() -> None:
+    """Elapsed time is worth nothing without work."""
     fresh, old = scores(at_ages(0.0, 1.0))
     assert fresh == old
 
 
-def test_leases_behind_an_old_report_have_been_worked_on_like_what_it_told() -> None:
-    """Of two workers with as much leased behind their reports, the one that reported long ago has
-    worked it off since, though it had nothing to do then."""
+def test_leases_after_an_old_report_are_partly_processed() -> None:
+    """Of two workers with equal leases, the one with the older report has processed more."""
     plenty = round(1.0 / SPEED.step_token_s) * 2
     fresh, old = scores(at_ages(0.0, 1.0, leased_tokens=plenty))
     assert fresh - old == pytest.approx(1.0)
@@ -466,8 +461,8 @@ def test_leases_behind_an_old_report_have_been_worked_on_like_what_it_told() -> 
     assert 0.0 < fresh - old < 0.1
 
 
-def test_what_rivals_are_taken_to_have_leased_keeps_workers_busy_too() -> None:
-    """With the leases of one gateway known, those of all others are taken to be as many."""
+def test_assumed_leases_of_rivals_keep_workers_busy() -> None:
+    """Every rival is assumed to have leased as much as this gateway."""
     little = round(0.1 / SPEED.step_token_s)
     (fresh, old), (fresh_beside, old_beside) = (
         scores(at_ages(0.0, 1.0, leased_tokens=little), gateways) for gateways in (1, 30)
@@ -477,9 +472,8 @@ def test_what_rivals_are_taken_to_have_leased_keeps_workers_busy_too() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60_000), st.floats(0, 5), st.integers(0, 60_000))))
-def test_time_takes_off_no_more_than_has_passed(there) -> None:
-    """A score falls by the age of the report at most, and the time that is predicted is never less
-    than the request's own."""
+def test_score_falls_by_at_most_the_age_of_the_report(there) -> None:
+    """The predicted time is never below the request's own."""
     workers = tuple(
         replace(worker(n, prompt_tokens=ahead), age_s=age_s, leased_tokens=leased)
         for n, (ahead, age_s, leased) in enumerate([*there, (0, 0.0, 0)])
@@ -494,15 +488,15 @@ def test_time_takes_off_no_more_than_has_passed(there) -> None:
 
 
 def _least_with(route: Route, leased: dict[str, int]) -> ScoredWorker:
-    """What a state store takes that knows all leases."""
+    """The choice of a state store that knows all leases."""
     return min(
         route.offers,
         key=lambda offer: offer.score + offer.score_per_token * leased[offer.worker_id],
     )
 
 
-def test_a_reservation_takes_the_least_with_the_leases_it_knows() -> None:
-    """Offers that were best by an old report give way to others as leases pile up behind it."""
+def test_reservation_takes_the_least_score_with_all_leases() -> None:
+    """The best offers of an old report give way as leases accumulate."""
     route = asked(routing_policy("least_cost"), carrying(0, 0, 0, 0))
     leased = dict.fromkeys((offer.worker_id for offer in route.offers), 0)
     for _ in range(40):
@@ -513,7 +507,7 @@ def test_a_reservation_takes_the_least_with_the_leases_it_knows() -> None:
 
 
 def test_of_many_workers_the_best_64_are_offered() -> None:
-    """What a reservation looks at is bounded, and the chosen one comes first."""
+    """The chosen worker is first, and the number of offers is bounded."""
     route = asked(routing_policy("least_loaded"), carrying(*range(500, 300, -1)))
     assert len(route.offers) == 64
     assert route.worker_id == "w-199"
@@ -524,7 +518,7 @@ def test_of_many_workers_the_best_64_are_offered() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.floats(0, 9), st.floats(0, 3)), min_size=1))
 def test_scores_are_from_0_to_1(there) -> None:
-    """Weights compare scorers, so no scorer may leave its range."""
+    """Weights compare scorers, so every scorer stays in its range."""
     workers = [
         replace(worker(n, sent, price=price), age_s=age_s)
         for n, (sent, age_s, price) in enumerate(there)
@@ -536,7 +530,7 @@ def test_scores_are_from_0_to_1(there) -> None:
 
 
 def test_weights_decide_between_scorers() -> None:
-    """What is cached and what is carried pull apart; the heavier scorer wins, and says so."""
+    """The heavier scorer wins, and the reason names it."""
     for spec, chosen in (("weighted:prefix=3,load", 1), ("weighted:prefix,load=3", 2)):
         policy = routing_policy(spec)
         policy.placed(prompt("a", 64), worker(1))

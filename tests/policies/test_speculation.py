@@ -1,4 +1,4 @@
-"""Speculation policies: what they promise to a client, and when drafting pays."""
+"""Speculation policies: their contracts with clients, and when drafting pays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ H100_8B = StepCost(
 
 
 def chain(length: int, acceptance: float) -> tuple[float, ...]:
-    """Survivals of a chain whose tokens all have this chance."""
+    """Survivals of a chain whose tokens all have this probability."""
     return tuple(acceptance**depth for depth in range(1, length + 1))
 
 
@@ -83,8 +83,8 @@ def test_conformance(spec: str) -> None:
     check_speculation(policy)
 
 
-def test_conformance_check_finds_a_cheat() -> None:
-    """The suite that third parties run does refuse a policy which overspends its slots."""
+def test_conformance_check_refuses_a_policy_beyond_its_budget() -> None:
+    """Third parties run the same checks."""
 
     class Greedy(Off):
         def draft_lengths(self, step, cost):
@@ -106,7 +106,7 @@ def test_auto_shortens_as_the_batch_grows(acceptance: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 32, 256])
 def test_auto_shortens_as_acceptance_falls(size: int) -> None:
-    """At an equal batch, drafts that agree less often are never longer."""
+    """At an equal batch, drafts that are accepted less often are never longer."""
     longest = [
         max(Auto().draft_lengths(batch(size, acceptance), H100_8B))
         for acceptance in (0.95, 0.8, 0.6, 0.3, 0.05)
@@ -115,21 +115,21 @@ def test_auto_shortens_as_acceptance_falls(size: int) -> None:
     assert longest[-1] < longest[0]
 
 
-def test_auto_drafts_nothing_where_nothing_can_be_gained() -> None:
-    """Where a token costs its full share of the step, or nothing agrees, no slot is taken."""
+def test_auto_drafts_nothing_without_a_gain() -> None:
+    """Tokens cost their full share of the step, or no draft is accepted."""
     linear = StepCost(tuple(range(1, 200)), tuple(1e-3 * n for n in range(1, 200)))
     assert set(Auto().draft_lengths(batch(8, 0.9), linear)) == {0}
     assert set(Auto().draft_lengths(batch(8, 0.0), H100_8B)) == {0}
 
 
-def test_auto_drafts_all_it_can_where_slots_are_free() -> None:
-    """Below the edge of a flat stair every slot that may survive is worth taking."""
+def test_auto_uses_all_free_slots() -> None:
+    """Before the end of a flat stair every slot that may survive is worth taking."""
     flat = StepCost((64,), (1e-3,))
     assert Auto().draft_lengths(batch(2, 0.5), flat) == [16, 16]
 
 
-def test_auto_drafts_longer_where_kv_reads_dominate() -> None:
-    """With contexts of 32k the step is long anyway: drafts stay worthwhile at the same batch."""
+def test_auto_drafts_longer_if_kv_reads_dominate() -> None:
+    """With contexts of 32k steps are long anyway, and drafts stay worthwhile at the same batch."""
     short = max(Auto().draft_lengths(batch(256, 0.7, context=200), H100_8B))
     long = max(Auto().draft_lengths(batch(256, 0.7, context=32_000), H100_8B))
     assert long > short
@@ -149,7 +149,7 @@ def test_auto_drafts_longer_where_kv_reads_dominate() -> None:
 def test_auto_never_expects_less_than_no_speculation(
     candidates, budget, kv_tokens, rises, first_s
 ) -> None:
-    """Under its own cost model `auto` is at least as fast as `off`, whatever the stairs."""
+    """By its own cost model `auto` is at least as fast as `off`, on any staircase."""
     steps = [first_s]
     for rise in rises:
         steps.append(steps[-1] + rise)
@@ -164,7 +164,7 @@ def test_auto_never_expects_less_than_no_speculation(
 @pytest.mark.parametrize("size", [1, 16, 128, 512])
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
 def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptance) -> None:
-    """With equal beliefs no baseline's lengths promise more: they are among those `auto` saw."""
+    """With equal estimates no baseline's lengths promise more."""
     step = replace(batch(size, acceptance), acceptance=acceptance)
     best = tokens_per_s(step, Auto().draft_lengths(step, H100_8B), H100_8B)
     for spec in ("off", "fixed:2", "fixed:8", "smartspec", "adaptive_verification"):
@@ -173,7 +173,7 @@ def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptanc
 
 
 def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
-    """One k for all: the best by the paper's formula, shorter the larger the batch."""
+    """One length for all: the best by the paper's formula, shorter in larger batches."""
     chosen = []
     for size in (1, 64, 512):
         step = replace(batch(size, 0.5), acceptance=0.8)
@@ -190,8 +190,8 @@ def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
     assert chosen[0] > chosen[-1]
 
 
-def test_adaptive_verification_drafts_everything_before_it_trims() -> None:
-    """Drafts that cost something are made in full; once there, the likeliest slots stay."""
+def test_adaptive_verification_drafts_everything_then_trims() -> None:
+    """Computed drafts have full length first; then the likeliest slots are verified."""
     dear = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
     step = StepView(64, 32_000, 64, 4096, (dear,) * 64)
     policy = AdaptiveVerification()
@@ -202,8 +202,8 @@ def test_adaptive_verification_drafts_everything_before_it_trims() -> None:
     assert 0 < max(trimmed) < 16
 
 
-def test_a_table_of_batch_sizes_is_followed(tmp_path) -> None:
-    """`threshold_by_batch:FILE` drafts what the row of the batch size says, and else nothing."""
+def test_threshold_by_batch_follows_its_table(tmp_path) -> None:
+    """Batch sizes without a row draft nothing."""
     table = tmp_path / "table.json"
     table.write_text("[[1, 4, 8], [5, 64, 2]]")
     policy = speculation_policy(f"threshold_by_batch:{table}")
@@ -227,7 +227,7 @@ def test_a_table_of_batch_sizes_is_followed(tmp_path) -> None:
         ("[[1, 2, 65]]", "is not a row"),
     ],
 )
-def test_a_damaged_table_is_refused_by_name(tmp_path, content, words) -> None:
+def test_invalid_table_is_refused(tmp_path, content, words) -> None:
     """The error names the file and what is wrong with it."""
     table = tmp_path / "table.json"
     if content is not None:
@@ -237,8 +237,8 @@ def test_a_damaged_table_is_refused_by_name(tmp_path, content, words) -> None:
     assert str(table) in str(refused.value)
 
 
-def test_auto_leaves_the_proposer_open_where_there_are_several() -> None:
-    """Without a wish whatever pays may draft; a lone proposer, or a named one, is said."""
+def test_auto_leaves_the_choice_of_several_proposers_open() -> None:
+    """A lone proposer, or one that the client names, is in the plan."""
     several = load(proposers=("ngram", "draft_model"))
     plan = Auto().decide(RequestView(1, 9, 0.0), several)
     assert plan.proposer == ANY_PROPOSER
@@ -250,7 +250,7 @@ def test_auto_leaves_the_proposer_open_where_there_are_several() -> None:
 
 
 def test_fixed_drafts_the_same_whatever_the_load() -> None:
-    """`fixed:K` takes K slots each while the budget lasts, first come first served."""
+    """`fixed:K` takes K slots each while the budget lasts, in the order of candidates."""
     assert Fixed(3).draft_lengths(batch(4, 0.01, budget=8), H100_8B) == [3, 3, 2, 0]
     assert Fixed(3).decide(RequestView(1, 9, 0.0), load(price=50.0)).max_draft_tokens == 3
 
@@ -270,7 +270,7 @@ def test_auto_plans_for_a_request_by_the_price() -> None:
     assert "but the load may pass" in plans[4].reason
 
 
-def test_a_decision_needs_no_history_and_uses_what_there_is() -> None:
+def test_decision_uses_the_nearest_history() -> None:
     """A tenant's record outweighs that of all, and that the worker's, as far as each goes."""
     here = load(price=0.6, acceptance=0.2)
     good, bad, little = DraftCounts(900, 100), DraftCounts(100, 900), DraftCounts(2, 0)
@@ -307,8 +307,9 @@ def cap_of(view: RequestView, price: float, acceptance: float) -> int:
 
 
 @given(VIEWS, st.floats(0, 5), st.floats(0, 1), st.floats(0, 1), st.floats(0, 5))
-def test_decisions_are_monotone(view, price, acceptance, share, more) -> None:
-    """More repetition, more agreement, a target or a higher class never shorten; price does."""
+def test_caps_are_monotone(view, price, acceptance, share, more) -> None:
+    """Repetition, acceptance, a target or a better class never shorten a cap; price never lengthens
+    it."""
     cap = cap_of(view, price, acceptance)
     assert 1 <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
@@ -325,8 +326,8 @@ def test_decisions_are_monotone(view, price, acceptance, share, more) -> None:
     assert cap_of(replace(view, service=first), price, acceptance) >= cap
 
 
-def test_a_tight_target_is_not_capped_by_the_price_of_others() -> None:
-    """Who may come to be late may draft as far as four times its survivals pay."""
+def test_tpot_target_raises_the_cap() -> None:
+    """A request that may become late may use slots up to four times the price."""
     tight = RequestView(1, 9, 0.0, service=ServiceLevel(tpot_s=0.01))
     here = load(price=0.8, acceptance=0.5)
     usual = RequestView(1, 9, 0.0)
@@ -336,8 +337,8 @@ def test_a_tight_target_is_not_capped_by_the_price_of_others() -> None:
     assert "4 x survival" in plan.reason
 
 
-def test_repetition_counts_where_a_look_up_may_draft() -> None:
-    """Nothing in a prompt's repetition is told of a draft model."""
+def test_repetition_counts_only_for_ngram_drafts() -> None:
+    """It says nothing about a draft model."""
     view = RequestView(1, 9, 0.0, repetition=1.0)
     there = ("ngram", "draft_model")
     named = replace(view, mode=SpeculationMode.DRAFT_MODEL)
@@ -346,8 +347,8 @@ def test_repetition_counts_where_a_look_up_may_draft() -> None:
     assert "repetition" not in Auto().decide(view, load(proposers=there[1:])).reason
 
 
-def test_the_clients_cap_is_named_as_the_reason() -> None:
-    """Who asked for less than would pay is told so."""
+def test_reason_names_the_clients_cap() -> None:
+    """This holds if the client asked for less than would pay."""
     plan = Auto().decide(RequestView(1, 9, 0.0, max_draft_tokens=2), load())
     assert plan.reason.startswith("up to 2 draft tokens, as asked for; acceptance")
 
@@ -362,8 +363,8 @@ def test_the_clients_cap_is_named_as_the_reason() -> None:
     ],
     ids=["off", "cap 0", "no proposer", "another proposer"],
 )
-def test_a_request_that_cannot_speculate_learns_why(request_view, proposers, reason) -> None:
-    """When the client or the worker rules speculation out, the plan says which."""
+def test_plan_without_speculation_says_why(request_view, proposers, reason) -> None:
+    """Either the client or the worker rules it out."""
     for policy in (Auto(), Fixed(4)):
         plan = policy.decide(request_view, load(proposers=proposers))
         assert plan.proposer is None
@@ -378,8 +379,8 @@ def test_a_named_proposer_is_used() -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "of", "fixed4", "AUTO"])
-def test_an_unknown_policy_lists_the_known_ones_once(spec: str) -> None:
-    """The error names what was asked for and every policy there is."""
+def test_unknown_policy_is_refused_with_the_known_ones(spec: str) -> None:
+    """Every known policy is listed once."""
     with pytest.raises(ValueError, match="unknown speculation policy") as unknown:
         speculation_policy(spec)
     assert repr(spec) in str(unknown.value)
@@ -399,14 +400,14 @@ def test_fixed_needs_a_whole_number(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["off:1", "auto:x", "smartspec:4"])
-def test_an_argument_nobody_takes_is_refused(spec: str) -> None:
-    """A policy without an argument does not ignore one silently."""
+def test_unexpected_argument_is_refused(spec: str) -> None:
+    """A policy without an argument does not ignore one."""
     with pytest.raises(ValueError, match="takes no argument"):
         speculation_policy(spec)
 
 
 def test_unweighted_gives_slots_to_the_likeliest() -> None:
-    """`auto:unweighted` does what `auto` does where all weigh the same, whatever weights say."""
+    """`auto:unweighted` acts as `auto` does with equal weights."""
     likely, late = chain(8, 0.8), chain(8, 0.6)
     alike = StepView(2, 1000, 2, 4, (DraftCandidate(likely), DraftCandidate(late)))
     candidates = (DraftCandidate(likely), DraftCandidate(late, weight=4.0))
@@ -420,7 +421,7 @@ def test_unweighted_gives_slots_to_the_likeliest() -> None:
 
 
 def test_auto_drafts_as_deep_as_drafting_pays() -> None:
-    """A depth that costs as much as the step it saves is not drafted; one that is free, is."""
+    """A depth that costs as much as the step it saves is not drafted; a free one is."""
     step_s = H100_8B.seconds(1, 500, 1)
     lengths = []
     for depth_s in (0.0, step_s / 20, step_s / 4, 2 * step_s):

@@ -1,4 +1,4 @@
-"""How fast a worker is, by the steps it ran."""
+"""The present speed of a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUDGET = 64
 
 
 def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float = 0.0) -> float:
-    """Let so many equal steps run; return when the last one ended."""
+    """Runs equal steps; returns when the last one ended."""
     now_s = start_s
     for _ in range(steps):
         meter.begin(now_s)
@@ -22,8 +22,8 @@ def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float 
     return now_s
 
 
-def test_a_worker_that_ran_nothing_tells_what_is_forecast() -> None:
-    """The first requests are not admitted blind: a lone decode, and a full step of a prompt."""
+def test_worker_without_steps_reports_predicted_speeds() -> None:
+    """A lone decode, and a full step of a prompt."""
     speed = SpeedMeter(COST, BUDGET).speed(COST, 0, 0)
     assert speed.tpot_s == pytest.approx(COST.seconds(1, 1, 1))
     assert speed.prompt_token_s == pytest.approx(COST.seconds(BUDGET, BUDGET, 1) / BUDGET)
@@ -31,7 +31,7 @@ def test_a_worker_that_ran_nothing_tells_what_is_forecast() -> None:
 
 
 def test_speeds_are_those_of_the_last_steps() -> None:
-    """After a few times what is looked back on, the forecast and slower times are forgotten."""
+    """After a few windows, the forecast and slower steps are forgotten."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 100, 0.5, 4, 4, 32)
     run(meter, 10 * LAST_STEPS, 0.02, 4, 8, 50, start_s=now_s)
@@ -40,8 +40,8 @@ def test_speeds_are_those_of_the_last_steps() -> None:
     assert speed.prompt_token_s == pytest.approx(0.02 / 50, rel=1e-3)
 
 
-def test_a_rate_is_seconds_by_tokens_not_a_mean_of_rates() -> None:
-    """Steps of 1 token in 10 ms and of 100 tokens in 100 ms in turn: 110 ms for 101 tokens."""
+def test_rate_is_total_seconds_over_total_tokens() -> None:
+    """Alternating 1 token in 10 ms and 100 tokens in 100 ms gives 110 ms for 101 tokens."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = 0.0
     for turn in range(20 * LAST_STEPS):
@@ -52,7 +52,7 @@ def test_a_rate_is_seconds_by_tokens_not_a_mean_of_rates() -> None:
     assert meter.speed(COST, 0, 0).prompt_token_s == pytest.approx(0.11 / 101, rel=0.05)
 
 
-def test_idle_time_is_no_steps() -> None:
+def test_idle_time_does_not_count() -> None:
     """A worker that slept for an hour is as fast as before."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 10 * LAST_STEPS, 0.02, 2, 2, 0)
@@ -62,8 +62,8 @@ def test_idle_time_is_no_steps() -> None:
     assert meter.speed(COST, 2, 10).tpot_s == pytest.approx(before.tpot_s)
 
 
-def test_what_one_more_costs_is_spread_over_the_tokens_of_a_step() -> None:
-    """Where drafts bring two tokens a step, a longer step delays each of them by half."""
+def test_cost_of_another_sequence_is_spread_over_the_tokens_of_a_step() -> None:
+    """With two tokens per step, a longer step delays each of them by half."""
     plain, drafted = SpeedMeter(COST, BUDGET), SpeedMeter(COST, BUDGET)
     run(plain, 10 * LAST_STEPS, 0.02, 4, 4, 0)
     run(drafted, 10 * LAST_STEPS, 0.02, 4, 8, 0)
@@ -72,8 +72,8 @@ def test_what_one_more_costs_is_spread_over_the_tokens_of_a_step() -> None:
     assert drafted.speed(COST, 4, 40).sequence_s == pytest.approx(more_s / 2, rel=1e-4)
 
 
-def test_how_long_ago_the_last_step_was_planned_is_told() -> None:
-    """Between two steps in a row; not behind idle time, nor where the last is not accounted for."""
+def test_begin_returns_the_time_since_the_last_step() -> None:
+    """None after idle time, or if the last step was not recorded."""
     meter = SpeedMeter(COST, BUDGET)
     assert meter.begin(1.0) is None
     assert meter.begin(2.0) is None

@@ -13,17 +13,15 @@ small = st.integers(0, 800)
 
 
 @given(costs(), small, small, small, small, small, small)
-def test_more_of_anything_never_costs_less(cost, tokens, kv, sequences, a, b, c) -> None:
-    """A step's cost is monotone in tokens, KV tokens and sequences, beyond the table too.
-
-    Without drafts, that is: of these each reads as much as the sequences do on average.
-    """
+def test_cost_is_monotone(cost, tokens, kv, sequences, a, b, c) -> None:
+    """In tokens, KV tokens and sequences without drafts, also beyond the table. A draft reads as
+    much as the sequences do on average."""
     here = cost.seconds(tokens, kv, sequences)
     assert cost.seconds(tokens + a, kv + b, sequences + c) >= here - 1e-12
 
 
-def test_tokens_up_to_the_edge_are_free_and_beyond_the_table_the_slope_goes_on() -> None:
-    """Tokens that fit the bucket cost nothing more; behind the last bucket every one does."""
+def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
+    """Beyond the last bucket every token costs time."""
     cost = StepCost((4, 8), (1.0, 1.4))
     assert [cost.seconds(n) for n in (0, 1, 4, 5, 8)] == [1.0, 1.0, 1.0, 1.4, 1.4]
     assert cost.seconds(10) == pytest.approx(1.6)
@@ -31,8 +29,8 @@ def test_tokens_up_to_the_edge_are_free_and_beyond_the_table_the_slope_goes_on()
 
 
 @given(costs(), small, small, small, st.integers(0, 300))
-def test_seconds_of_all_slot_counts_are_those_of_each(cost, tokens, kv, sequences, most) -> None:
-    """The vector that allocation reads holds what `seconds` says for every number of slots."""
+def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, most) -> None:
+    """For every number of slots it holds what `seconds` returns."""
     expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
     assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
     assert cost.few_slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
@@ -42,13 +40,13 @@ def test_seconds_of_all_slot_counts_are_those_of_each(cost, tokens, kv, sequence
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
 def test_next_edge_is_the_end_of_the_next_dearer_stair(tokens: int, edge: int) -> None:
-    """The edge skips stairs of equal cost, and behind the last one adds one of its width."""
+    """The edge skips stairs of equal cost, and after the last one adds one of its width."""
     assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
 
 
 @given(costs(), small)
-def test_edges_are_where_stairs_end(cost, tokens) -> None:
-    """All ends up to a count, ascending: the table's, then one for each of its last width."""
+def test_edges_are_the_ends_of_stairs(cost, tokens) -> None:
+    """Ascending: those of the table, then one per last width."""
     edges = cost.edges_up_to(tokens)
     last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
     assert edges == sorted(set(edges))
@@ -58,8 +56,8 @@ def test_edges_are_where_stairs_end(cost, tokens) -> None:
 
 
 @given(costs(), small)
-def test_next_edge_moves_on(cost, tokens) -> None:
-    """There is always a next edge, and what it costs is one stair at most."""
+def test_next_edge_always_advances(cost, tokens) -> None:
+    """It costs at most one more stair."""
     edge = cost.next_edge(tokens)
     assert edge > tokens
     if edge in cost.token_buckets:
@@ -69,7 +67,7 @@ def test_next_edge_moves_on(cost, tokens) -> None:
         assert cost.seconds(edge + 1) > cost.seconds(edge) or edge == cost.token_buckets[-1]
 
 
-def test_slots_of_long_contexts_cost_more_where_attention_multiplies() -> None:
+def test_attention_makes_slots_of_long_contexts_cost_more() -> None:
     """A slot costs what its token attends to, on average over the sequences."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert cost.seconds(8, 1000, 2, slots=3) == pytest.approx(1.4 + 3 * 500 * 1e-3)
@@ -88,7 +86,7 @@ def test_slots_of_long_contexts_cost_more_where_attention_multiplies() -> None:
         ((1,), (-1.0,), "non-negative"),
     ],
 )
-def test_a_table_that_is_no_staircase_is_refused(buckets, steps, words) -> None:
-    """An impossible table is refused when it is made, with the rule it breaks."""
+def test_invalid_table_is_refused(buckets, steps, words) -> None:
+    """The error names the broken rule."""
     with pytest.raises(ValueError, match=words):
         StepCost(buckets, steps)

@@ -1,4 +1,4 @@
-"""Estimates of acceptance."""
+"""Survival estimates."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
 
 @given(drafts, st.floats(0.01, 0.99))
-def test_a_rate_is_a_chance(observed, prior) -> None:
-    """Whatever was seen, the estimate stays strictly between 0 and 1."""
+def test_rate_is_strictly_between_0_and_1(observed, prior) -> None:
+    """This holds after any drafts."""
     acceptance = Acceptance(forgetting=0.998)
     for accepted, rejected in observed:
         acceptance.add_draft(accepted, rejected=rejected)
     assert 0.0 < acceptance.rate(prior) < 1.0
 
 
-def test_nothing_seen_is_the_prior_and_much_seen_is_the_frequency() -> None:
-    """The estimate starts at the prior and ends at what was counted."""
+def test_rate_starts_at_the_prior_and_approaches_the_frequency() -> None:
+    """The prior loses its weight as counts grow."""
     acceptance = Acceptance()
     assert acceptance.rate(prior=0.3) == pytest.approx(0.3)
     for _ in range(1000):
@@ -45,8 +45,8 @@ def test_nothing_seen_is_the_prior_and_much_seen_is_the_frequency() -> None:
     assert acceptance.rate(prior=0.3) == pytest.approx(0.75, abs=0.01)
 
 
-def test_old_evidence_is_forgotten() -> None:
-    """After a change, the worker's estimate follows the new drafts within some 500 of them."""
+def test_old_drafts_lose_their_weight_in_the_rate() -> None:
+    """After a change the estimate follows the new drafts within some 500 of them."""
     acceptance = Acceptance(forgetting=0.998)
     for _ in range(5000):
         acceptance.add_draft(4, rejected=False)
@@ -61,8 +61,8 @@ outcomes = st.lists(
 
 
 @given(outcomes, st.integers(0, 40))
-def test_survivals_are_chances_that_fall(observed, length) -> None:
-    """Whatever came of drafts, survivals stay strictly between 0 and 1 and never rise."""
+def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
+    """This holds after any drafts."""
     survivals, record = SurvivalModel(), RequestRecord()
     for evidence, accepted, rejected in observed:
         survivals.add_draft(record, evidence, accepted, rejected=rejected)
@@ -74,8 +74,8 @@ def test_survivals_are_chances_that_fall(observed, length) -> None:
         assert all(0.0 < row.chance(position) < 1.0 for position in range(length))
 
 
-def test_rows_tell_evidence_and_outcomes_apart() -> None:
-    """Each kind of evidence has its row, and so has each way a draft can end."""
+def test_every_evidence_and_outcome_has_its_row() -> None:
+    """Each way in which a draft can end counts."""
     assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
     assert [outcome_row(accepted, rejected=rejected) for accepted, rejected in ends] == [
@@ -84,8 +84,8 @@ def test_rows_tell_evidence_and_outcomes_apart() -> None:
     assert outcome_row(60, rejected=True) < OUTCOME_ROWS
 
 
-def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
-    """Unseen rows say one half to the power of the position; seen ones what was seen."""
+def test_table_starts_at_the_prior_and_approaches_the_counts() -> None:
+    """Unseen rows have one half to the power of the position."""
     table = SurvivalTable(2)
     assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
     for count in range(2048):
@@ -95,8 +95,8 @@ def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
     assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
 
 
-def test_an_unseen_row_follows_the_others() -> None:
-    """Evidence that never came is taken for as good as all that did."""
+def test_unseen_row_follows_the_others() -> None:
+    """New evidence counts as well as all seen evidence."""
     table = SurvivalTable(2)
     for _ in range(512):
         table.add_draft(1, 8, rejected=False)
@@ -104,8 +104,8 @@ def test_an_unseen_row_follows_the_others() -> None:
     assert table.best_survival > table.row(1).chances[0]
 
 
-def test_old_drafts_are_forgotten() -> None:
-    """When drafts turn bad for good, a table comes to say so."""
+def test_table_follows_drafts_that_turn_bad() -> None:
+    """Old drafts are forgotten."""
     table = SurvivalTable(1)
     for _ in range(20_000):
         table.add_draft(0, 4, rejected=False)
@@ -114,8 +114,8 @@ def test_old_drafts_are_forgotten() -> None:
     assert table.row(0).chances[0] < 0.1
 
 
-def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
-    """Equal evidence survives more often for a request whose drafts were better than others'."""
+def test_own_drafts_shift_the_estimates_of_a_request() -> None:
+    """With equal evidence, better earlier drafts mean higher survivals."""
     survivals, others = SurvivalModel(), RequestRecord()
     for count in range(300):
         survivals.add_draft(others, 3, count % 2, rejected=True)
@@ -128,8 +128,8 @@ def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
     assert firsts[0] < 0.6 * firsts[2]
 
 
-def test_nothing_found_makes_waiting_hopeless() -> None:
-    """A request for which nothing is ever found has a lower survival to wait for."""
+def test_lookups_that_find_nothing_lower_the_next_survival() -> None:
+    """A draft that is not found counts as rejected."""
     survivals, record = SurvivalModel(), RequestRecord()
     before = survivals.next_draft(record).survivals[0]
     for _ in range(50):
@@ -137,12 +137,9 @@ def test_nothing_found_makes_waiting_hopeless() -> None:
     assert survivals.next_draft(record).survivals[0] < 0.2 < before
 
 
-def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
-    """Requests differ, evidence tells: survivals come true as often as they say, within 3 points.
-
-    The truth is logistic in evidence, position and request. The forecasts score within 0.01 of the
-    truth's own Brier score, and better than one rate for all.
-    """
+def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
+    """The truth is logistic in evidence, position and request. Survivals are within 3 points, and
+    within 0.01 of the truth's own Brier score; one rate for all is worse."""
     rng = random.Random(5)
     survivals, overall = SurvivalModel(), Acceptance()
     said: list[float] = []
@@ -169,8 +166,8 @@ def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
     assert brier_score(said, came) < brier_score(flat, came)
 
 
-def test_positions_beyond_the_table_are_taken_for_the_last() -> None:
-    """A draft of 64 tokens has survivals, each the last chance times the one before."""
+def test_positions_beyond_the_table_count_as_the_last() -> None:
+    """A draft of 64 tokens has survivals."""
     row = SurvivalTable(1).row(0)
     chain = row.of_length(64)
     assert chain[:POSITIONS] == row.survivals

@@ -1,4 +1,4 @@
-"""Which replicas a request goes to where some draft and others do not."""
+"""The choice between replicas that draft and plain ones."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def chosen(
     plain: WorkerLoad = PLAIN,
     drafting: WorkerLoad = DRAFTING,
 ):
-    """The choice; rooms of the speculating and of the plain pool."""
+    """The choice; `rooms` says which pool has capacity, the speculating one first."""
     offer = PoolState(structs.replace(drafting, price=price), rooms[0])
     return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, rooms[1]))
 
 
 @pytest.mark.parametrize("rooms", [(True, True), (False, True)])
-def test_who_asks_for_no_drafts_gets_none(rooms: tuple[bool, bool]) -> None:
-    """Such a request goes to a plain replica that has room, however well drafts pay."""
+def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]) -> None:
+    """However well drafts pay, if one has capacity."""
     for request in (
         replace(REQUEST, mode=SpeculationMode.OFF),
         replace(REQUEST, max_draft_tokens=0),
@@ -58,8 +58,8 @@ def test_who_asks_for_no_drafts_gets_none(rooms: tuple[bool, bool]) -> None:
     assert "no proposer 'ngram'" in named.plan.reason
 
 
-def test_drafts_are_taken_while_they_pay() -> None:
-    """Below the break-even price a request goes where it is drafted for, above it does not."""
+def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
+    """Above it, a plain one is."""
     means = draft_means(DRAFTING)
     even = means.accepted / means.drafted
     paid, unpaid = chosen(price=even * 0.99), chosen(price=even * 1.01)
@@ -72,19 +72,19 @@ def test_drafts_are_taken_while_they_pay() -> None:
     assert "drafts do not pay" in unpaid.plan.reason
 
 
-def test_a_cap_that_is_long_enough_is_no_obstacle() -> None:
-    """Who allows as many tokens as are usual is drafted for."""
+def test_long_enough_cap_allows_drafts() -> None:
+    """The client allows the usual length."""
     assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
 
 
-def test_policies_that_ask_no_price_always_speculate() -> None:
-    """With `fixed:K` the operator has decided, busy or not."""
+def test_policies_without_a_price_always_speculate() -> None:
+    """With `fixed:K` the operator has decided."""
     assert chosen(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
     assert chosen(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
 
 
-def test_a_wish_is_no_reason_to_wait() -> None:
-    """Who asks for no drafts goes where there is room if plain replicas have none, and is told."""
+def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
+    """It goes where capacity is free, and the reason says so."""
     choice = chosen(replace(REQUEST, mode=SpeculationMode.OFF), rooms=(True, False))
     assert (choice.pool, choice.plan.proposer) == (ReplicaPool.SPECULATING, None)
     assert "only speculating replicas have capacity" in choice.plan.reason
@@ -99,17 +99,17 @@ def test_a_wish_is_no_reason_to_wait() -> None:
         (0.9, (False, False), None, "the first replica with capacity"),
     ],
 )
-def test_room_counts_before_pay(
+def test_capacity_decides_before_price(
     price: float, rooms: tuple[bool, bool], pool: ReplicaPool | None, word: str
 ) -> None:
-    """Nobody waits for one kind of replica while the other is free, who did not ask to."""
+    """No request waits for one kind of replica while the other is free."""
     choice = chosen(price=price, rooms=rooms)
     assert choice.pool is pool
     assert word in choice.plan.reason
 
 
-def test_where_times_are_known_they_decide() -> None:
-    """Drafts that pay on their own replica do not if an idle one without is better for all."""
+def test_known_token_times_decide() -> None:
+    """Drafts that pay on their own replica lose against an idle plain one."""
     idle = structs.replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
     busy = structs.replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
     fast = structs.replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
@@ -149,11 +149,11 @@ class _Replica:
     st.floats(10.0, 500.0),
     st.randoms(use_true_random=False),
 )
-def test_the_split_is_as_good_as_the_best_one(
+def test_split_between_replicas_is_nearly_optimal(
     clients: int, chance: float, drafted: int, knee_tokens: float, draw
 ) -> None:
-    """With one replica of each kind, tokens a second are within 5% of those of the best split, 10%
-    of a few clients, of whom one more or less counts, and never below all of them in one pool."""
+    """With one replica of each kind, throughput is within 5% of the best split, 10% for few
+    clients, and never below that of one pool."""
     token_s = 0.02 / knee_tokens
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
     slow = _Replica(0.02, token_s, 0.0, 0.0)
@@ -178,7 +178,7 @@ def test_the_split_is_as_good_as_the_best_one(
     st.one_of(st.none(), st.integers(0, 20)),
     st.tuples(st.booleans(), st.booleans()),
 )
-def test_the_plan_and_the_pool_agree(
+def test_plan_and_pool_agree(
     price: float,
     acceptance: float,
     drafted: float,
@@ -186,7 +186,8 @@ def test_the_plan_and_the_pool_agree(
     cap: int | None,
     rooms: tuple[bool, bool],
 ) -> None:
-    """Nobody is planned drafts on a plain replica, and with room everybody gets what is better."""
+    """No drafts are planned on a plain replica, and with free capacity the better pool is
+    chosen."""
     request = replace(REQUEST, mode=mode, max_draft_tokens=cap)
     load = structs.replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
     choice = chosen(request, price=price, rooms=rooms, drafting=load)

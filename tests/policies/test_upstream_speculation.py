@@ -1,4 +1,4 @@
-"""Whether drafts of a fixed length pay, from what can be seen of an engine."""
+"""Whether drafts of a fixed length pay."""
 
 from __future__ import annotations
 
@@ -21,37 +21,34 @@ LENGTHS = st.integers(1, 16)
 
 
 @given(CHANCES, LENGTHS)
-def test_a_chance_is_found_back_from_the_means(chance: float, drafted: int) -> None:
-    """What survives on average says how likely a token is, for each length of draft."""
+def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None:
+    """For every length of draft."""
     brute = sum(chance**slot for slot in range(1, drafted + 1))
     assert expected_accepted(chance, drafted) == pytest.approx(brute)
     assert acceptance_chance(DraftMeans(drafted, brute)) == pytest.approx(chance, abs=1e-6)
 
 
 @given(LENGTHS)
-def test_the_ends_are_certain(drafted: int) -> None:
-    """All accepted is chance 1, none is chance 0."""
+def test_all_accepted_is_1_and_none_is_0(drafted: int) -> None:
+    """The extremes are exact."""
     assert acceptance_chance(DraftMeans(drafted, drafted)) == pytest.approx(1.0)
     assert acceptance_chance(DraftMeans(drafted, 0.0)) == pytest.approx(0.0, abs=1e-6)
 
 
 @given(CHANCES, LENGTHS)
 def test_drafts_pay_on_an_idle_engine_and_never_on_a_full_one(chance: float, drafted: int) -> None:
-    """A step that costs the same with drafts earns by them; one all of arithmetic cannot."""
+    """Free slots earn tokens; slots that cost their full share cannot."""
     means = DraftMeans(drafted, expected_accepted(chance, drafted))
     assert drafts_pay(fixed_draft_price(0.0, means), means)
     assert not drafts_pay(fixed_draft_price(1.0, means), means)
 
 
 @given(CHANCES, LENGTHS, st.integers(1, 2000), st.floats(1.0, 2000.0))
-def test_the_price_is_that_of_throughput(
+def test_drafts_pay_exactly_if_they_raise_throughput(
     chance: float, drafted: int, running: int, fixed_tokens: float
 ) -> None:
-    """Where the cost of steps is a line, drafts that do not pay make the engine slower by a token.
-
-    At the margin: the last slot of each draft being verified or not changes tokens a second in the
-    direction that the price says, for slots that are worth the mean one.
-    """
+    """At the margin, verifying the last slot of each draft or not changes tokens per second in the
+    direction that the price says, for slots worth the mean."""
     accepted = expected_accepted(chance, drafted)
     means = DraftMeans(drafted, accepted)
     step = fixed_tokens + running * (1 + drafted)
@@ -64,8 +61,8 @@ def test_the_price_is_that_of_throughput(
     assert drafts_pay(fixed_draft_price(share, means), means) == (rate > fewer)
 
 
-def test_the_share_is_learned_from_times() -> None:
-    """Streams at several loads show the line; what was not measured follows it."""
+def test_batch_share_is_learned_from_times() -> None:
+    """Streams at several loads determine the line, also for other loads."""
     fixed_s, each_s = 0.020, 0.0005
     seen = BatchShare()
     for running in (4, 8, 16, 24, 32) * 10:
@@ -75,8 +72,8 @@ def test_the_share_is_learned_from_times() -> None:
         assert seen.share(running, 4.0) == pytest.approx(truth, rel=0.05)
 
 
-def test_without_times_the_reference_scale_counts() -> None:
-    """A step of as many tokens as double it is half of the batch's."""
+def test_batch_share_without_times_is_that_of_the_reference_scale() -> None:
+    """`KNEE_TOKENS` double the time of a step."""
     assert BatchShare().share(KNEE_TOKENS / 4, 4.0) == pytest.approx(0.5)
     same = BatchShare()
     for _ in range(20):
@@ -89,10 +86,10 @@ def test_without_times_the_reference_scale_counts() -> None:
     st.integers(1, 1000),
     st.floats(1.0, 17.0),
 )
-def test_whatever_is_measured_a_share_is_a_share(
+def test_batch_share_stays_between_0_and_1(
     streams: list[tuple[float, int]], running: int, step_tokens: float
 ) -> None:
-    """Noise, or times that fall with the load, never make a price below 0 or above that of all."""
+    """Noise, or times that fall with the load, do not matter."""
     seen = BatchShare()
     for tpot_s, beside in streams:
         seen.add_stream(tpot_s, beside)

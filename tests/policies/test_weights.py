@@ -1,4 +1,4 @@
-"""What a token is worth."""
+"""The worth of a token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ seconds = st.floats(-100.0, 100.0)
 
 
 @given(seconds, seconds, st.floats(1e-3, 1.0), st.integers(-9, 9))
-def test_who_is_later_never_counts_less(one_s, other_s, tpot_s, priority) -> None:
-    """Weights rise with lateness, and stay between those of ample time and of being late."""
+def test_later_sequence_never_weighs_less(one_s, other_s, tpot_s, priority) -> None:
+    """Weights stay between those of ample time and of lateness."""
     service = ServiceLevel(tpot_s=tpot_s, priority=priority)
     early, late = sorted((one_s, other_s), reverse=True)
     usual = weight(None, ServiceLevel(priority=priority))
@@ -22,16 +22,16 @@ def test_who_is_later_never_counts_less(one_s, other_s, tpot_s, priority) -> Non
 
 
 @given(seconds, st.floats(1e-3, 1.0), st.integers(-9, 8))
-def test_a_higher_class_never_counts_less(laxity_s, tpot_s, priority) -> None:
-    """At equal lateness a lower number weighs as much or more; two classes apart, four times."""
+def test_better_class_never_weighs_less(laxity_s, tpot_s, priority) -> None:
+    """Two classes differ by a factor of four."""
     of = [weight(laxity_s, ServiceLevel(None, tpot_s, p)) for p in (priority, priority + 1)]
     assert of[0] >= of[1] > 0.0
     ends = [weight(None, ServiceLevel(priority=p)) for p in (-1, 1)]
     assert ends[0] == 4 * ends[1]
 
 
-def test_without_a_target_or_with_ample_time_a_token_is_worth_one() -> None:
-    """Usual requests weigh 1, and those with a target as soon as they are far ahead."""
+def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
+    """A request far ahead of its target counts like one without."""
     service = ServiceLevel(tpot_s=0.05)
     assert weight(None, ServiceLevel()) == 1.0
     assert weight(AMPLE_TOKENS * 0.05, service) == 1.0
@@ -40,6 +40,6 @@ def test_without_a_target_or_with_ample_time_a_token_is_worth_one() -> None:
 
 
 def test_tokens_are_due_at_even_intervals() -> None:
-    """The third token is due two intervals behind the first; without a target never."""
+    """The third token is due two intervals after the first; without a target never."""
     assert next_due_s(ServiceLevel(tpot_s=0.05), 10.0, 2) == pytest.approx(10.1)
     assert next_due_s(ServiceLevel(ttft_s=1.0), 10.0, 2) is None
