@@ -1,4 +1,4 @@
-"""`draftgate simulate`: the same numbers again, the same requests for all, and honest refusals."""
+"""`draftgate simulate`: reproducible results, equal requests for all policies, clear errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text_file(tmp_path_factory) -> Path:
 
 
 def setup(text_file: Path, **changes) -> Setup:
-    """Return a small setup; `workload` and `rate` are the load's, the rest the setup's."""
+    """Return a small setup; fields of the load are passed to the load, the others to the setup."""
     of_load = {
         name: changes.pop(name)
         for name in ("workload", "rate_rps", "requests", "seed", "temperature")
@@ -52,8 +52,9 @@ def setup(text_file: Path, **changes) -> Setup:
     return Setup(load, config, **defaults | changes)
 
 
-def test_the_same_seed_gives_the_same_json(text_file) -> None:
-    """All policies, two workers, noise and stalls: the same bytes again; another seed, others."""
+def test_same_seed_gives_the_same_json(text_file) -> None:
+    """With all policies, two workers, noise and stalls, the bytes are the same; another seed
+    changes them."""
     one = setup(text_file, policies=("off", "fixed:4", "auto", "oracle"))
     first, again = (json.dumps(as_json(one, run_experiment(one))) for _ in range(2))
     assert first == again
@@ -73,8 +74,8 @@ def test_policies_meet_the_same_requests(text_file) -> None:
     assert ends[0] != ends[1]
 
 
-def test_json_has_the_contracts_form_for_each_policy(text_file) -> None:
-    """`summary/1` by policy, intervals, paired differences, and all settings to repeat it."""
+def test_json_has_summaries_intervals_and_settings(text_file) -> None:
+    """It has a `summary/1` per policy, paired differences, and all settings to repeat the run."""
     one = setup(text_file)
     told = as_json(one, run_experiment(one))
     for summary in told["policies"].values():
@@ -90,8 +91,8 @@ def test_json_has_the_contracts_form_for_each_policy(text_file) -> None:
     assert "SpecDecode-Bench" in told["profile"]
 
 
-def test_differences_are_surer_than_means(text_file) -> None:
-    """Common random numbers: the interval of a paired difference is narrower than the means'."""
+def test_paired_differences_have_narrower_intervals(text_file) -> None:
+    """With common random numbers, a paired difference is more certain than the means."""
     one = setup(text_file, workload="chat", rate_rps=4.0, requests=120)
     told = as_json(one, run_experiment(one))
     figure = "latency_s.mean"
@@ -107,8 +108,8 @@ def test_differences_are_surer_than_means(text_file) -> None:
     assert difference["interval"][1] < 0
 
 
-def test_seeds_give_intervals_of_percentiles_and_rates(text_file) -> None:
-    """With `--repeat` every figure is averaged over seeds, whose summaries are all there."""
+def test_repeat_averages_seeds_and_gives_intervals(text_file) -> None:
+    """With `--repeat` every figure is averaged over the seeds, whose summaries are included."""
     one = setup(text_file, repeat=3, requests=30)
     told = as_json(one, run_experiment(one))
     summary = told["policies"]["off"]
@@ -120,8 +121,8 @@ def test_seeds_give_intervals_of_percentiles_and_rates(text_file) -> None:
     assert told["settings"]["seeds"] == [0, 1, 2]
 
 
-def test_the_oracle_wastes_nothing_and_is_ahead(text_file) -> None:
-    """All its drafts are accepted, and at low load no policy takes less time per request."""
+def test_oracle_accepts_all_its_drafts_and_is_fastest(text_file) -> None:
+    """At low load no policy takes less time per request."""
     policies = ("oracle", "off", "fixed:4", "auto")
     # What is believed is right here: an oracle predicts tokens, not times.
     one = setup(text_file, policies=policies, rate_rps=4.0, belief_error=0.0)
@@ -133,8 +134,8 @@ def test_the_oracle_wastes_nothing_and_is_ahead(text_file) -> None:
     assert min(means, key=means.get) == "oracle"
 
 
-def test_the_oracle_knows_how_deep_a_draft_model_would_be_right(text_file) -> None:
-    """Also where drafts are computed after the decision, none of its slots is rejected."""
+def test_oracle_accepts_all_computed_drafts(text_file) -> None:
+    """Also with drafts that are computed after the decision, none of its slots is rejected."""
     one = setup(text_file, policies=("oracle",), rate_rps=4.0, requests=20)
     config = WorkerConfig(profile="h100-8b", proposer="draft_model", max_model_len=16_384)
     one = Setup(one.load, config, one.policies)
@@ -144,9 +145,9 @@ def test_the_oracle_knows_how_deep_a_draft_model_would_be_right(text_file) -> No
 
 
 @pytest.mark.parametrize("policy", ["off", "oracle"])
-def test_workers_batch_by_the_policy_that_was_named(policy, text_file) -> None:
-    """With small chunks of prompts the first token comes later and gaps are shorter, and it shows
-    in the settings."""
+def test_batching_policy_changes_gaps_and_ttft(policy, text_file) -> None:
+    """With small prompt chunks, the first token is later and gaps are shorter; the settings name
+    the policy."""
     longest_s, first_s = {}, {}
     for batching in ("fixed:64", "prefill_first"):
         one = setup(text_file, workload="rag", rate_rps=6.0, requests=30, policies=(policy,))
@@ -161,8 +162,8 @@ def test_workers_batch_by_the_policy_that_was_named(policy, text_file) -> None:
     assert first_s["fixed:64"] > first_s["prefill_first"]
 
 
-def test_records_tell_how_long_requests_were_queued(text_file) -> None:
-    """The scheduling delay is never negative, ends before the first token, and grows with load."""
+def test_records_have_the_scheduling_delay(text_file) -> None:
+    """It is never negative, ends before the first token, and grows with the load."""
     medians = []
     for rate_rps in (2.0, 200.0):
         one = setup(text_file, workload="rag", rate_rps=rate_rps, policies=("off",), workers=1)
@@ -173,8 +174,8 @@ def test_records_tell_how_long_requests_were_queued(text_file) -> None:
     assert medians[0] < 0.05 < medians[1]
 
 
-def test_a_request_too_long_is_refused_and_counted(text_file) -> None:
-    """It is an error with its status, not a success, and the rest goes on."""
+def test_too_long_requests_are_rejected_and_counted(text_file) -> None:
+    """A request that is too long counts as an error with its status, and the others continue."""
     one = setup(text_file, workload="code", requests=20)
     # The pool holds 512 tokens: longer requests can never run.
     small = WorkerConfig(profile="h100-8b", kv_bytes=512 * 131072)
@@ -185,7 +186,7 @@ def test_a_request_too_long_is_refused_and_counted(text_file) -> None:
 
 
 def test_prompts_keep_lengths_and_shared_beginnings() -> None:
-    """As many ids as the counter counts, and texts that begin alike have ids that do."""
+    """A text has as many ids as the counter counts, and common beginnings give common ids."""
     text = "class Point:\n    def __init__(self, x, y):\n" * 9
     ids = token_ids(text)
     assert len(ids) == COUNTER.count(text)
@@ -195,7 +196,7 @@ def test_prompts_keep_lengths_and_shared_beginnings() -> None:
 
 
 def test_shared_prefixes_hit_the_cache(text_file) -> None:
-    """The workload of shared prefixes finds most of its prompts cached, code completion none."""
+    """Most prompt tokens of the shared-prefix workload are cached, and none of code completion."""
     cached = {}
     for workload in ("shared_prefix", "code"):
         one = setup(text_file, workload=workload, policies=("off",), workers=1, requests=40)
@@ -206,15 +207,15 @@ def test_shared_prefixes_hit_the_cache(text_file) -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_workload_names_a_record(workload: str, text_file) -> None:
-    """No class of a workload falls back to what is meant for traces."""
+def test_every_workload_has_a_recorded_task(workload: str, text_file) -> None:
+    """No class of a workload uses the default for traces."""
     corpus = open_corpus(text_file)
     made = make_workload(workload, WorkloadSettings(0, corpus=corpus, max_model_len=8192))
     assert {made.request(i).class_name for i in range(40)} <= set(RECORDED)
 
 
-def test_the_page_shows_policies_side_by_side(text_file) -> None:
-    """One self-contained page: a curve for each policy, and each policy's own tables."""
+def test_page_shows_policies_side_by_side(text_file) -> None:
+    """The page is self-contained, with one curve and a section of tables for each policy."""
     one = setup(text_file, requests=30)
     text = page(one, run_experiment(one))
     for policy in one.policies:
@@ -241,15 +242,15 @@ def test_the_page_shows_policies_side_by_side(text_file) -> None:
         (["--trace", "/nonexistent.csv"], "nonexistent"),
     ],
 )
-def test_a_bad_flag_is_one_line_and_status_2(flags, words) -> None:
-    """What cannot be simulated is refused in words."""
+def test_bad_flags_exit_with_one_line_and_status_2(flags, words) -> None:
+    """A setting that cannot be simulated is rejected with an explanation."""
     result = CliRunner().invoke(app, ["simulate", *flags, "--requests", "3"])
     assert result.exit_code == 2
     assert words in result.output
 
 
-def test_the_command_writes_what_it_prints(tmp_path) -> None:
-    """JSON and HTML come as asked for, and the table has a line for each policy."""
+def test_command_writes_json_html_and_table(tmp_path) -> None:
+    """The files are written, and the table has a line for each policy."""
     trace = tmp_path / "trace.jsonl"
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))
@@ -267,8 +268,8 @@ def test_the_command_writes_what_it_prints(tmp_path) -> None:
     assert html.read_text().startswith("<!")
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
-    """Of 400 means of 10 normal values, 95 % intervals cover the truth about 95 times in 100."""
+def test_intervals_have_their_nominal_coverage() -> None:
+    """Of 400 means of 10 normal values, 95% intervals cover the truth about 95 times in 100."""
     random = Random(0)
     covered = 0
     for _ in range(400):
@@ -277,8 +278,8 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     assert 366 <= covered <= 393  # 4 standard deviations around 380
 
 
-def test_batches_are_consecutive_and_leave_out_what_is_missing() -> None:
-    """Each mean is of one stretch of requests; a stretch without answers has none."""
+def test_batch_means_skip_missing_values() -> None:
+    """Each mean covers consecutive requests; a batch without answers has none."""
     assert batch_means([1.0, 3.0, None, 5.0, None, None], 3) == [2.0, 5.0, None]
     assert batch_means([], 3) == []
     assert estimate([]) is None

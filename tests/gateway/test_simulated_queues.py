@@ -1,7 +1,7 @@
-"""Many workers behind the production dispatcher, against queueing theory.
+"""Workers of the production dispatcher, compared with queueing theory.
 
-A worker that serves one request at a time, for the time the test gives it, is a single server; the
-dispatcher in front of several is a multi-server system whose waits are known.
+A worker that serves one request at a time, with a given service time, is a single server. The
+dispatcher with several such workers is a multi-server system with known waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVICE_S = 0.01
 
 
 class ServiceTimeEnvironment(SimEnvironment):
-    """Devices that serve each request for a time of its own."""
+    """Devices with a given service time per request."""
 
     service_s: Callable[[GenerationRequest], float] = staticmethod(lambda _request: SERVICE_S)
 
@@ -78,7 +78,7 @@ def mean(values: list[float]) -> float:
 
 
 def central_queue(arrivals: list[float], servers: int, service_s: float) -> list[float]:
-    """Waits with one queue before all servers, first come first served (Kiefer and Wolfowitz)."""
+    """Waits with one queue for all servers, first come, first served (Kiefer and Wolfowitz)."""
     free = [0.0] * servers
     heapify(free)
     found = []
@@ -90,16 +90,17 @@ def central_queue(arrivals: list[float], servers: int, service_s: float) -> list
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The chance to wait in M/M/c with that load in Erlangs."""
+    """The probability of waiting in M/M/c at a load in Erlangs."""
     last = load**servers / factorial(servers) * servers / (servers - load)
     return last / (sum(load**k / factorial(k) for k in range(servers)) + last)
 
 
 def test_one_worker_is_an_mm1_queue() -> None:
-    """With exponential service each wait is Lindley's, to the last bits, and the mean is M/M/1's.
+    """With exponential service, each wait follows Lindley's recursion, and the mean is M/M/1's.
 
-    `rho / (mu - lambda)`, within 4 standard errors: a mean over n customers of a queue at load rho
-    has the relative variance `2 (1 + 1) / (1 - rho)^2 / n` (heavy traffic, c_a^2 + c_s^2 = 2).
+    The mean is `rho / (mu - lambda)` within 4 standard errors. A mean over n customers of a queue
+    at load rho has the relative variance `2 (1 + 1) / (1 - rho)^2 / n` (heavy traffic,
+    c_a^2 + c_s^2 = 2).
     """
     rho, count = 0.6, 8000
     arrivals = poisson(count, rho / SERVICE_S, seed=3)
@@ -114,10 +115,10 @@ def test_one_worker_is_an_mm1_queue() -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("workers", [2, 5])
-def test_requests_bound_late_are_one_queue_before_all_workers(workers: int, routing: str) -> None:
+def test_workers_share_one_queue(workers: int, routing: str) -> None:
     """c workers with constant service are M/D/c, request by request.
 
-    Nobody waits behind one worker while another is free, whichever of the free ones is chosen.
+    No request waits while a worker is free, whichever of the free workers is chosen.
     """
     arrivals = poisson(3000, 0.8 * workers / SERVICE_S, seed=workers)
     found = waits(run(arrivals, workers, routing, ServiceTimeEnvironment()), lambda _: SERVICE_S)
@@ -125,8 +126,8 @@ def test_requests_bound_late_are_one_queue_before_all_workers(workers: int, rout
     assert mean(found) > 0
 
 
-def test_the_mean_wait_for_several_workers_is_erlangs() -> None:
-    """With exponential service the mean wait is that of M/M/c, within 4 standard errors."""
+def test_mean_wait_for_several_workers_follows_erlang_c() -> None:
+    """With exponential service, the mean wait is that of M/M/c within 4 standard errors."""
     workers, count, rho = 4, 8000, 0.7
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
     found = mean(
@@ -138,9 +139,9 @@ def test_the_mean_wait_for_several_workers_is_erlangs() -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_littles_law_holds_for_a_cluster(routing: str) -> None:
-    """Requests in the system, integrated over time, are the sum of the times in the system.
+    """Requests in the system, integrated over time, equal the sum of the times in the system.
 
-    From the deliveries alone: between its arrival and its last token a request is in the system.
+    A request is in the system from its arrival to its last token.
     """
     arrivals = poisson(500, 2.4 / SERVICE_S, seed=5)
     records = run(arrivals, 3, routing, ExponentialEnvironment())
@@ -157,7 +158,7 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
 
 
 def test_work_is_conserved() -> None:
-    """A cluster is busy for the sum of the service times, however requests are placed."""
+    """A cluster is busy for the sum of the service times, wherever requests are placed."""
     arrivals = poisson(400, 2.0 / SERVICE_S, seed=9)
     records = run(arrivals, 3, "least_cost", ExponentialEnvironment())
     served: dict[str, list[tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""The load generator's search, of workers and dispatcher as they are, in virtual time."""
+"""The load generator's search on simulated workers, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LIMIT_S = 5 * SERVICE_S
 
 
 @pytest.mark.long
-def test_a_simulated_worker_has_the_capacity_that_theory_says() -> None:
-    """The search's interval, at most 5 % to either side, holds the rate of M/D/1."""
+def test_search_finds_the_theoretical_capacity_of_a_worker() -> None:
+    """The interval of the search, at most 5% to either side, contains the capacity of M/D/1."""
 
     def answers(probe: SearchProbe):
         at_s = poisson(probe.longest, probe.rate_rps, probe.seed)

@@ -1,4 +1,4 @@
-"""Replayed acceptance: the shipped recording, and what a simulation makes of it."""
+"""Replayed acceptance: the shipped recording, and its use in a simulation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram
 
 
 def generated(config: WorkerConfig, asked: GenerationRequest):
-    """Return the deliveries and the outcome of a lone request."""
+    """Return the deliveries and the last delta of a single request."""
     environment = SimEnvironment(belief_error=0.0)
 
     async def main():
@@ -43,8 +43,9 @@ def generated(config: WorkerConfig, asked: GenerationRequest):
     return run_virtual(main())
 
 
-def test_the_shipped_recording_is_whole() -> None:
-    """Every task has texts at both temperatures, and nothing agrees that was not proposed."""
+def test_shipped_recording_is_complete() -> None:
+    """Every task has texts at both temperatures, and no draft agrees in more tokens than it
+    proposed."""
     recording = load_recording()
     assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
     assert recording.proposers == ("draft_model", "ngram", "sparse_self")
@@ -59,8 +60,8 @@ def test_the_shipped_recording_is_whole() -> None:
                 )
 
 
-def test_acceptance_is_autocorrelated_as_it_was_recorded() -> None:
-    """Where a draft was long, the next one tends to be: correlation of neighbours over 0.3."""
+def test_recorded_acceptance_is_autocorrelated() -> None:
+    """A long draft tends to follow another: the correlation of neighbours is above 0.3."""
     pairs = [
         (drafts.agreed[at], drafts.agreed[at + 1])
         for text in load_recording().texts("completion", 0.8)
@@ -73,7 +74,7 @@ def test_acceptance_is_autocorrelated_as_it_was_recorded() -> None:
 
 
 def walked(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[int]:
-    """Return the tokens of each step of a sequence, by walking the record itself."""
+    """Return the tokens of each step of a sequence, computed from the record itself."""
     steps, done = [], 1  # the first token comes with the prompt
     while done < tokens:
         at = (first + done) % len(drafts.agreed)
@@ -84,8 +85,8 @@ def walked(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[i
 
 
 @pytest.mark.parametrize("most", [1, 4, 16])
-def test_a_simulated_sequence_walks_its_record(most: int) -> None:
-    """Each step accepts what the record says at its position, whatever was drafted before."""
+def test_simulated_sequence_follows_its_record(most: int) -> None:
+    """Each step accepts what the record says for its position, whatever was drafted before."""
     asked = request("completion", 5, 200, most)
     came, last = generated(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), asked)
     replay = ReplayedAcceptance(load_recording())
@@ -95,8 +96,8 @@ def test_a_simulated_sequence_walks_its_record(most: int) -> None:
     assert last.outcome.num_accepted_tokens == 200 - len(came.tokens)
 
 
-def test_the_record_does_not_depend_on_the_proposer_that_runs() -> None:
-    """All proposers were asked about the same texts, so policies are compared on the same work."""
+def test_all_proposers_replay_the_same_texts() -> None:
+    """All proposers were recorded with the same texts, so policies compare on the same work."""
     counts = {}
     for proposer in ("ngram", "draft_model"):
         asked = request("rewrite", 3, 150, 8, proposer)
@@ -106,7 +107,7 @@ def test_the_record_does_not_depend_on_the_proposer_that_runs() -> None:
     assert counts["draft_model"] < counts["ngram"] < 150
 
 
-def test_a_proposer_that_was_not_recorded_with_a_text_proposes_nothing() -> None:
+def test_unrecorded_proposer_proposes_nothing() -> None:
     """Sparse self-speculation is recorded for long contexts only."""
     config = WorkerConfig(speculation="fixed:4", profile="h100-8b", proposer="sparse_self")
     _, last = generated(config, request("completion", 1, 30, 4, "sparse_self"))
@@ -115,8 +116,8 @@ def test_a_proposer_that_was_not_recorded_with_a_text_proposes_nothing() -> None
     assert last.outcome.num_accepted_tokens > 10
 
 
-def test_an_unknown_task_or_proposer_is_refused() -> None:
-    """The message names what there is."""
+def test_unknown_task_or_proposer_is_rejected() -> None:
+    """The error lists the known names."""
     with pytest.raises(ValueError, match="completion"):
         load_recording().texts("poetry", 0.0)
     with pytest.raises(ValueError, match="no proposer 'medusa'"):
@@ -125,8 +126,8 @@ def test_an_unknown_task_or_proposer_is_refused() -> None:
         proposer_names("ngram,draft_model", load_profile("cpu-demo"))
 
 
-def test_a_damaged_recording_says_so(tmp_path: Path) -> None:
-    """A file with columns of different lengths is refused by its name."""
+def test_damaged_recording_is_rejected_by_name(tmp_path: Path) -> None:
+    """The error names a file whose columns differ in length."""
     content = json.loads(SHIPPED.read_text())
     content["texts"][0]["drafts"]["ngram"]["agreed"] += "0"
     path = tmp_path / "bad.json"

@@ -1,4 +1,4 @@
-"""The simulator as a backend: the contract, determinism, drafts of a given quality."""
+"""The simulator as a backend: conformance, determinism, and drafts of a given quality."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def run_with(config: WorkerConfig, use):
     ids=["default", "off", "tight", "service"],
 )
 def test_conformance(config: WorkerConfig) -> None:
-    """The simulator keeps the contract of `Backend`, in virtual time."""
+    """The simulator keeps the contract of `Backend` in virtual time."""
     run_virtual(check_backend(SimBackend(config)))
 
 
 async def test_conformance_in_real_time() -> None:
-    """The simulator keeps the contract on an ordinary event loop, made by its name."""
+    """The simulator keeps the contract on an ordinary event loop, when created by name."""
     await check_backend(backend_factory("sim")(WorkerConfig()))
 
 
@@ -86,7 +86,7 @@ class Forgetful(SimBackend):
 
 
 class Moody(SimBackend):
-    """The text depends on how much runs."""
+    """Its text depends on the load."""
 
     def generate(self, request):
         seed = request.sampling.seed + self.load().running + self.load().waiting
@@ -99,7 +99,7 @@ class Deaf(SimBackend):
 
 
 class Impatient(SimBackend):
-    """What is paused for long enough never ends."""
+    """A paused request never resumes."""
 
     def set_pace(self, request_id, pace):
         if pace is Pace.PAUSED:
@@ -117,7 +117,7 @@ class Taciturn(SimBackend):
 
 
 class Boasting(SimBackend):
-    """Promises equal bits, but not where."""
+    """Promises exact replay without a numerics class."""
 
     @property
     def card(self):
@@ -136,7 +136,7 @@ class Boasting(SimBackend):
         (Moody, check_streams_are_not_crossed),
     ],
 )
-def test_the_conformance_suite_finds_a_cheat(cheat, check) -> None:
+def test_conformance_suite_finds_broken_promises(cheat, check) -> None:
     """A backend that breaks a promise fails the check of that promise."""
 
     async def main() -> None:
@@ -151,8 +151,8 @@ def test_the_conformance_suite_finds_a_cheat(cheat, check) -> None:
     run_virtual(main())
 
 
-def test_the_conformance_suite_finds_a_promise_of_bits_without_a_class() -> None:
-    """Who promises equal bits says with whom."""
+def test_conformance_suite_requires_a_numerics_class_for_exactness() -> None:
+    """A backend that promises exact replay must say with which others."""
 
     async def main() -> None:
         backend = Boasting(WorkerConfig())
@@ -167,8 +167,11 @@ def test_the_conformance_suite_finds_a_promise_of_bits_without_a_class() -> None
 
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:1", "fixed:6", "auto"])
-def test_the_text_is_the_same_for_any_policy_and_memory(speculation: str) -> None:
-    """No draft, batch or preemption changes a text: each policy gives what a lone request gets."""
+def test_text_is_the_same_under_any_policy_and_memory(speculation: str) -> None:
+    """No draft, batch or preemption changes a text:
+
+    each policy gives what a single request gets.
+    """
     prompts = [f"def f{i}(x):" + " x" * i for i in range(8)]
 
     def ask(backend, seed: int, most: int):
@@ -186,7 +189,7 @@ def test_the_text_is_the_same_for_any_policy_and_memory(speculation: str) -> Non
     assert run_with(crowded, together) == run_with(WorkerConfig(speculation="off"), alone)
 
 
-def test_a_virtual_run_is_repeatable_to_the_instant() -> None:
+def test_virtual_runs_are_deterministic() -> None:
     """The same arrivals give the same deltas at the same virtual times."""
 
     async def use(backend):
@@ -207,8 +210,8 @@ def test_a_virtual_run_is_repeatable_to_the_instant() -> None:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.35, 0.8, 1.0])
-def test_measured_acceptance_is_the_given_one(acceptance: float) -> None:
-    """Accepted lengths follow the geometric law of the given chance (chi-square, 1 in 10,000)."""
+def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> None:
+    """They are geometrically distributed (chi-square, 1 in 10,000)."""
     most = 4
 
     async def use(backend):
@@ -228,8 +231,8 @@ def test_measured_acceptance_is_the_given_one(acceptance: float) -> None:
     assert all(c <= 1 for c, e in zip(counts, expected, strict=True) if e == 0)
 
 
-def test_drafts_that_agree_make_it_faster() -> None:
-    """Good drafts save time, and drafts that never agree cost `auto` next to none."""
+def test_right_drafts_save_time() -> None:
+    """Good drafts save time, and drafts that never agree cost `auto` almost nothing."""
 
     async def use(backend):
         await collect(backend, make_request(backend, max_tokens=400, speculation=drafting(8)))
@@ -244,7 +247,7 @@ def test_drafts_that_agree_make_it_faster() -> None:
 
 
 def test_late_timers_do_not_add_up() -> None:
-    """Where every sleep ends 0.5 ms late, 100 steps still take 100 steps' time."""
+    """If every sleep ends 0.5 ms late, 100 steps still take the time of 100 steps."""
 
     class LateBackend(SimBackend):
         async def _sleep(self, seconds: float) -> None:
@@ -262,8 +265,8 @@ def test_late_timers_do_not_add_up() -> None:
     assert run_virtual(main()) == pytest.approx(100 * step_s, rel=0.02)
 
 
-def test_a_broken_worker_fails_its_streams() -> None:
-    """An exception in the loop ends every stream with `BackendFailed` and is told ever after."""
+def test_broken_worker_fails_its_streams() -> None:
+    """An exception in the loop ends every stream with `BackendFailed`, and later requests fail."""
 
     async def use(backend):
         streams = [backend.generate(make_request(backend, max_tokens=50)) for _ in range(2)]
@@ -280,8 +283,8 @@ def test_a_broken_worker_fails_its_streams() -> None:
     run_with(WorkerConfig(), use)
 
 
-def test_the_card_tells_what_is_simulated() -> None:
-    """Model id, context and numerics class are those of the shipped model under a profile."""
+def test_card_describes_the_simulated_model() -> None:
+    """Model id, context and numerics class are those of the shipped model with a profile."""
 
     async def use(backend):
         return backend.card, backend.load()
@@ -294,7 +297,7 @@ def test_the_card_tells_what_is_simulated() -> None:
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 
 
-def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
+def test_worker_sleeps_while_all_requests_are_paused() -> None:
     """No step is planned meanwhile, and the change of pace wakes it."""
 
     async def use(backend):
@@ -320,8 +323,8 @@ def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
     run_with(WorkerConfig(), use)
 
 
-def test_logprobs_are_given_when_asked_for() -> None:
-    """There is one entry per token, with the token itself in it."""
+def test_logprobs_are_returned_on_request() -> None:
+    """Each token has one entry, which contains the token itself."""
 
     async def use(backend):
         one = make_request(backend, max_tokens=20, speculation=drafting(4))
@@ -343,8 +346,8 @@ def test_logprobs_are_given_when_asked_for() -> None:
         (WorkerConfig(model="/nonexistent"), CheckpointError, "neither a directory"),
     ],
 )
-def test_a_wrong_setting_is_refused_at_the_start(config, error, words) -> None:
-    """`start` raises, and says which setting is wrong."""
+def test_start_rejects_a_wrong_setting(config, error, words) -> None:
+    """`start` raises an error that names the setting."""
 
     async def main() -> None:
         with pytest.raises(error, match=words):
@@ -353,7 +356,7 @@ def test_a_wrong_setting_is_refused_at_the_start(config, error, words) -> None:
     run_virtual(main())
 
 
-def test_the_simulator_never_imports_torch() -> None:
+def test_simulator_never_imports_torch() -> None:
     """A machine without torch can serve with `--backend sim`."""
     code = (
         "import sys, backends.sim.backend; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
@@ -362,7 +365,7 @@ def test_the_simulator_never_imports_torch() -> None:
 
 
 def test_replay_does_not_depend_on_a_restart() -> None:
-    """The same request gives the same output on another simulator, and within one."""
+    """The same request gives the same output again, also on another simulator."""
 
     async def use(backend):
         await check_replay(backend)

@@ -1,4 +1,4 @@
-"""Slow readers in a simulation of many requests: the worker without text has paces, too."""
+"""Slow readers in a simulation of many requests: the worker without text supports paces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def asked(name: str) -> GenerationRequest:
     return GenerationRequest(f"completion/{name}-0", compact((1, 2, 3)), sampling, plan)
 
 
-def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None:
-    """Nothing comes while it is paused, its neighbour is served meanwhile, and none is lost."""
+def test_paused_request_gets_all_its_tokens_later() -> None:
+    """Nothing is delivered while it is paused, its neighbour continues, and no token is lost."""
     environment, slow, fast = SimEnvironment(belief_error=0.0), asked("1"), asked("2")
 
     async def main() -> None:

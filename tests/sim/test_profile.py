@@ -30,7 +30,7 @@ def write(path: Path, **changes: object) -> str:
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_every_shipped_profile_loads_and_names_its_source(name: str) -> None:
+def test_shipped_profiles_are_valid_and_name_their_source(name: str) -> None:
     """A shipped profile is well formed and says where its figures come from."""
     profile = load_profile(name)
     assert profile.name == name
@@ -38,7 +38,7 @@ def test_every_shipped_profile_loads_and_names_its_source(name: str) -> None:
     assert profile.cost.seconds(1, 100, 1) > 0
 
 
-def test_the_h100_profile_is_the_published_fit() -> None:
+def test_h100_profile_is_the_published_fit() -> None:
     """5.886 ms + 1.21 ms overhead + 21.0 us a token + 39.3 ns a KV token, within and beyond it."""
     cost = load_profile("h100-8b").cost
     for tokens in (1, 64, 512, 2000):
@@ -46,7 +46,7 @@ def test_the_h100_profile_is_the_published_fit() -> None:
         assert cost.seconds(tokens, 1000, 4) == pytest.approx(expected)
 
 
-def test_the_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
+def test_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
     """Reading takes 3.35 / 4.8 of the time, arithmetic the same."""
     h100, h200 = (load_profile(name).cost for name in ("h100-8b", "h200-8b"))
     assert h200.kv_token_s == pytest.approx(h100.kv_token_s * 3.35 / 4.8, rel=0.01)
@@ -56,8 +56,8 @@ def test_the_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
     assert h200.pair_s == h100.pair_s
 
 
-def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
-    """Anybody's own measurements load like a shipped profile."""
+def test_profile_files_are_read_by_path(tmp_path: Path) -> None:
+    """A file with a user's own measurements loads like a shipped profile."""
     profile = load_profile(write(tmp_path / "mine.json", kv_token_bytes=512))
     assert (profile.name, profile.source) == ("mine", "made up for a test")
     assert profile.cost.seconds(3, 100, 2) == pytest.approx(0.002 + 1e-6 + 2e-5)
@@ -79,16 +79,16 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
         ({"kv_tokens_s": 1.0}, "kv_tokens_s"),
     ],
 )
-def test_a_damaged_profile_says_what_and_where(tmp_path: Path, changes, words) -> None:
-    """The error names the file, the field and the fault."""
+def test_damaged_profile_names_file_and_field(tmp_path: Path, changes, words) -> None:
+    """The error names the file, the field and the problem."""
     path = write(tmp_path / "bad.json", **changes)
     with pytest.raises(ValueError, match=words) as damaged:
         load_profile(path)
     assert path in str(damaged.value)
 
 
-def test_what_is_no_json_or_no_profile_is_refused(tmp_path: Path) -> None:
-    """A file that is no JSON says so; an unknown name lists the shipped ones."""
+def test_invalid_json_and_unknown_profiles_are_rejected(tmp_path: Path) -> None:
+    """Invalid JSON is reported; for an unknown name, the error lists the shipped profiles."""
     path = tmp_path / "bad.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"damaged profile .*bad\.json"):

@@ -18,7 +18,7 @@ SERVICE_S = 0.01
 
 
 def sojourn_times(config: WorkerConfig, arrivals: list[float], max_tokens: int = 1, sample_s=None):
-    """Seconds in the system of each request, and what `sample_s` apart the load was."""
+    """The seconds of each request in the system, and the load sampled every `sample_s`."""
 
     async def main():
         backend = SimBackend(config)
@@ -53,7 +53,7 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
 @pytest.mark.parametrize("max_tokens", [1, 10])
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
 def test_one_request_takes_exactly_its_service_time(max_tokens: int, speculation: str) -> None:
-    """Alone, a request takes `sim_service_ms`; of two at once the second waits for the first."""
+    """A single request takes `sim_service_ms`; of two at once, the second waits for the first."""
     config = WorkerConfig(sim_service_ms=SERVICE_S * 1e3, speculation=speculation)
     times, _ = sojourn_times(config, [0.0, 1.0, 1.0], max_tokens)
     assert times == pytest.approx([SERVICE_S, SERVICE_S, 2 * SERVICE_S], rel=1e-9)
@@ -82,7 +82,7 @@ def test_waiting_follows_lindley_and_pollaczek_khinchine() -> None:
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 def test_littles_law_holds_for_batches(speculation: str) -> None:
-    """Requests in the system, summed over time, are the sum of the times in the system.
+    """Requests in the system, summed over time, equal the sum of the times in the system.
 
     Sampled every 1 ms, a request is counted for its time within one sample.
     """

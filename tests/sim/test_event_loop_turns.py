@@ -1,7 +1,7 @@
-"""Turns of the event loop, which the simulator shares with the streams, are short at any prompt.
+"""The simulator shares the event loop with the streams, so its turns must be short for any prompt.
 
-What is counted is calls of functions, in Python and C: a number that no machine changes, and that
-grows with all that is done block by block or token by token.
+The tests count function calls, in Python and C. Their number does not depend on the machine, and
+grows with work that is done block by block or token by token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_BYTES = BLOCK_TOKENS * load_profile("cpu-demo").kv_token_bytes
 
 
 def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What work returns, and how many functions it calls."""
+    """The result of a function, and how many functions it calls."""
     count = 0
 
     def see(_frame: Any, event: str, _argument: Any) -> None:
@@ -42,7 +42,7 @@ def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationRequest:
-    """A request with its hashes, as the gateway hands on long ones."""
+    """A request with block hashes, as the gateway passes on long prompts."""
     hashes: list[bytes] = []
     extend_chain(hashes, "", prompt, BLOCK_TOKENS)
     params = SamplingParams(tokens, 0, ignore_eos=True)
@@ -50,7 +50,7 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationReques
 
 
 def most_calls(built: SimWorker, long: GenerationRequest) -> int:
-    """The most calls in a turn of a worker from a request's submission to its end."""
+    """The most calls in a turn of a worker, from a request's submission to its end."""
     worker, (_, most) = built.worker, calls_of(lambda: built.worker.submit(long, 0.0))
 
     def turn() -> bool:
@@ -68,7 +68,7 @@ def most_calls(built: SimWorker, long: GenerationRequest) -> int:
 
 
 def calls_beside_streams(prompt_tokens: int) -> list[int]:
-    """The most calls in a turn while a prompt is new, known, and pushes another one out."""
+    """The most calls in a turn while a prompt is new, cached, and displacing another one."""
     config = WorkerConfig(
         speculation="off",
         max_model_len=1 << 20,
@@ -84,6 +84,6 @@ def calls_beside_streams(prompt_tokens: int) -> list[int]:
 
 
 def test_no_turn_takes_longer_for_a_longer_prompt() -> None:
-    """Admitting, computing and ending 32,000 tokens takes no turn more than 8,000 take it."""
+    """No turn makes more calls for a prompt of 32,000 tokens than for one of 8,000."""
     short, long = calls_beside_streams(8 << 10), calls_beside_streams(32 << 10)
     assert max(long) <= 1.1 * max(short)

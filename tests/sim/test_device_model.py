@@ -1,4 +1,4 @@
-"""The simulated device: what steps truly take, and what workers believe of it."""
+"""Device models: how long steps really take, and what workers believe of it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def step(*parts: SequenceWork) -> StepPlan:
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_the_roofline_meets_the_profile_at_its_ends_only(name: str) -> None:
-    """It takes what the table says for the fewest and the most tokens, within a tile; between them
-    it is another function: off by 3 % somewhere, by less than half everywhere."""
+def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
+    """It agrees for the fewest and the most tokens, within a tile.
+
+    Between them it differs by 3% at some point and by less than half everywhere.
+    """
     cost = load_profile(name).cost
     roofline = Roofline.fit(cost)
     first, last = cost.token_buckets[0], cost.token_buckets[-1]
@@ -50,11 +52,11 @@ def test_the_roofline_meets_the_profile_at_its_ends_only(name: str) -> None:
     assert 0.03 < max(map(abs, off)) < 0.5
 
 
-def test_a_roofline_has_stairs_and_a_knee() -> None:
-    """Tokens that fit a tile are free; arithmetic counts in full beyond the ridge, in part before.
+def test_roofline_has_stairs_and_a_knee() -> None:
+    """Tokens that fit a tile are free.
 
-    Within a step that is memory-bound a tile costs the share that does not hide, in one that is
-    compute-bound all of itself.
+    In a memory-bound step, a tile costs the share that does not overlap; in a compute-bound one, it
+    costs all of its time.
     """
     roofline = Roofline.fit(load_profile("h100-8b").cost)
     tile = roofline.tile_tokens
@@ -70,7 +72,7 @@ def test_a_roofline_has_stairs_and_a_knee() -> None:
 
 
 def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
-    """A token behind the first of its sequence is a pair with each KV token it attends to."""
+    """A token after the first of its sequence is a pair with each KV token that it attends to."""
     assert step(work(100, 1)).size.pairs == 0
     assert step(work(100, 1, drafts=2)).size.pairs == 102 + 103
     assert step(work(100, 3)).size.pairs == 102 + 103
@@ -84,8 +86,8 @@ def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
     assert verify_s - plain_s == pytest.approx(table_s + pairs_s + 7 * profile.cost.kv_token_s)
 
 
-def test_drafting_takes_its_time_once() -> None:
-    """A depth costs what the profile says for so many sequences, and is spent when asked for."""
+def test_drafting_is_charged_once() -> None:
+    """A depth costs what the profile says for the number of sequences, at the time of the draft."""
     profile = load_profile("h100-8b")
     device = ProfileDevice(profile)
     device.draft("draft_model", sequences=4, depth=3)
@@ -95,8 +97,8 @@ def test_drafting_takes_its_time_once() -> None:
     assert device.pop_drafting_s() == 0.0
 
 
-def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
-    """Noise has mean 1 and the stated spread; the same seed and device see the same, others not."""
+def test_noise_depends_on_instant_and_device() -> None:
+    """Noise has mean 1 and the stated spread; it is the same for the same seed and device only."""
     instants = [(n + 0.5) * 1e-3 for n in range(20_000)]
 
     def seen(seed: int, index: int) -> list[float]:
@@ -114,7 +116,7 @@ def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
     assert 0 < sum(stall > 1e-9 for stall in stalls) < 60
 
 
-def test_the_clock_decides_the_noise_of_a_step() -> None:
+def test_noise_of_a_step_depends_on_the_clock() -> None:
     """The same step at the same instant takes the same time; at another it takes another."""
     now_s = 0.0
     device = RooflineDevice(load_profile("h100-8b"), 0, 0, lambda: now_s)
@@ -126,8 +128,8 @@ def test_the_clock_decides_the_noise_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_what_is_believed_is_off_by_the_stated_share(name: str) -> None:
-    """Every figure is 30 % too large or too small, in a table that still never falls."""
+def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
+    """Every figure is 30% too large or too small, in a table that still never falls."""
     profile = load_profile(name)
     seen = set()
     for seed in range(12):
@@ -144,7 +146,7 @@ def test_what_is_believed_is_off_by_the_stated_share(name: str) -> None:
     assert replace(exact, cost=profile.cost, draft=profile.draft) == profile
 
 
-def test_a_belief_cannot_be_off_by_all() -> None:
-    """Costs of nothing would make decisions of nothing."""
+def test_belief_error_must_be_less_than_one() -> None:
+    """Costs of zero would make decisions meaningless."""
     with pytest.raises(ValueError, match="belief error"):
         misjudged(load_profile("h100-8b"), 1.0, 0)

@@ -10,7 +10,7 @@ from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 
 
 def test_time_jumps_to_the_next_timer() -> None:
-    """Seconds are exact and a year is to 10 us; nothing ran out of order on the way."""
+    """Seconds are exact, and a year is exact to 10 us; tasks run in the right order."""
     log: list[tuple[float, str]] = []
     year_s = 365 * 24 * 3600.0
 
@@ -29,7 +29,7 @@ def test_time_jumps_to_the_next_timer() -> None:
     assert log[-1] == (pytest.approx(year_s, abs=1e-5), "c")
 
 
-def test_time_stands_still_while_anybody_can_run() -> None:
+def test_time_stands_still_while_a_task_can_run() -> None:
     """Tasks that only yield take no time, however often they do."""
 
     async def main() -> float:
@@ -42,7 +42,7 @@ def test_time_stands_still_while_anybody_can_run() -> None:
 
 
 def test_timeouts_are_virtual_too() -> None:
-    """A deadline of asyncio's own fires at its virtual instant."""
+    """An asyncio timeout fires at its virtual time."""
 
     async def main() -> float:
         with pytest.raises(TimeoutError):
@@ -53,7 +53,7 @@ def test_timeouts_are_virtual_too() -> None:
     assert run_virtual(main()) == 3600.0
 
 
-def test_a_deadlock_is_an_error_and_no_hang() -> None:
+def test_deadlock_raises_an_error() -> None:
     """When every task waits for another and no timer is set, the run ends with an explanation."""
 
     async def main() -> None:
