@@ -103,15 +103,13 @@ class Link:
         Raises:
             BackendFailed: the connection ended, or they did not arrive in time.
         """
-        try:
-            async with asyncio.timeout(TOKENIZER_S):
+        async with _time_limit(TOKENIZER_S, "its tokenizer did not arrive in time"):
+            try:
                 await self._channel.send(FetchTokenizer())
-                while not isinstance(report := await self.receive(), TokenizerFiles):
-                    pass  # an update
-        except TimeoutError:
-            raise BackendFailed("its tokenizer did not arrive in time") from None
-        except ConnectionError:
-            raise BackendFailed(_BROKEN) from None
+            except ConnectionError:
+                raise BackendFailed(_BROKEN) from None
+            while not isinstance(report := await self.receive(), TokenizerFiles):
+                pass  # an update
         return report.files
 
     async def update(self) -> Update:
@@ -120,11 +118,8 @@ class Link:
         Raises:
             BackendFailed: it does not arrive in time, or is something else.
         """
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                report = await self.receive()
-        except TimeoutError:
-            raise BackendFailed("it sends no updates") from None
+        async with _time_limit(CONNECT_S, "it sends no updates"):
+            report = await self.receive()
         if not isinstance(report, Update):
             raise BackendFailed("it sent an unexpected message")
         return report
@@ -201,16 +196,22 @@ async def linked(
     proof = None if secret is None else secret.proof(URL(url).path, time.time())
     link: Link | None = None
     try:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                link = Link(await _connected(session, url, proof))
-                link.ready = await _ready(link, proof)
-        except TimeoutError:
-            raise BackendFailed("it did not answer in time") from None
+        async with _time_limit(CONNECT_S, "it did not answer in time"):
+            link = Link(await _connected(session, url, proof))
+            link.ready = await _ready(link, proof)
         yield link
     finally:
         if link is not None:
             await link.close()
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float, message: str) -> AsyncGenerator[None, None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise BackendFailed(message) from None
 
 
 async def _connected(

@@ -96,7 +96,7 @@ async def test_full_outbox_makes_all_streams_wait() -> None:
     filling = [asyncio.create_task(fill(link_id)) for link_id in "ab"]
     taken: dict[str, list[int]] = {"a": [], "b": []}
     while sum(map(len, taken.values())) < 2 * most:
-        await outbox.news()
+        await outbox.news.wait()
         deltas, failed = outbox.take()
         assert len(deltas) <= MOST_DELTAS
         assert not failed

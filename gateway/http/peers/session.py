@@ -41,13 +41,17 @@ _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
 
 
 class DeltaOutbox:
-    """Deltas of all requests on a connection that wait for the next update."""
+    """Deltas of all requests on a connection that wait for the next update.
+
+    Attributes:
+        news: set while something waits to be sent; the session also sets it to send an update.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
         self._deltas: list[tuple[str, Delta]] = []
         self._failed: list[tuple[str, str]] = []
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
         self._space = asyncio.Event()
         self._space.set()
 
@@ -57,26 +61,18 @@ class DeltaOutbox:
             self._space.clear()
             await self._space.wait()
         self._deltas.append((link_id, delta))
-        self._news.set()
+        self.news.set()
 
     def put_failure(self, link_id: str, reason: str) -> None:
         """Add that a request ended with an error, after its deltas."""
         self._failed.append((link_id, reason))
-        self._news.set()
-
-    def wake(self) -> None:
-        """End a wait in `news` without any."""
-        self._news.set()
-
-    async def news(self) -> None:
-        """Wait for something to send, or for `wake`."""
-        await self._news.wait()
+        self.news.set()
 
     def take(self) -> tuple[list[tuple[str, Delta]], list[tuple[str, str]]]:
         """Remove and return the deltas, and the requests that failed after them."""
         taken = self._deltas, self._failed
         self._deltas, self._failed = [], []
-        self._news.clear()
+        self.news.clear()
         self._space.set()
         return taken
 
@@ -181,7 +177,7 @@ class PeerSession:
         beat = asyncio.create_task(self._beat())
         try:
             while True:
-                await self._outbox.news()
+                await self._outbox.news.wait()
                 await self._channel.send(self._update())
         except ConnectionError:
             pass  # `_receive` notices it, too
@@ -193,7 +189,7 @@ class PeerSession:
 
     async def _beat(self) -> None:
         while True:
-            self._outbox.wake()
+            self._outbox.news.set()
             await asyncio.sleep(REPORT_S)
 
     def _update(self) -> Update:
