@@ -1,4 +1,4 @@
-"""Arrival processes: their statistics, and that a seed fixes them."""
+"""Arrival processes: their statistics and their seeds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.nda
 
 
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.floats(0.1, 1000.0))
-def test_instants_ascend_and_asking_for_more_changes_none(spec, seed, rate) -> None:
-    """Instants never go back, and the first hundred are the same however many are taken."""
+def test_instants_ascend_and_do_not_depend_on_how_many_are_drawn(spec, seed, rate) -> None:
+    """Instants never go back, and the first hundred are the same however many are drawn."""
     long = instants(spec, 200, seed, rate)
     assert (np.diff(long) >= 0).all()
     assert long[0] >= 0
@@ -40,20 +40,22 @@ def test_instants_ascend_and_asking_for_more_changes_none(spec, seed, rate) -> N
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "constant"])
 def test_another_seed_gives_other_instants(spec: str) -> None:
-    """Random processes depend on the seed and on nothing else."""
+    """Random processes depend on nothing but the seed."""
     assert (instants(spec, 50, 1) == instants(spec, 50, 1)).all()
     assert (instants(spec, 50, 1) != instants(spec, 50, 2)).any()
 
 
 def test_constant_instants_do_not_drift() -> None:
-    """At 49 a second, whose gap no float holds, every 49th request is due on the whole second."""
+    """At 49 requests/s, whose gap no float represents, every 49th request is due on a whole
+    second."""
     found = islice(parse_arrival("constant").instants(49.0, 0), 0, 49 * 20_000, 49)
     assert list(found) == list(range(20_000))
 
 
 @pytest.mark.parametrize(("spec", "cv"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:3", 3.0)])
-def test_gaps_have_the_stated_mean_variation_and_law(spec: str, cv: float) -> None:
-    """Mean 1/rate, coefficient of variation as asked, and the gamma law by Kolmogorov-Smirnov."""
+def test_gaps_have_the_requested_distribution(spec: str, cv: float) -> None:
+    """Gaps have mean 1/rate, the requested coefficient of variation and a gamma distribution (KS
+    test)."""
     gaps = np.diff(instants(spec, 20_001), prepend=0.0)[1:]
     standard_error = cv / len(gaps) ** 0.5
     assert abs(gaps.mean() * RATE - 1) < 4 * standard_error
@@ -64,8 +66,8 @@ def test_gaps_have_the_stated_mean_variation_and_law(spec: str, cv: float) -> No
     assert stats.kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).pvalue > 1e-3
 
 
-def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
-    """The index of dispersion of counts per second is 1; bursts of on-off have far more."""
+def test_poisson_counts_have_dispersion_one() -> None:
+    """The index of dispersion of counts per second is 1 for Poisson and much larger for on-off."""
 
     def dispersion(spec: str) -> float:
         counts = np.bincount(instants(spec, 40_000).astype(int))[:-1]
@@ -77,7 +79,7 @@ def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
 
 
 def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
-    """No request comes in an off phase, and over whole cycles the mean rate is the one asked."""
+    """No request arrives in an off phase, and over whole cycles the mean is the requested rate."""
     found = instants("onoff:1,4", 20_000)
     assert (found % 5 <= 1).all()
     assert len(found) / found[-1] == pytest.approx(RATE, rel=0.04)
@@ -87,7 +89,7 @@ def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0.5, 2.0), (0.0, 2.0), (2.0, 0.5), (1.0, 1.0)])
 def test_a_ramp_grows_linearly_and_then_stays(first: float, last: float) -> None:
-    """Counts in equal parts of the ramp, and behind it, are those of the changing rate."""
+    """Counts in equal parts of the ramp and after it follow the changing rate."""
     edges = np.linspace(0, 60, 7)
     counts = np.zeros(6)
     for seed in range(100):
@@ -127,7 +129,7 @@ def test_a_ramp_grows_linearly_and_then_stays(first: float, last: float) -> None
         "onoff:0,1",
     ],
 )
-def test_a_process_that_is_none_is_refused(spec: str) -> None:
-    """What cannot be read is refused with the word that was wrong."""
+def test_a_malformed_arrival_is_refused(spec: str) -> None:
+    """A malformed specification is refused, and the error quotes it."""
     with pytest.raises(ValueError, match="arrival"):
         parse_arrival(spec)

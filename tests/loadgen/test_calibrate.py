@@ -1,4 +1,4 @@
-"""The null server streams on time, and the search finds the ceiling."""
+"""The stub server streams on schedule, and the search finds the ceiling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def a_probe(rate_rps: float, *reasons: str) -> CalibrationProbe:
 
 @pytest.mark.parametrize("ceiling", [0, 1, 7, 99, 100, 101, 1000, 12345])
 async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
-    """Within the precision below the true ceiling, never above it, in few probes."""
+    """The result is within the precision of the true ceiling, never above it, in few probes."""
     probed = []
 
     async def holds(load: int) -> bool:
@@ -48,8 +48,8 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "held"), [([True], True), ([False, True], True), ([False, False], False)]
 )
-async def test_one_hiccup_is_no_ceiling(outcomes: list[bool], held: bool) -> None:
-    """A load is given up when it failed twice, and not tried again when it held."""
+async def test_one_hiccup_is_not_a_ceiling(outcomes: list[bool], held: bool) -> None:
+    """A load that failed is tried once more, and one that succeeded is not."""
     left = iter(outcomes)
 
     async def attempt() -> bool:
@@ -59,8 +59,9 @@ async def test_one_hiccup_is_no_ceiling(outcomes: list[bool], held: bool) -> Non
     assert next(left, None) is None
 
 
-async def test_the_null_server_streams_what_it_says() -> None:
-    """Its streams are intact, of as many tokens as were asked for, and never ahead of its pace."""
+async def test_the_stub_server_streams_on_schedule() -> None:
+    """Its streams are intact, have the requested number of tokens, and are never ahead of
+    schedule."""
     pace = TokenPace(ttft_s=0.02, itl_s=0.005)
     async with run_stub_server(pace) as url, open_session() as session:
         assert await first_model(session, url) == "stub"
@@ -80,7 +81,7 @@ async def test_the_null_server_streams_what_it_says() -> None:
 
 
 async def test_a_probe_offers_its_load() -> None:
-    """Evenly spaced requests of the given rate, answered intact, with the server's CPU beside."""
+    """A probe sends evenly spaced requests at the given rate and reports the server's CPU."""
     async with run_stub_server(PACE) as url, open_session() as session:
         probed = await probe(session, url, rate_rps=40, tokens=3, probe_s=0.25)
     assert probed.chunks_per_s == 120
@@ -90,8 +91,8 @@ async def test_a_probe_offers_its_load() -> None:
     assert -0.0015 < probed.ttft_excess_s[0] <= probed.ttft_excess_s[1]
 
 
-def test_the_result_is_the_best_that_held() -> None:
-    """The highest load without a reason, though a lower one may have failed by chance."""
+def test_the_result_is_the_highest_sustained_load() -> None:
+    """The highest sustained load counts, even if a lower one failed by chance."""
     rates = (a_probe(100), a_probe(400, "lag"), a_probe(200, "hiccup"), a_probe(300))
     result = CalibrationResult(rates, (a_probe(100, "2 of 9 streams failed"),))
     assert result.rate == rates[-1]

@@ -1,4 +1,4 @@
-"""`python -m loadgen` and `draftgate load` against a server of known truth."""
+"""The command line against a scripted server."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def of_script(monkeypatch, **fields) -> None:
     monkeypatch.setattr(Mock, "_stream", stream)
 
 
-def test_a_closed_loop_prints_its_figures_and_writes_the_summary(tmp_path) -> None:
-    """The flags of the README: a table with the drafts, and `summary/1` in a file."""
+def test_a_closed_loop_prints_metrics_and_writes_the_summary(tmp_path) -> None:
+    """A run prints a table with drafts and writes `summary/1`."""
     out, mock = tmp_path / "summary.json", Mock()
     with serving_in_a_thread(mock) as url:
         flags = ["--requests", 6, "--concurrency", 3, "--max-tokens", 8, "--json", out]
@@ -70,7 +70,8 @@ def test_a_closed_loop_prints_its_figures_and_writes_the_summary(tmp_path) -> No
 
 
 def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
-    """Workload, rate, SLO and key reach the server; three files tell the same; no key in them."""
+    """Workload, rate, SLO and key reach the server, and three files agree without holding the
+    key."""
     out, html, events = (tmp_path / name for name in ("s.json", "p.html", "e.jsonl"))
     mock = Mock()
     with serving_in_a_thread(mock) as url:
@@ -102,7 +103,7 @@ def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
 
 @pytest.mark.parametrize("fault", ["no_done", "reset"])
 def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> None:
-    """Exit status 1, with the cause, an example, and no place among the completed."""
+    """The exit status is 1, and the output names the cause with an example."""
     of_script(monkeypatch, fault=fault)
     out = tmp_path / "summary.json"
     with serving_in_a_thread(Mock()) as url:
@@ -115,7 +116,7 @@ def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> Non
 
 
 def test_a_lossy_speculation_fails_the_run(tmp_path, monkeypatch) -> None:
-    """Exit status 1 where drafting changed a text; the summary and the events tell so."""
+    """The exit status is 1 if drafting changed a text, and the summary and the events record it."""
     of_script(monkeypatch, lossy=True)
     out, events = tmp_path / "s.json", tmp_path / "e.jsonl"
     with serving_in_a_thread(Mock()) as url:
@@ -128,7 +129,7 @@ def test_a_lossy_speculation_fails_the_run(tmp_path, monkeypatch) -> None:
 
 
 def test_an_equal_text_passes(tmp_path) -> None:
-    """Without a difference the check is part of a good end."""
+    """A lossless check without differences leaves the exit status at 0."""
     out = tmp_path / "s.json"
     with serving_in_a_thread(Mock()) as url:
         result = command(url, "--requests", 3, "--verify-lossless", 2, "--json", out)
@@ -140,7 +141,7 @@ def test_an_equal_text_passes(tmp_path) -> None:
 
 @pytest.mark.parametrize(("health", "status"), [(BEHIND, 3), (a_run().health, 0)])
 def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -> None:
-    """3 if the generator did not keep up, though every stream was intact."""
+    """The exit status is 3 if the generator did not keep up, although every stream was intact."""
     run = a_run([r for r in a_run().records if r.verdict == "ok"], health=health)
     path = tmp_path / "e.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
@@ -152,16 +153,16 @@ def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -
     assert ("INVALID" in result.output) is (status == 3)
 
 
-def test_a_broken_stream_weighs_more_than_an_invalid_run() -> None:
-    """It is broken whatever the generator did; an interruption alone is nobody's fault."""
+def test_a_broken_stream_takes_precedence_over_an_invalid_run() -> None:
+    """A broken stream gives 1 whatever the generator did; an interruption alone gives 3."""
     broken = a_run(health=BEHIND)
     assert exit_status(broken, None) == 1
     stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
     assert exit_status(stopped, None) == 3
 
 
-def test_a_refusal_is_no_broken_stream() -> None:
-    """A server that says 429 or 503 answered: 4, where nothing worse happened."""
+def test_a_refusal_is_not_a_broken_stream() -> None:
+    """Responses of 429 or 503 give 4 if nothing worse happened."""
     ok = [record for record in a_run().records if record.verdict == "ok"]
     refused = [replace(ok[0], verdict="http_status", status=status) for status in (429, 503)]
     assert exit_status(a_run([*ok, *refused]), None) == 4
@@ -183,8 +184,8 @@ def test_a_refusal_is_no_broken_stream() -> None:
         ["http://127.0.0.1:9", "--no-such-flag"],
     ],
 )
-def test_what_cannot_be_done_is_explained(arguments: list[str]) -> None:
-    """Exit status 2 and the reason, without a traceback."""
+def test_wrong_usage_is_explained(arguments: list[str]) -> None:
+    """The exit status is 2 with a reason and without a traceback."""
     result = command(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
@@ -192,7 +193,7 @@ def test_what_cannot_be_done_is_explained(arguments: list[str]) -> None:
 
 
 def test_chat_has_its_own_endpoint() -> None:
-    """`--chat` asks as a user's message."""
+    """`--chat` sends the prompt as a user's message."""
     mock = Mock()
     with serving_in_a_thread(mock) as url:
         command(url, "--chat", "--requests", 1, "--prompt", "hello")
@@ -211,7 +212,7 @@ def test_the_gateway_has_the_same_command() -> None:
 
 
 def test_help_shows_the_flags_of_a_run_in_groups() -> None:
-    """`load --help` needs no URL: it has the flags of `run` by group, and all commands."""
+    """`load --help` needs no URL and lists the flags of `run` by group, and all commands."""
     shown = command("--help").output
     for group in ("Requests", "Schedule", "Server", "Results", "Commands"):
         assert f"\n{group}:\n" in shown
@@ -221,8 +222,8 @@ def test_help_shows_the_flags_of_a_run_in_groups() -> None:
 
 
 def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
-    """Its requests are sent in their order, the extra fields included, and then again from the
-    first one; the settings name the file."""
+    """Requests of a file are sent in order with their extra fields, then again from the first
+    one."""
     path, out, mock = tmp_path / "mine.jsonl", tmp_path / "s.json", Mock()
     path.write_text(
         '{"prompt": "one", "max_tokens": 3, "temperature": 0.5, "class": "a"}\n\n'
@@ -242,7 +243,7 @@ def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
 
 
 def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
-    """One sentence says what to install, and nothing is sent."""
+    """One sentence names the package to install, and nothing is sent."""
     monkeypatch.setattr(flags, "find_spec", lambda _name: None)
     mock = Mock()
     with serving_in_a_thread(mock) as url:
@@ -253,8 +254,8 @@ def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) 
     assert mock.bodies == []
 
 
-def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
-    """Probes as they are made, held or not and why; then the ceilings."""
+def test_calibrate_prints_each_probe(monkeypatch) -> None:
+    """Each probe is printed as it ends, then the ceilings."""
     held, beyond = a_probe(100), a_probe(200, "CPU of the generator")
 
     async def ceilings(*, processes, probe_s, on_probe):
@@ -270,8 +271,8 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
     assert "Ceilings of this generator (2 processes)" in result.output
 
 
-def test_a_run_is_told_in_the_words_of_another_tool(tmp_path) -> None:
-    """`--as` adds that tool's figures of the same run, after it and from its events; no other."""
+def test_a_run_can_be_reported_as_another_tool(tmp_path) -> None:
+    """`--as` adds that tool's metrics after a run and to a report of its events."""
     events = tmp_path / "e.jsonl"
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", 4, "--concurrency", 2, "--as", "vllm", "--events", events]
@@ -287,7 +288,7 @@ def test_a_run_is_told_in_the_words_of_another_tool(tmp_path) -> None:
 
 
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:
-    """Then prompt lengths say that they are estimates, and the context's length is unknown."""
+    """Prompt lengths are then estimates, and the context length is unknown."""
     async with serving(Mock()) as url, open_session() as session:
         found = await inspect_server(session, url, "", open_corpus())
         assert (found.model, found.max_model_len) == ("mock", 8192)
@@ -298,8 +299,9 @@ async def test_a_server_without_tokenize_gets_an_estimate() -> None:
     assert elsewhere.max_model_len is None
 
 
-def test_neither_torch_nor_a_tokenizer_nor_a_hub() -> None:
-    """The generator loads nothing of ours, and the gateway's command line no generator."""
+def test_heavy_libraries_are_not_imported() -> None:
+    """The load generator imports no other package of ours, and the gateway's CLI no load
+    generator."""
     heavy = {"torch", "tokenizers", "transformers", "huggingface_hub", "gateway", "backends"}
     for module, never in (
         ("draftgate.loadgen.cli", {*heavy, "policies", "plotly"}),

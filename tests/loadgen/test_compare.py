@@ -1,4 +1,4 @@
-"""Two runs against each other: no difference is invented, and a real one is found."""
+"""Comparing two runs invents no difference and finds real ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def compared(*arguments: object):
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
 
-def test_measures_are_the_figures_of_the_reports() -> None:
-    """With every request counted once, each measure is what the summary says."""
+def test_measures_equal_the_metrics_of_reports() -> None:
+    """If every request counts once, each measure equals the value in the summary."""
     run = queue_run(120)
     summary, found = summarize(run), measures(run)
     once = np.ones((1, 120), np.int64)
@@ -51,8 +51,8 @@ def test_measures_are_the_figures_of_the_reports() -> None:
     assert found["fluidity"].evaluate(once)[0, 0] == pytest.approx(mean)
 
 
-def test_a_count_is_a_repetition() -> None:
-    """The percentiles of counted requests are those of their values, each as often as counted."""
+def test_a_count_acts_as_a_repetition() -> None:
+    """Percentiles with counts equal those of repeated values."""
     rng = np.random.default_rng(4)
     values, owners = np.sort(rng.random(40)), rng.integers(0, 10, 40)
     measure = PercentileMeasure(values, owners, 10, ("p50", "p90"))
@@ -64,23 +64,21 @@ def test_a_count_is_a_repetition() -> None:
 
 
 def test_percentiles_on_single_requests_are_not_compared() -> None:
-    """p99 needs requests beyond it: 5 of 500 are enough, 1 of 100 is not."""
+    """p99 is compared with 5 of 500 requests beyond it, and not with 1 of 100."""
     assert measures(queue_run(100))["ttft_s"].statistics == ("p50", "p90")
     assert "p99" in measures(queue_run(600))["ttft_s"].statistics
 
 
 @pytest.mark.parametrize("paired", [True, False])
-def test_runs_that_are_alike_are_seldom_called_different(paired: bool) -> None:
-    """Of a queue at 60 % load against itself at most 2 of 12 seeded pairs regress (2.5 % is meant;
-    the long test below counts 100)."""
+def test_identical_servers_rarely_regress(paired: bool) -> None:
+    """At most 2 of 12 seeded pairs from the same queue regress (2.5 % expected)."""
     assert regressions(12, paired=paired) <= 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("paired", [True, False])
-def test_of_a_hundred_pairs_few_are_called_different(paired: bool) -> None:
-    """A/A over 100 seeds: at most 7 regressions, where 2.5 are meant. Two runs of a queue that
-    are not paired are as short as such runs are: 200 requests in blocks."""
+def test_few_of_a_hundred_identical_pairs_regress(paired: bool) -> None:
+    """At most 7 of 100 pairs from the same queue regress, where 2.5 are expected."""
     assert regressions(100, paired=paired) <= 7
 
 
@@ -97,9 +95,9 @@ def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
     return found
 
 
-def test_a_slower_server_is_found() -> None:
-    """Answers that take 10 % longer are a regression in all of 8 paired runs, and the interval of
-    the time per token has the truth in it."""
+def test_a_slower_server_is_a_regression() -> None:
+    """A 10 % slower server regresses in all of 8 pairs, and the interval of TPOT holds the
+    truth."""
     assert regressions(8, paired=True, slower=1.1) == 8
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     change = next(
@@ -110,8 +108,8 @@ def test_a_slower_server_is_found() -> None:
     assert low < 0.1 * change.a < high
 
 
-def test_pairs_are_surer_than_strangers() -> None:
-    """The same questions at the same instants: the interval is less than two thirds as wide."""
+def test_pairing_narrows_intervals() -> None:
+    """With the same requests at the same instants, intervals are less than two thirds as wide."""
     before = queue_run(300)
     widths = []
     for seed in (0, 1):
@@ -120,9 +118,8 @@ def test_pairs_are_surer_than_strangers() -> None:
     assert widths[0] < widths[1] * 2 / 3
 
 
-def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
-    """Every other chunk of B is missing: its gaps are twice A's, the difference is as sure as A
-    itself, whether resamples are drawn at once or, as for long runs, some at a time."""
+def test_pairing_does_not_depend_on_the_number_of_values(monkeypatch) -> None:
+    """Runs with different numbers of chunks stay paired, also if resamples are drawn in batches."""
     before = queue_run(60)
     merged = [replace(r, chunks=r.chunks[::2]) for r in before.records]
     after, widths = replace(before, records=merged), []
@@ -134,15 +131,16 @@ def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
     assert widths[1] == pytest.approx(widths[0], rel=0.3)
 
 
-def test_an_improvement_is_no_regression() -> None:
+def test_an_improvement_is_not_a_regression() -> None:
     """A faster server is better, and nothing is worse."""
     comparison = compare(queue_run(300), queue_run(300, noise=1, slower=0.85))
     assert {c.verdict for c in comparison.changes} >= {"better"}
     assert not comparison.regressed
 
 
-def test_a_limit_allows_so_much() -> None:
-    """10 % slower is worse than 2 %, not than 20 %; only what is limited is judged."""
+def test_a_threshold_allows_some_worsening() -> None:
+    """A 10 % slowdown exceeds a threshold of 2 % but not of 20 %, and only thresholds are
+    judged."""
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     for most, regressed in (("2%", True), ("20%", False), ("0.01", False)):
         comparison = compare(before, after, [parse_threshold(f"tpot_s:p50:{most}")])
@@ -150,21 +148,21 @@ def test_a_limit_allows_so_much() -> None:
         assert sum(change.judged for change in comparison.changes) == 1
 
 
-def test_the_same_comparison_gives_the_same_figures() -> None:
+def test_a_comparison_is_reproducible() -> None:
     """Resamples are seeded."""
     runs = queue_run(60), queue_run(60, noise=1)
     assert compare(*runs) == compare(*runs)
 
 
-def test_holms_correction_is_holms() -> None:
-    """The i-th smallest of m times m - i + 1, never falling, at most 1; the order is kept."""
+def test_holm_correction_matches_its_definition() -> None:
+    """The i-th smallest p-value is multiplied by m - i + 1, never falls, and is at most 1."""
     assert holm([0.04, 0.01, 0.5]) == pytest.approx([0.08, 0.03, 0.5])
     assert holm([0.02, 0.02]) == pytest.approx([0.04, 0.04])
     assert holm([]) == []
 
 
-def test_what_is_not_judged_has_no_verdict() -> None:
-    """However sure, a figure without a say says nothing."""
+def test_statistics_that_are_not_judged_have_no_verdict() -> None:
+    """A statistic that is not judged has no verdict, however small its p-value."""
     change = compare(queue_run(60), queue_run(60, slower=2.0)).changes[0]
     (unjudged,) = judge([replace(change, judged=False, p_worse=0.0)])
     assert unjudged.verdict == ""
@@ -173,21 +171,21 @@ def test_what_is_not_judged_has_no_verdict() -> None:
 @pytest.mark.parametrize(
     "words", ["ttft:5%", "ttft_s", "ttft_s:5%", "ttft_s:p75:5%", "ttft_s:p90:x", "attainment:-1"]
 )
-def test_a_limit_nobody_could_mean_is_refused(words: str) -> None:
-    """No such figure, no such statistic, none named where there are several, no number."""
+def test_a_malformed_threshold_is_refused(words: str) -> None:
+    """Unknown metrics, unknown or missing statistics and missing numbers are refused."""
     with pytest.raises(ValueError, match="threshold"):
         parse_threshold(words)
 
 
-def test_limits_are_read_as_shares_or_in_the_figures_unit() -> None:
-    """With a percent sign of A's value, without it in the figure's unit."""
+def test_thresholds_are_relative_or_absolute() -> None:
+    """A percentage is a share of A's value; a number is in the metric's unit."""
     assert parse_threshold("ttft_s:p90:5%").relative == pytest.approx(0.05)
     assert parse_threshold("attainment:0.02").absolute == pytest.approx(0.02)
     assert parse_threshold("fluidity:0.02").statistic == "mean"
 
 
-def test_the_exit_status_is_for_ci(tmp_path) -> None:
-    """0 alike, 1 worse, 2 not comparable, 3 INVALID; the JSON tells the same."""
+def test_compare_has_an_exit_status_for_ci(tmp_path) -> None:
+    """0 means no regression, 1 a regression, 2 not comparable and 3 INVALID, as in the JSON."""
     before, out = written(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
     others = {
         "alike": queue_run(100, noise=1),
@@ -211,8 +209,8 @@ def test_the_exit_status_is_for_ci(tmp_path) -> None:
     assert compared(before, before, "--threshold", "ttft_s:p99:5%").exit_code == 2
 
 
-def test_the_table_says_what_changed_and_what_differed(tmp_path) -> None:
-    """Both values, the change with its interval, and the settings in which the runs differ."""
+def test_the_table_shows_changes_and_differing_settings(tmp_path) -> None:
+    """The table has both values, the change with its interval, and the settings that differ."""
     before = written(tmp_path / "a.jsonl", queue_run(100))
     after = written(tmp_path / "b.jsonl", queue_run(100, load=0.9, noise=1))
     text = compared(before, after).output

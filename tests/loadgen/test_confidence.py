@@ -1,13 +1,16 @@
-"""Blocks of requests are resampled as long as their neighbours have something in common."""
+"""Confidence intervals: the stationary bootstrap and Student's distribution."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from draftgate.loadgen.measuring.confidence import (
     block_length,
     resampled_counts,
+    student_quantile,
+    student_tail,
     variance_inflation,
 )
 
@@ -21,15 +24,15 @@ def autoregressive(correlation: float, count: int, seed: int) -> np.ndarray:
     return np.array(values)
 
 
-def test_every_resample_has_as_many_requests() -> None:
-    """Each resample counts N requests in all, and over many each request comes as often."""
+def test_every_resample_has_the_same_number_of_requests() -> None:
+    """Each resample counts N requests, and over many resamples all are drawn equally often."""
     counts = resampled_counts(50, 5.0, np.random.default_rng(0), 4000)
     assert (counts.sum(axis=1) == 50).all()
     assert counts.mean(axis=0) == pytest.approx(np.ones(50), abs=0.1)
 
 
 def test_neighbours_stay_together_in_long_blocks() -> None:
-    """Blocks of mean length b keep a request and the next together with chance 1 - 1/b."""
+    """Blocks of mean length b keep neighbours together with probability 1 - 1/b."""
     values = np.zeros(200)
     values[::2] = 1.0
     spreads = [
@@ -41,22 +44,41 @@ def test_neighbours_stay_together_in_long_blocks() -> None:
 
 
 def test_independent_values_need_no_blocks() -> None:
-    """Of white noise the median block length over seeds is below 2.5, of a constant it is 1."""
+    """The median block length is below 2.5 for white noise and 1 for a constant."""
     lengths = [block_length(autoregressive(0.0, 400, seed)) for seed in range(40)]
     assert np.median(lengths) < 2.5
     assert block_length(np.ones(100)) == 1.0
 
 
-def test_the_block_length_is_that_of_theory() -> None:
-    """For AR(1) with r, G/g = 2 r / (1 - r^2): the estimate's median is near (G^2/g^2 n)^(1/3)."""
+def test_the_block_length_matches_theory() -> None:
+    """For AR(1) with r, G/g = 2 r / (1 - r^2), and the median is near (G^2/g^2 n)^(1/3)."""
     r, count = 0.7, 2000
     lengths = [block_length(autoregressive(r, count, seed)) for seed in range(20)]
     theory = ((2 * r / (1 - r * r)) ** 2 * count) ** (1 / 3)
     assert np.median(lengths) == pytest.approx(theory, rel=0.35)
 
 
-def test_the_variance_of_a_mean_is_inflated_by_neighbours() -> None:
-    """For AR(1) with r it is (1 + r) / (1 - r) times that of independent values; at least 1."""
+def test_correlation_inflates_the_variance_of_a_mean() -> None:
+    """For AR(1) with r the inflation is (1 + r) / (1 - r); it is at least 1."""
     found = [variance_inflation(autoregressive(0.7, 2000, seed)) for seed in range(20)]
     assert np.median(found) == pytest.approx(1.7 / 0.3, rel=0.3)
     assert variance_inflation(np.tile([0.0, 1.0], 50)) == 1.0
+
+
+def test_student_quantiles_match_the_tables() -> None:
+    """Quantiles are within 1.2 % from 3 degrees of freedom on, and never too small below."""
+    for freedom, expected in ((3, 3.1824), (9, 2.2622), (10, 2.2281), (19, 2.0930)):
+        assert student_quantile(freedom) == pytest.approx(expected, rel=0.012)
+    assert student_quantile(10, 0.95) == pytest.approx(1.812, rel=0.01)
+    assert 4.3027 <= student_quantile(2) <= 4.3027 * 1.05
+
+
+@pytest.mark.parametrize("freedom", [3.0, 10.0, 99.0])
+def test_student_tails_match_scipy(freedom: float) -> None:
+    """p-values are within 3 % of scipy's from 3 degrees of freedom on, and quantiles invert
+    them."""
+    for t in (0.5, 1.0, 2.0, 3.0):
+        assert student_tail(freedom, t) == pytest.approx(stats.t.sf(t, freedom), rel=0.03)
+        assert student_tail(freedom, -t) == pytest.approx(1 - student_tail(freedom, t))
+    quantile = student_quantile(freedom)
+    assert student_tail(freedom, quantile) == pytest.approx(0.025)

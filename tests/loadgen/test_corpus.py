@@ -1,4 +1,4 @@
-"""The corpus: text that every installation has, read as needed, in one order."""
+"""The corpus of installed text: read on demand, in a fixed order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftgate.loadgen.planning.corpus import (
 )
 
 
-def test_a_library_reads_only_what_is_asked_for() -> None:
+def test_a_library_reads_only_what_is_needed() -> None:
     """Choosing and reading a short passage opens one document of a thousand."""
     opened: list[str] = []
 
@@ -31,7 +31,7 @@ def test_a_library_reads_only_what_is_asked_for() -> None:
 
 
 def test_a_library_is_one_endless_text_in_the_order_of_names() -> None:
-    """Reading runs on into the next document by name, past empty ones, and from the last on."""
+    """Reading continues in the next document by name, skips empty ones, and wraps around."""
     texts = {"c": "cc", "a": "aaa", "b": ""}
     library = Library([Document(name, 1, lambda t=text: t) for name, text in texts.items()])
     assert library.read(TextPosition(0, 1), 10) == "aaccaaacca"
@@ -42,7 +42,7 @@ def test_a_library_is_one_endless_text_in_the_order_of_names() -> None:
         Library([])
 
 
-def test_places_are_beginnings_of_lines_in_proportion_to_size() -> None:
+def test_positions_are_line_starts_in_proportion_to_size() -> None:
     """A document three times as large is chosen three times as often (chi-square)."""
     line = "four\n"
     library = Library([Document(n, 5 * k, lambda k=k: line * k) for n, k in (("a", 30), ("b", 90))])
@@ -54,14 +54,14 @@ def test_places_are_beginnings_of_lines_in_proportion_to_size() -> None:
 
 
 def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:
-    """All three kinds are found in order, no other strings; what does not parse has none."""
+    """All three kinds are found in order without other strings; invalid source has none."""
     source = "'M.'\nclass C:\n    'K.'\n    def f(self):\n        'F.'\n        x = 'no'\n"
     assert docstrings(source) == "M.\n\nC: K.\n\nf: F.\n\n"
     assert docstrings("def (") == ""
 
 
-def test_tables_written_as_code_are_left_out() -> None:
-    """The names of HTML's entities are no text to ask about; the rest of that package is."""
+def test_modules_that_hold_tables_are_skipped() -> None:
+    """The table of HTML entities is skipped; the rest of its package is not."""
     code = open_corpus().code
     names = {document.name for document in code._documents}
     assert "html/parser.py" in names

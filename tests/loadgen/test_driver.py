@@ -1,4 +1,4 @@
-"""The driver: open loops on schedule, closed loops, interruptions, and its judgement of itself."""
+"""The driver: open and closed loops, interruptions, and the generator's health."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def starts(instants, clock: ManualClock, busy_s=()):
 
 
 async def test_requests_start_at_their_instants() -> None:
-    """Each starts at its instant, never before and at most a timer's tick after."""
+    """A request starts at its instant, never before and at most a timer tick after."""
     instants = [0.0, 0.1, 0.1, 0.10004, 3.0]
     started, last_s = await starts(instants, ManualClock())
     assert [index for index, _, _ in started] == [0, 1, 2, 3, 4]
@@ -63,15 +63,15 @@ async def test_requests_start_at_their_instants() -> None:
     assert last_s == 3.0
 
 
-async def test_a_late_start_makes_no_other_late() -> None:
-    """After a stall the late ones start at once, and the first that is not late is on time."""
+async def test_a_late_start_delays_no_other_request() -> None:
+    """After a stall late requests start at once, and the next one is on time."""
     started, _ = await starts([0.0, 0.1, 0.2, 0.3, 1.0], ManualClock(), busy_s=[0.25])
     late = [at_s - scheduled_s for _, scheduled_s, at_s in started]
     assert late == pytest.approx([0.0, 0.15, 0.05, 0.0, 0.0])
 
 
-async def test_chunks_without_text_are_noted_and_count_in_nothing() -> None:
-    """An empty chunk at once is neither the first text nor a chunk; when it came is known."""
+async def test_chunks_without_text_count_in_no_metric() -> None:
+    """The instant of an empty chunk is recorded, but it is neither the first text nor a chunk."""
     plan = [planned(0, 0.0, Script(tokens=2, gap_s=0.05, role=True))]
     async with serving(Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan)
@@ -81,7 +81,7 @@ async def test_chunks_without_text_are_noted_and_count_in_nothing() -> None:
 
 
 async def test_an_open_loop_waits_for_no_answer() -> None:
-    """Requests start on schedule while all before them are still open: no coordinated omission."""
+    """Requests start on schedule while all earlier ones are open (no coordinated omission)."""
     started, over, all_started = [], [], asyncio.Event()
 
     def start(p: PlannedRequest) -> None:
@@ -106,8 +106,8 @@ async def test_an_open_loop_waits_for_no_answer() -> None:
     assert run.duration_s >= max(r.end_s for r in over)
 
 
-async def test_a_closed_loop_keeps_so_many_open() -> None:
-    """Never more than `concurrency` are open; each client asks again when it has its answer."""
+async def test_a_closed_loop_limits_open_requests() -> None:
+    """At most `concurrency` requests are open, and each client continues after its answer."""
     open_now, most = set(), []
 
     def start(p: PlannedRequest) -> None:
@@ -131,7 +131,7 @@ async def test_a_closed_loop_keeps_so_many_open() -> None:
 
 
 async def test_crossed_streams_of_a_run_are_found() -> None:
-    """Two streams with one id are not both intact, though each is so by itself."""
+    """If two streams have the same id, one of them is crossed."""
     plan = [planned(i, None, Script(fault="same_id")) for i in range(2)]
     async with serving(Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1)
@@ -139,8 +139,8 @@ async def test_crossed_streams_of_a_run_are_found() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [None, 2])
-async def test_an_interrupted_run_keeps_what_there_is(concurrency: int | None) -> None:
-    """Cancelled, a run ends: complete answers are kept, open ones recorded as interrupted."""
+async def test_an_interrupted_run_keeps_its_records(concurrency: int | None) -> None:
+    """After a cancellation complete answers are kept, and open ones are recorded as interrupted."""
     scripts = [Script(), Script(fault="stall"), Script(fault="stall"), Script()]
     instants = [None] * 4 if concurrency else [0.0, 0.0, 0.0, 60.0]
     plan = [planned(i, at_s, s) for i, (at_s, s) in enumerate(zip(instants, scripts, strict=True))]
@@ -169,8 +169,8 @@ async def test_an_interrupted_run_keeps_what_there_is(concurrency: int | None) -
 
 
 @pytest.mark.parametrize(("at_s", "concurrency"), [(None, None), (0.0, 1)])
-async def test_a_plan_fits_its_loop(at_s: float | None, concurrency: int | None) -> None:
-    """An open loop without an instant, and a closed one with one, are refused."""
+async def test_a_plan_must_fit_its_loop(at_s: float | None, concurrency: int | None) -> None:
+    """A request without an instant in an open loop, or with one in a closed loop, is refused."""
     async with open_session() as session:
         client = OpenAIClient(session, "", "mock")
         with pytest.raises(ExceptionGroup) as refused:
@@ -179,7 +179,7 @@ async def test_a_plan_fits_its_loop(at_s: float | None, concurrency: int | None)
 
 
 async def test_a_stalled_loop_makes_the_run_invalid() -> None:
-    """A generator whose event loop is blocked says so: lag and stall beyond the budget, INVALID."""
+    """A blocked event loop exceeds the limits for lag and stall, and the run is INVALID."""
 
     def block(p: PlannedRequest) -> None:
         if p.index == 1:
@@ -197,8 +197,8 @@ async def test_a_stalled_loop_makes_the_run_invalid() -> None:
     assert "stall of the event loop" in reasons
 
 
-async def test_no_full_collection_stops_a_run() -> None:
-    """While requests are sent Python does not look through all memory; afterwards it does again."""
+async def test_full_collections_are_suspended_during_a_run() -> None:
+    """Full garbage collections are off during a run and on again afterwards."""
     before, during = gc.get_threshold(), []
     async with serving(Mock()) as url, open_session() as session:
         await run_plan(
@@ -211,7 +211,7 @@ async def test_no_full_collection_stops_a_run() -> None:
 
 
 async def test_cpu_time_of_the_process_is_counted() -> None:
-    """The share of a core is CPU seconds over seconds of the run's clock."""
+    """The CPU share is CPU seconds over seconds of the run's clock."""
     clock = ManualClock()
     with monitor_health(clock) as health:
         used_s = time.process_time()
@@ -221,15 +221,15 @@ async def test_cpu_time_of_the_process_is_counted() -> None:
         assert 0.2 <= health([]).cpu_share <= 1.0
 
 
-def test_lag_is_the_generators_own() -> None:
-    """Setting up a connection is not the generator's lag; waiting before it is."""
+def test_lag_excludes_connecting() -> None:
+    """Opening a connection is not the generator's lag; waiting before it is."""
     record = Record(planned(0, 1.0), 1.0, sent_s=1.5, end_s=2.0, verdict="ok", connect_s=0.3)
     assert lag_s(record) == pytest.approx(0.2)
     assert lag_s(replace(record, connect_s=0.0)) == pytest.approx(0.5)
 
 
-async def test_lags_are_of_all_requests() -> None:
-    """The largest and the 99th percentile are over all that were sent, failed ones too."""
+async def test_lags_include_failed_requests() -> None:
+    """The maximum and the 99th percentile are over all requests that were sent."""
     records = [
         Record(PlannedRequest(i, 0.0, question()), 0.0, sent_s=i / 1000, end_s=1.0, verdict="cut")
         for i in range(201)
@@ -248,8 +248,8 @@ async def test_lags_are_of_all_requests() -> None:
         ({"cpu_share": 0.95}, "CPU of the generator: 95% of a core, limit 90%"),
     ],
 )
-def test_each_budget_has_its_reason(change: dict, reason: str) -> None:
-    """A run within all budgets is valid; beyond one it is INVALID for that reason alone."""
+def test_each_health_limit_has_its_reason(change: dict, reason: str) -> None:
+    """A run within all limits is valid, and each exceeded limit gives one reason."""
     assert invalid_reasons(LoadRun({}, health=WELL)) == []
     assert invalid_reasons(LoadRun({}, health=replace(WELL, **change))) == [reason]
 

@@ -1,4 +1,4 @@
-"""Answers of embeddings: whole, or failed for a reason."""
+"""Embeddings responses are intact, or fail for a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reply(*vectors, places=None, **fields) -> bytes:
     ],
 )
 def test_vectors_come_in_the_order_of_the_inputs(body: bytes) -> None:
-    """As base64 or as numbers, in any order: the same bytes, by input."""
+    """Vectors in base64 or as numbers, in any order, give the same bytes by input."""
     audit = VectorAudit(2)
     audit.add(body)
     assert (audit.verdict, audit.detail) == ("ok", "")
@@ -64,8 +64,8 @@ def test_vectors_come_in_the_order_of_the_inputs(body: bytes) -> None:
         (reply(ONE, TWO, usage={"prompt_tokens": 1}), "bad_usage"),
     ],
 )
-def test_a_fault_leaves_no_vectors(body: bytes, verdict: str) -> None:
-    """What is missing, doubled, of two lengths, not finite or not counted fails the request."""
+def test_a_faulty_response_gives_no_vectors(body: bytes, verdict: str) -> None:
+    """Missing, duplicate, unequal, infinite or uncounted vectors fail the request."""
     audit = VectorAudit(2)
     audit.add(body)
     assert audit.verdict == verdict

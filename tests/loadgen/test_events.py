@@ -1,4 +1,4 @@
-"""The events of a run: written while it goes on, and enough to compute every figure again."""
+"""The events of a run suffice to compute every metric again."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def written(path, run, check=None, *, ended=True):
 
 
 def test_the_summary_can_be_computed_again(tmp_path) -> None:
-    """To the last bit, from the file alone; the lossless check comes back, too."""
+    """The summary and the lossless check computed from the file equal the originals."""
     run = a_run()
     again, check = read_events(written(tmp_path / "e.jsonl", run, CHECK))
     assert summarize(again, check) == summarize(run, CHECK)
     assert read_events(written(tmp_path / "f.jsonl", run))[1] is None
 
 
-def test_everything_but_the_texts_comes_back(tmp_path) -> None:
-    """A record with every field set is read as it was, except what was asked and answered."""
+def test_everything_but_texts_is_restored(tmp_path) -> None:
+    """A record with every field set is restored except for prompt and answer."""
     question = RequestSpec(
         None,
         (ChatMessage("user", "hällo"),),
@@ -62,7 +62,7 @@ def test_everything_but_the_texts_comes_back(tmp_path) -> None:
 
 
 def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
-    """Neither prompt nor answer stands in the file; equal ones have equal digests."""
+    """The file holds no prompt or answer, but digests of equal texts are equal."""
     run = a_run([record(0), replace(record(1), texts=("secret",))])
     text = written(tmp_path / "e.jsonl", run).read_text()
     lines = [json.loads(line)["record"] for line in text.splitlines()[1:3]]
@@ -74,7 +74,7 @@ def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
 
 
 def test_a_crash_leaves_what_was_known(tmp_path) -> None:
-    """Each record is on disk when it is over; a half-written line is left out; such a run is not
+    """Each record is on disk when it ends, an incomplete line is dropped, and the run is not
     valid."""
     run, path = a_run(), tmp_path / "e.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
@@ -90,8 +90,8 @@ def test_a_crash_leaves_what_was_known(tmp_path) -> None:
     assert not summarize(again)["valid"]
 
 
-def test_a_compressed_file_is_read_as_it_is(tmp_path) -> None:
-    """Recorded runs may lie about as `.gz`."""
+def test_a_compressed_file_can_be_read(tmp_path) -> None:
+    """A `.gz` file is read like a plain one, and a damaged one is refused."""
     plain = written(tmp_path / "e.jsonl", a_run())
     packed = tmp_path / "e.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -101,8 +101,8 @@ def test_a_compressed_file_is_read_as_it_is(tmp_path) -> None:
         read_events(packed)
 
 
-def test_an_interrupted_run_stays_one(tmp_path) -> None:
-    """Interruption and the state of the generator are part of the file."""
+def test_interruption_is_recorded(tmp_path) -> None:
+    """Interruption and the generator's health are part of the file."""
     again, _ = read_events(written(tmp_path / "e.jsonl", a_run(interrupted=True)))
     assert again.interrupted
     assert not summarize(again)["valid"]
@@ -120,7 +120,7 @@ def test_an_interrupted_run_stays_one(tmp_path) -> None:
     ],
 )
 def test_other_files_are_refused(tmp_path, content: str, complaint: str) -> None:
-    """File and line are named."""
+    """The error names file and line."""
     path = tmp_path / "other.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=complaint) as refused:

@@ -1,4 +1,4 @@
-"""Questions that take several requests: sent one after the other, counted as one."""
+"""Flows of several requests: sent one after another, counted as one."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **mor
         return await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1, **more)
 
 
-async def test_each_request_is_made_of_the_answer_before_it() -> None:
-    """They come in order, with the texts before them; the question is one record, with the last
-    answer and its user's promise, and is told once when it starts and once when it is over."""
+async def test_each_request_is_built_from_the_previous_answer() -> None:
+    """Requests are sent in order, and the flow is one record with the last answer and the user's
+    SLO."""
     mock, starts, over = Mock(), [], []
     run = await run_of(
         mock, Echo(Script(), Script(), Script()), on_start=starts.append, on_record=over.append
@@ -67,9 +67,8 @@ async def test_each_request_is_made_of_the_answer_before_it() -> None:
     assert [h["x-slo-ttft-ms"] for h in mock.headers] == ["60000", "61000", "62000"]
 
 
-async def test_the_user_waits_from_the_instant_of_asking() -> None:
-    """Each request counts from the end of the one before it, the question from its schedule: the
-    latencies of its requests are its own, and none of them is the generator's lag."""
+async def test_a_flow_counts_from_its_scheduled_instant() -> None:
+    """Each hop counts from the end of the previous one, and the flow from its schedule."""
     run = await run_of(Mock(), Echo(Script(gap_s=0.01), Script(gap_s=0.01)))
     (one,) = run.records
     first, last = one.hops
@@ -80,8 +79,8 @@ async def test_the_user_waits_from_the_instant_of_asking() -> None:
     assert run.health.max_lag_s == max(map(lag_s, one.hops))
 
 
-async def test_one_failed_request_fails_the_question() -> None:
-    """The flow goes on and an answer comes; the question is not as promised and names the hop."""
+async def test_one_failed_hop_fails_the_flow() -> None:
+    """The flow continues to an answer, but it fails and names the hop."""
     run = await run_of(Mock(), Echo(Script(fault="status"), Script()), Echo(Script()))
     failed, fine = run.records
     assert failed.verdict == "http_status"
@@ -92,8 +91,8 @@ async def test_one_failed_request_fails_the_question() -> None:
     assert (counted.requests, counted.intact, counted.met) == (2, 1, 1)
 
 
-async def test_an_interrupted_flow_keeps_what_there_is() -> None:
-    """Stopped in its second request, a question is interrupted, and the first is kept intact."""
+async def test_an_interrupted_flow_keeps_its_records() -> None:
+    """A flow that stops in its second request is interrupted, and the first stays intact."""
     mock = Mock()
     running = asyncio.create_task(run_of(mock, Echo(Script(), Script(fault="stall"))))
     async with asyncio.timeout(10):
@@ -106,8 +105,8 @@ async def test_an_interrupted_flow_keeps_what_there_is() -> None:
     assert one.verdict == "interrupted"
 
 
-async def test_a_plain_question_is_its_only_request() -> None:
-    """Nothing is wrapped: it has no hops, and is among its own requests."""
+async def test_a_single_request_has_no_hops() -> None:
+    """A flow of one request is not wrapped."""
     async with serving(Mock()) as url, open_session() as session:
         plan = [PlannedRequest(0, None, question())]
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1)
@@ -117,8 +116,8 @@ async def test_a_plain_question_is_its_only_request() -> None:
     assert summarize_hops(run.records) == []
 
 
-async def test_events_tell_of_every_request(tmp_path) -> None:
-    """Read back, a run of flows has the same summary, hops and their facts among it."""
+async def test_events_restore_every_hop(tmp_path) -> None:
+    """A run of flows that is read back has the same summary, with hops and facts."""
     run = await run_of(Mock(), Echo(Script(), Script(tokens=4)))
     path = tmp_path / "events.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
@@ -142,9 +141,9 @@ def of_hops(*kinds, deadline_s: float | None = None):
     return replace(last, planned=replace(last.planned, request=asked))
 
 
-def test_hops_have_figures_and_shares_of_the_deadline() -> None:
-    """TTFT and latency from their own instants, shares of the deadline, facts and announced limits
-    by name; without a deadline shares of the question's own latency."""
+def test_hops_have_metrics_and_shares_of_the_deadline() -> None:
+    """Hops have TTFT, latency, facts, announced limits and their share of the deadline or
+    latency."""
     # 0.5 s to the first text, no more gaps, 20 ms to the end: 0.52 s from 1.0 and from 1.52.
     tight = {"slo": Slo(ttft_s=0.4)}
     first = record(at_s=1.0, gaps_s=()), {"hop": "plan", "facts": (("parsed", True),)}
@@ -162,7 +161,7 @@ def test_hops_have_figures_and_shares_of_the_deadline() -> None:
 
 
 def test_a_deadline_is_a_limit_like_the_others() -> None:
-    """An answer that ends after its deadline is not as promised, however soon it began."""
+    """An answer that ends after its deadline does not meet its SLO."""
     # Its stream ends 0.92 s after the schedule.
     late, fine = (record(slo=Slo(ttft_s=1.0, latency_s=s)) for s in (0.91, 0.93))
     assert not met_latency(late)

@@ -1,4 +1,4 @@
-"""The lossless check: replays without speculation, compared with what the run gave."""
+"""The lossless check: replays without speculation are compared with the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def checked(scripts: list[Script], count: int, mock: Mock | None = None, *
 
 
 async def test_equal_texts_pass() -> None:
-    """Answers that speculation did not change pass, with a bound on what may have been missed."""
+    """Unchanged answers pass, with a bound on the share that may differ."""
     check, _ = await checked([Script()] * 6, 4)
     assert check == LosslessCheck(4, 4, (), (), 0)
     assert check.passed
@@ -40,7 +40,7 @@ async def test_equal_texts_pass() -> None:
 
 
 async def test_a_changed_text_fails_and_is_shown() -> None:
-    """Where drafting changed the text, the check fails and shows where both first differ."""
+    """If drafting changed a text, the check fails and shows the first difference."""
     check, run = await checked([Script(lossy=True)], 1)
     (difference,) = check.differences
     assert not check.passed
@@ -52,7 +52,7 @@ async def test_a_changed_text_fails_and_is_shown() -> None:
 
 
 async def test_the_replay_is_the_request_without_speculation() -> None:
-    """The same body but for the speculation, which is off, and the seed, which the server used."""
+    """The replay differs only in speculation, which is off, and in the seed the server used."""
     mock = Mock()
     asked = (("temperature", 0.5), ("speculation", {"mode": "ngram", "max_draft_tokens": 4}))
     _, run = await checked([Script()], 1, mock, seed=5)
@@ -66,7 +66,7 @@ async def test_the_replay_is_the_request_without_speculation() -> None:
 
 
 async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
-    """A broken answer proves nothing; a replay that breaks leaves the check undecided: failed."""
+    """A broken answer is not replayed, and a broken replay fails the check."""
     check, run = await checked([Script(fault="no_done"), Script()], 5)
     assert (check.compared, check.passed) == (1, True)
     broken = planned(1, None, Script(fault="no_done"))
@@ -80,7 +80,7 @@ async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
 
 
 async def test_numerics_classes_are_not_mixed() -> None:
-    """An answer computed in another class may differ rightly: it is counted, not compared."""
+    """An answer of another numerics class is counted and not compared."""
     _, run = await checked([Script()], 1)
     metrics = run.records[0].metrics | {"numerics_class": "another"}
     async with serving(Mock()) as url, open_session() as session:
@@ -91,7 +91,7 @@ async def test_numerics_classes_are_not_mixed() -> None:
 
 
 async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
-    """The same seed chooses the same answers, in whatever order they ended; drafts come first."""
+    """A seed chooses the same answers in any order, and answers with drafts first."""
     _, run = await checked([Script()] * 8, 1)
     records = run.records
     plain = [replace(r, metrics=None) if r.planned.index < 5 else r for r in records]
@@ -101,7 +101,7 @@ async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
 
 
 async def test_the_first_difference_is_found() -> None:
-    """In the text, behind the shorter one, or in the finish reason alone; equal ones have none."""
+    """It is found in the text, after the shorter one, or in the finish reason."""
     _, run = await checked([Script()], 1)
     record = replace(run.records[0], texts=("a" * 100,), finish_reasons=("stop",))
     assert first_difference(record, record) is None

@@ -1,4 +1,4 @@
-"""Every figure against what can be worked out by hand."""
+"""Every metric against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from draftgate.loadgen.types import ClientHealth, Slo
 from tests.loadgen.known_records import WELL, a_run, failed, record, speculation
 
 
-def test_a_requests_figures() -> None:
-    """Scheduled 1.0, sent 1.01, text at 1.5, 1.6, 1.7, 1.9, end 1.92, nine tokens."""
+def test_metrics_of_one_request() -> None:
+    """The request is scheduled at 1.0 and sent at 1.01, with text at 1.5 to 1.9 and nine tokens."""
     one = record()
     assert ttft_s(one) == pytest.approx(0.5)
     assert ttft_sent_s(one) == pytest.approx(0.49)
@@ -47,8 +47,8 @@ def test_a_requests_figures() -> None:
     assert itls_s(one) == pytest.approx([0.1 / 2.25] * 4 + [0.2 / 2.25] * 2)
 
 
-def test_told_tokens_of_chunks_are_used() -> None:
-    """Where the server counts each chunk, gaps are divided by its count, once per token."""
+def test_reported_tokens_per_chunk_are_used() -> None:
+    """If the server counts each chunk, gaps are divided by its count, once per token."""
     one = record(told=[1, 2, 1, 5])
     assert tokens_per_chunk(one) == [1, 2, 1, 5]
     assert itls_s(one) == pytest.approx([0.05] * 2 + [0.1] + [0.04] * 5)
@@ -57,15 +57,15 @@ def test_told_tokens_of_chunks_are_used() -> None:
 
 
 def test_choices_share_the_tokens() -> None:
-    """With three choices at the same time, n is a choice's mean."""
+    """With three choices, n is the mean of a choice."""
     one = record(tokens=27, n=3)
     assert tpot_s(one) == pytest.approx(0.4 / 8)
     assert normalized_latency_s(one) == pytest.approx(0.92 / 9)
     assert tokens_per_chunk(one) == pytest.approx([6.75] * 4)
 
 
-def test_what_is_not_known_is_none() -> None:
-    """No text, no usage or one token alone: no figure, rather than a zero."""
+def test_unknown_metrics_are_none() -> None:
+    """Without text, usage or a second token a metric is None and not zero."""
     silent, uncounted, single = record(chunks=()), record(tokens=None), record(tokens=1)
     assert [ttft_s(silent), ttft_sent_s(silent), tpot_s(silent)] == [None] * 3
     assert chunk_gaps_s(silent) == tokens_per_chunk(silent) == itls_s(silent) == []
@@ -92,7 +92,7 @@ def test_what_is_not_known_is_none() -> None:
     ],
 )
 def test_fluidity_follows_deadlines(limits, gaps_s, told, expected: float) -> None:
-    """Time ahead is kept, a late chunk starts anew, and only its overdue tokens are late."""
+    """Saved time is kept, and after a late chunk only its overdue tokens are late."""
     one = record(at_s=0.0, gaps_s=gaps_s, tokens=sum(told), told=told, slo=Slo(*limits))
     assert fluidity(one) == pytest.approx(expected)
 
@@ -103,8 +103,8 @@ def test_percentiles_interpolate(share: float, value: float) -> None:
     assert percentile([1.0, 2.0, 3.0], share) == pytest.approx(value)
 
 
-def test_percentiles_are_numpys() -> None:
-    """The stated definition is numpy's default, for any values; of none there is none."""
+def test_percentiles_match_numpy() -> None:
+    """Percentiles equal numpy's default; without values there are none."""
     values = np.random.default_rng(0).exponential(size=237)
     found = distribution(values)
     assert found.percentiles == pytest.approx(np.percentile(values, [50, 90, 99]))
@@ -112,16 +112,16 @@ def test_percentiles_are_numpys() -> None:
     assert distribution([]) is None
 
 
-def test_only_intact_answers_have_figures() -> None:
-    """A cut stream gives no TTFT and no tokens, however well it began; its cause is counted."""
+def test_only_intact_answers_have_metrics() -> None:
+    """A cut stream gives no TTFT and no tokens, and its cause is counted."""
     records = [record(0), failed(1), failed(2, "stalled"), failed(3)]
     assert values_of(METRICS["ttft_s"], records) == pytest.approx([0.5])
     assert len(values_of(METRICS["chunk_gap_s"], records)) == 3
     assert errors(records) == {"cut": 2, "stalled": 1}
 
 
-def test_decisions_are_counted() -> None:
-    """Choices by how often, sums of tokens, and the histogram added up by places."""
+def test_speculation_reports_are_counted() -> None:
+    """Choices are counted, tokens summed, and histograms added by position."""
     longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
     told = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
     assert len(told.reports) == 2
@@ -136,8 +136,8 @@ def test_decisions_are_counted() -> None:
     assert told.mean_price == pytest.approx(0.25)
 
 
-def test_each_prompt_has_its_decision() -> None:
-    """With several prompts each one is read, and the sum over them is not counted again."""
+def test_each_prompt_has_its_own_report() -> None:
+    """With several prompts each report is read, and their sum is not counted again."""
     several = speculation(4, 16, 12)
     several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
     told = total_speculation([record(metrics=several)])
@@ -145,8 +145,8 @@ def test_each_prompt_has_its_decision() -> None:
     assert told.count("worker_id") == {"w0": 1, "w1": 1}
 
 
-def test_servers_may_tell_less_or_nonsense() -> None:
-    """vLLM's shape has counts alone; what is no report, or of a wrong type, is left out."""
+def test_malformed_speculation_reports_are_ignored() -> None:
+    """Missing reports and values of a wrong type are ignored; vLLM reports only counts."""
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
     report["price"] = "dear"
     told = total_speculation([record(metrics={"speculative_decoding": report})])
@@ -157,8 +157,8 @@ def test_servers_may_tell_less_or_nonsense() -> None:
         assert total_speculation([record(metrics=metrics)]) is None
 
 
-def test_the_summary_has_the_contracts_form() -> None:
-    """The keys of summary/1 and no others but `details`; figures over intact, shares over all."""
+def test_the_summary_has_its_documented_form() -> None:
+    """`summary/1` has its documented keys, and nothing else but `details`."""
     summary = summarize(a_run())
     assert list(summary) == [
         "requests",
@@ -189,18 +189,18 @@ def test_the_summary_has_the_contracts_form() -> None:
 
 @pytest.mark.parametrize("scheduled_s", [None, 0.0])
 def test_without_a_schedule_goodput_is_over_the_run(scheduled_s: float | None) -> None:
-    """A closed loop has no schedule, a trace of one instant none that lasts: the run's counts."""
+    """A closed loop, or a trace of one instant, uses the duration of the run."""
     run = a_run(scheduled_duration_s=scheduled_s)
     assert summarize(run)["goodput_rps"] == pytest.approx(2 / 4.0)
 
 
 def test_a_run_of_no_length_has_no_throughput() -> None:
-    """Nothing per nothing is not a number."""
+    """A run of zero seconds has no throughput."""
     assert accepted_tokens_per_s(a_run([], duration_s=0.0)) is None
 
 
 def test_a_run_that_fell_behind_is_invalid() -> None:
-    """Its reasons stand in the summary; so does a file that ends before the health was known."""
+    """The summary lists the reasons, also for a file that ends before the health was known."""
     behind = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.2, loop_stall_s=0.4)
     summary = summarize(a_run(health=behind))
     assert summary["valid"] is False
@@ -210,7 +210,7 @@ def test_a_run_that_fell_behind_is_invalid() -> None:
 
 
 def test_the_lossless_check_is_in_the_summary() -> None:
-    """Passed or not, how much was compared, and how sure that is."""
+    """The summary has the result, the number of comparisons, and the bound."""
     told = summarize(a_run(), LosslessCheck(59, 59, (), (), 0))["details"]["lossless"]
     assert told["passed"]
     assert told["rate_bound"] == pytest.approx(0.0495, abs=1e-4)
@@ -218,8 +218,8 @@ def test_the_lossless_check_is_in_the_summary() -> None:
     assert not none["passed"]
 
 
-def test_times_survive_the_change_of_clock() -> None:
-    """Figures are differences: the whole run shifted in time has the same ones."""
+def test_metrics_do_not_depend_on_the_clock() -> None:
+    """Shifting a whole run in time changes no metric."""
     one, later = record(at_s=0.0), record(at_s=1000.0)
     for figure in METRICS.values():
         assert list(figure.values(one)) == pytest.approx(list(figure.values(later)))

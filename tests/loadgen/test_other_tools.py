@@ -1,4 +1,4 @@
-"""What other tools would say of a run: each definition on records worked out by hand."""
+"""The metrics of other tools, on records worked out by hand."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def mean_of(account: ToolReport, name: str) -> float:
         ("aiperf", "Inter Chunk Latency", 400 / 3),
     ],
 )
-def test_a_figure_is_what_its_tool_computes(name: str, figure: str, expected_ms: float) -> None:
-    """Each tool's figure of one known answer is the one its formula gives."""
+def test_a_metric_is_what_its_tool_computes(name: str, figure: str, expected_ms: float) -> None:
+    """Each tool's metric of a known answer follows that tool's formula."""
     assert mean_of(said(name, PLAIN), figure) == pytest.approx(expected_ms)
 
 
-def test_an_empty_chunk_is_a_first_token_to_vllm_alone() -> None:
-    """A chunk whose text is empty makes vLLM's TTFT as short as the server likes, nobody else's."""
+def test_only_vllm_counts_an_empty_first_chunk() -> None:
+    """An empty chunk shortens vLLM's TTFT and no other tool's."""
     hollow = replace(PLAIN, empty_s=(0.02,))
     assert mean_of(said("vllm", hollow), "TTFT") == pytest.approx(14)
     assert mean_of(said("vllm", hollow), "TPOT") == pytest.approx((904 - 14) / 4)
@@ -78,7 +78,7 @@ def test_an_empty_chunk_is_a_first_token_to_vllm_alone() -> None:
 
 
 def test_guidellm_weighs_requests_by_their_tokens() -> None:
-    """Its TPOT over two answers is the time of all over the tokens of all, not a mean of means."""
+    """guidellm's TPOT is total time over total tokens, not a mean of means."""
     tpot_ms = (900 + 300) / (5 + 1)
     assert mean_of(said("guidellm", PLAIN, ONE_TOKEN), "TPOT") == pytest.approx(tpot_ms)
     assert mean_of(said("guidellm", PLAIN, ONE_TOKEN), "ITL") == pytest.approx(100)
@@ -88,7 +88,7 @@ def test_guidellm_weighs_requests_by_their_tokens() -> None:
     ("share", "expected"), [(0.01, 1.0), (0.25, 1.0), (0.26, 2.0), (0.5, 2.0), (0.99, 4.0)]
 )
 def test_guidellms_percentiles_are_values_that_occurred(share: float, expected: float) -> None:
-    """The first value at which the share of the weight is reached, without interpolation."""
+    """The percentile is the first value at which the share of the weight is reached."""
     assert weighted_percentile([(1.0, 1.0), (2.0, 1.0), (4.0, 2.0)], share) == expected
 
 
@@ -100,8 +100,8 @@ def test_guidellms_percentiles_are_values_that_occurred(share: float, expected: 
         ("aiperf", "Request Count", "Error Request Count"),
     ],
 )
-def test_who_calls_what_a_success(name: str, good: str, bad: str) -> None:
-    """A stream that just ends is everybody's success, one with an error event not guidellm's."""
+def test_tools_differ_in_what_is_a_success(name: str, good: str, bad: str) -> None:
+    """All tools count a truncated stream as a success, and all but guidellm an error event."""
 
     def counts(verdict: Verdict) -> tuple[float | None, float | None]:
         account = said(name, failed(0, verdict))
@@ -117,8 +117,8 @@ def test_who_calls_what_a_success(name: str, good: str, bad: str) -> None:
     assert count_of(said(name, silent), good) == 0
 
 
-def test_without_a_usage_each_counts_in_its_way() -> None:
-    """vLLM: chunks are tokens; guidellm: all that were asked for came; aiperf: none, nor an ITL."""
+def test_without_a_usage_tools_count_differently() -> None:
+    """vLLM counts chunks, guidellm the requested tokens, and aiperf none."""
     cut = replace(PLAIN, usage=None, verdict=Verdict.NO_FINISH_REASON)
     assert count_of(said("vllm", cut), "Total generated tokens") == 4
     assert mean_of(said("vllm", cut), "TPOT") == pytest.approx(400 / 3)
@@ -132,7 +132,7 @@ def test_without_a_usage_each_counts_in_its_way() -> None:
 
 
 def test_one_token_meets_vllms_limit_and_no_other() -> None:
-    """With a limit on TPOT, an answer of one token is good, left out, or bad."""
+    """With a TPOT limit an answer of one token is met, left out, or missed."""
     strict = Slo(ttft_s=1.0, tpot_s=1e-9)
     question = replace(ONE_TOKEN.planned.request, slo=strict)
     one = replace(ONE_TOKEN, planned=replace(ONE_TOKEN.planned, request=question))
@@ -143,14 +143,14 @@ def test_one_token_meets_vllms_limit_and_no_other() -> None:
 
 
 def test_errors_lower_guidellms_attainment() -> None:
-    """An errored request counts as one that missed its limits; one that was cut short does not."""
+    """An errored request counts as missed, and an incomplete one does not."""
     account = said("guidellm", PLAIN, failed(1), failed(2, Verdict.INTERRUPTED))
     assert count_of(account, "SLO attainment") == pytest.approx(1 / 2)
     assert count_of(account, "Requests incomplete") == 1
 
 
-def test_each_tool_takes_its_own_time_for_rates() -> None:
-    """vLLM divides by the whole run, guidellm from first byte to last end, aiperf to last text."""
+def test_tools_divide_rates_by_different_durations() -> None:
+    """vLLM divides by the run, guidellm by its window, and aiperf by the time to the last text."""
     records, seconds = (PLAIN, ONE_TOKEN), {"duration_s": 4.0}
     expected = {"vllm": 2 / 4.0, "guidellm": 2 / (1.33 - 0.01), "aiperf": 2 / (1.31 - 0.006)}
     names = {
@@ -163,8 +163,8 @@ def test_each_tool_takes_its_own_time_for_rates() -> None:
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_run_without_answers_has_an_account(name: str) -> None:
-    """Nothing but failures, or nothing at all, is told without figures and without an error."""
+def test_a_run_without_answers_has_a_report(name: str) -> None:
+    """A run with only failures, or without requests, gives a report without values."""
     for run in (a_run([failed(0)]), LoadRun({})):
         account = TOOLS[name](run)
         assert all(one.values is None for one in account.distributions)

@@ -1,4 +1,4 @@
-"""From the words of a command to the requests of a run."""
+"""From the flags of a command to the requests of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace(tmp_path) -> Path:
 
 
 def test_without_a_rate_the_loop_is_closed() -> None:
-    """Today's flags: so many requests of one prompt by so many clients, seeds counting on."""
+    """By default several clients send one prompt with consecutive seeds."""
     plan = make_plan(Load(requests=3, concurrency=2, seed=5))
     assert (plan.concurrency, plan.schedule_s, plan.total) == (2, None, 3)
     planned = list(plan.requests)
@@ -51,7 +51,7 @@ def test_without_a_rate_the_loop_is_closed() -> None:
 
 
 def test_a_duration_ends_a_closed_loop() -> None:
-    """Its plan has no end of its own; it ends when the time is over, whatever is left."""
+    """A closed loop with a duration has an endless plan and stops when time is up."""
     plan = make_plan(Load(duration_s=60.0))
     assert plan.total is None
     assert len(list(islice(plan.requests, 1000))) == 1000
@@ -71,9 +71,8 @@ def test_a_duration_ends_a_closed_loop() -> None:
     ],
 )
 @pytest.mark.parametrize("of", [1, 2, 3])
-def test_the_parts_of_a_plan_are_the_plan(load: Load, of: int) -> None:
-    """Request by request and client by client, whatever their number; each in the plan's order,
-    and as long as the whole."""
+def test_parts_together_are_the_whole_plan(load: Load, of: int) -> None:
+    """For any number of parts, their requests together are the plan, each in order."""
     whole = make_plan(load)
     parts = [make_plan(load, part=PlanPart(index, of)) for index in range(of)]
     asked = [list(part.requests) for part in parts]
@@ -89,14 +88,14 @@ def test_the_parts_of_a_plan_are_the_plan(load: Load, of: int) -> None:
 
 
 def test_a_part_of_an_endless_plan_has_no_end() -> None:
-    """A closed loop that only its duration ends: both parts go on, and never meet."""
+    """The parts of an endless closed loop are endless and disjoint."""
     parts = [make_plan(Load(duration_s=60.0), part=PlanPart(index, 2)) for index in (0, 1)]
     even, odd = ({p.index for p in islice(part.requests, 700)} for part in parts)
     assert even | odd == set(range(1400))
 
 
 def test_a_rate_opens_the_loop() -> None:
-    """Instants are the arrival process', of the load's seed; Poisson unless another is named."""
+    """Instants come from the arrival process with the load's seed, by default Poisson."""
     plan = make_plan(Load(rate_rps=10.0, requests=20, seed=3))
     instants = list(islice(parse_arrival("poisson").instants(10.0, 3), 21))
     assert [p.at_s for p in plan.requests] == instants[:20]
@@ -106,7 +105,7 @@ def test_a_rate_opens_the_loop() -> None:
 
 
 def test_a_duration_is_the_schedule() -> None:
-    """Every instant below it and none beyond; the schedule is as long as was asked for."""
+    """The plan has every instant before the duration, which is the schedule's length."""
     plan = make_plan(Load(rate_rps=50.0, duration_s=2.0))
     instants = list(islice(parse_arrival("poisson").instants(50.0, 0), plan.total + 1))
     assert [p.at_s for p in plan.requests] == instants[:-1]
@@ -117,7 +116,7 @@ def test_a_duration_is_the_schedule() -> None:
 
 
 def test_a_trace_is_replayed(trace: Path) -> None:
-    """At its own instants from its first, faster, or at a mean rate; or by clients, without."""
+    """A trace is replayed at its own instants, faster, at a mean rate, or by clients."""
     rows = read_trace(trace)
 
     def instants(**flags):
@@ -138,8 +137,8 @@ def test_a_trace_is_replayed(trace: Path) -> None:
         make_plan(Load(trace=trace))
 
 
-def test_flags_reach_the_questions() -> None:
-    """Temperature, speculation, endpoint, limits and SLO are of every request."""
+def test_flags_reach_the_requests() -> None:
+    """Temperature, speculation, endpoint, limits and SLO apply to every request."""
     slo = Slo(0.5, 0.02)
     load = Load(
         workload="code",
@@ -163,7 +162,7 @@ def test_flags_reach_the_questions() -> None:
 
 
 def test_a_plan_can_be_rebuilt() -> None:
-    """The same load gives the same requests; another seed gives others."""
+    """The same load gives the same requests, and another seed gives others."""
     load = Load(workload="mixed", rate_rps=5.0, requests=12)
     plans = [list(make_plan(one).requests) for one in (load, load)]
     assert plans[0] == plans[1]
@@ -193,19 +192,19 @@ def test_a_plan_can_be_rebuilt() -> None:
     ],
 )
 def test_contradictions_are_refused(flags: dict, complaint: str) -> None:
-    """Before anything is sent, and in words."""
+    """Contradicting flags are refused before anything is sent."""
     with pytest.raises(ValueError, match=complaint):
         Load(**flags)
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    """With the names of those there are."""
+    """The error lists the workloads."""
     with pytest.raises(ValueError, match="long_document"):
         make_plan(Load(workload="poetry"))
 
 
 def test_a_lazy_plan_is_the_same_plan() -> None:
-    """Questions made as they are taken equal those made beforehand, with the same schedule."""
+    """Requests built lazily equal those built in advance, with the same schedule."""
     load = Load(prompt="hi", rate_rps=5.0, requests=7, seed=3)
     eager, lazy = make_plan(load), make_plan(load, lazily=True)
     assert list(lazy.requests) == list(eager.requests)

@@ -1,4 +1,4 @@
-"""Several processes: one plan, one clock, one run; whoever dies or is stopped leaves the truth."""
+"""Several processes send one plan by one clock, and their reports make one run."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ async def ran(url: str, load: Load, processes: int, **target) -> LoadRun:
     ],
     ids=["closed", "open"],
 )
-async def test_many_processes_make_the_run_of_one(tmp_path, load: Load) -> None:
-    """The same plan, texts and verdicts as by a single process; the events tell the same."""
+async def test_several_processes_make_the_run_of_one(tmp_path, load: Load) -> None:
+    """Plan, texts, verdicts and events equal those of a single process."""
     events, mock = tmp_path / "e.jsonl", Mock()
     async with serving(mock) as url:
         one = await ran(url, load, 1)
@@ -113,8 +113,7 @@ async def test_many_processes_make_the_run_of_one(tmp_path, load: Load) -> None:
 
 
 async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
-    """On the parent's clock each request is sent after the common start and before the server
-    answers it, each chunk read after the server sent it: in every process."""
+    """In every process requests follow the common start, and chunks the server's sending."""
     starts, mock = [], Mock()
 
     def spy(message):
@@ -133,7 +132,7 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
 
 
 async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
-    """The instant is named only when every process has made its questions."""
+    """The start is set when every process has built its requests."""
     said, ready = [], parent.SenderProcess.wait_until_ready
 
     async def spy_ready(self):
@@ -152,7 +151,7 @@ async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
 
 
 async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
-    """Two streams with one id are not both intact, though no process saw more than one of them."""
+    """If two processes have streams of one id, one of them is crossed."""
     of_script(monkeypatch, fault="same_id")
     async with serving(Mock()) as url:
         run = await run_in_processes(job_of(url, replace(FOUR, requests=2)))
@@ -161,9 +160,8 @@ async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
     assert "'same'" in told["crossed"]
 
 
-def test_the_first_fault_stands() -> None:
-    """Merging adds a fault only where there was none, and none for streams without an id or of
-    one process, which its own audit compared."""
+def test_merging_keeps_the_first_fault() -> None:
+    """Merging adds a fault only to intact records whose id another process had."""
     merger = RunMerger(2, lambda: None, lambda _: None)
     ids = ["a", "a", "", "b"]
     for index in (0, 1):
@@ -175,8 +173,7 @@ def test_the_first_fault_stands() -> None:
 
 
 async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -> None:
-    """Killed, it is named with what is missing; the others stop, their records stay, and no
-    process is left."""
+    """The run names the killed process and its open requests; the others stop and keep records."""
     of_script(monkeypatch, fault="silent")
     started = []
 
@@ -197,8 +194,8 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
     assert [process.returncode for process in spawned] == [-signal.SIGKILL, 0]
 
 
-async def test_all_may_die(monkeypatch, spawned) -> None:
-    """Then nothing is known of the generator, and the run says that and why."""
+async def test_a_run_survives_the_death_of_all_processes(monkeypatch, spawned) -> None:
+    """Without any process the health is unknown, and the run says why."""
     of_script(monkeypatch, fault="silent")
 
     def start() -> None:
@@ -212,8 +209,8 @@ async def test_all_may_die(monkeypatch, spawned) -> None:
     assert invalid_reasons(run)[:2] == list(run.lost)
 
 
-async def test_an_interrupted_run_keeps_what_there_is(monkeypatch, spawned) -> None:
-    """Cancelled, all processes end by themselves: complete answers stay, open ones are recorded."""
+async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> None:
+    """After a cancellation all processes exit, complete answers are kept and open ones recorded."""
     by_seed(monkeypatch, lambda seed: Script() if seed < 2 else Script(fault="stall"))
     done, enough = [], asyncio.Event()
 
@@ -239,8 +236,7 @@ async def test_an_interrupted_run_keeps_what_there_is(monkeypatch, spawned) -> N
 
 
 def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
-    """The terminal's signal reaches the whole group: the command still reports what was done, and
-    says that it is INVALID."""
+    """A signal to the whole group still gives a report, which says INVALID."""
     events, asked = tmp_path / "e.jsonl", threading.Semaphore(0)
     original = Mock._stream
 
@@ -273,7 +269,7 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
 
 
 async def test_no_process_outlives_its_parent(monkeypatch) -> None:
-    """When the parent's end of the socket is gone, in the middle of the run, the process ends."""
+    """A process exits when the parent's end of the socket is gone during the run."""
     of_script(monkeypatch, fault="silent")
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -294,7 +290,7 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
 
 
 async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned) -> None:
-    """A part whose plan cannot be made ends the command with the reason, and all processes."""
+    """If a part of the plan cannot be built, the command fails with the reason."""
     job = job_of("http://127.0.0.1:9", Load(trace=tmp_path / "gone.csv"))
     with pytest.raises(OSError, match=r"process 1 of 2 .* did not start: exit status 1"):
         await run_in_processes(job)
@@ -302,8 +298,8 @@ async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned)
     assert all(process.returncode is not None for process in spawned)
 
 
-async def test_what_a_callback_raises_ends_the_run(spawned) -> None:
-    """A full disk under the events is the command's error, and leaves no process."""
+async def test_an_exception_of_a_callback_ends_the_run(spawned) -> None:
+    """A full disk fails the command and leaves no process."""
 
     def full(_) -> None:
         raise OSError("no space")
@@ -315,7 +311,7 @@ async def test_what_a_callback_raises_ends_the_run(spawned) -> None:
 
 
 def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
-    """The texts come back with the records: the parent replays a sample and compares."""
+    """Records arrive with their texts, so the parent can replay and compare them."""
     of_script(monkeypatch, lossy=True)
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", 4, "--processes", 2, "--verify-lossless", 3]
@@ -325,8 +321,8 @@ def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
     assert "process 2" in result.output
 
 
-def test_clients_must_be_as_many_as_processes() -> None:
-    """A process without a client would be none; the flags make no sense then."""
+def test_each_process_needs_a_client() -> None:
+    """Fewer clients than processes are refused."""
     with serving_in_a_thread(Mock()) as url:
         result = command(url, "--concurrency", 2, "--processes", 3)
     assert result.exit_code == 2
@@ -337,9 +333,8 @@ def test_clients_must_be_as_many_as_processes() -> None:
     "behind",
     [{"max_lag_s": 0.2}, {"p99_lag_s": 0.02}, {"loop_stall_s": 0.3}, {"cpu_share": 0.95}],
 )
-def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
-    """The run is as healthy as its worst process, each within the budget of one core; of those that
-    died nothing is known."""
+def test_health_is_that_of_the_worst_process(behind: dict) -> None:
+    """One process beyond a limit makes the run INVALID."""
     assert invalid_reasons(LoadRun({}, health=merge_health([WELL, WELL]))) == []
     worst = merge_health([WELL, replace(WELL, **behind), None])
     assert len(invalid_reasons(LoadRun({}, health=worst))) == 1
@@ -347,8 +342,8 @@ def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
     assert merge_health([None]) is None
 
 
-def test_a_job_and_a_report_arrive_as_they_were_sent(tmp_path) -> None:
-    """Paths, seeds of 64 bits, extra fields, texts and ids are the same on the other side."""
+def test_jobs_and_reports_survive_serialisation(tmp_path) -> None:
+    """Paths, 64-bit seeds, extra fields, texts and ids arrive unchanged."""
     load = Load(workload="code", text_file=tmp_path, seed=2**63, rate_rps=1.0, slo=Slo(0.5))
     target = Target("http://server", api_key="sk", events=tmp_path / "e.jsonl")
     job = SenderJob(load, target, ServerInfo("m", max_model_len=7), PlanPart(1, 3))

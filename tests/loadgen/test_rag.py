@@ -1,4 +1,4 @@
-"""rag: the split of a deadline, plans, the index, and whole questions against known truth."""
+"""rag: splitting a deadline, parsing plans, the passage index, and whole flows."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ PLANNED = Script(plan=json.dumps({"queries": ["alpha beta", "gamma"]}))
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_what_is_announced_leaves_later_requests_their_share(seed: int) -> None:
-    """TTFT + (n - 1) TPOT is the rest times this request's work over all work that is left."""
+def test_a_hop_announces_its_share_of_the_deadline(seed: int) -> None:
+    """TTFT + (n - 1) TPOT is the remaining time times this hop's share of the remaining work."""
     rng = Random(seed)
     work, *later = (RequestWork(rng.randrange(1, 4000), rng.randrange(2, 600)) for _ in range(3))
     deadline_s, elapsed_s = rng.uniform(5, 20), rng.uniform(0, 4)
@@ -64,8 +64,8 @@ def test_what_is_announced_leaves_later_requests_their_share(seed: int) -> None:
     assert slo.latency_s is None
 
 
-def test_requests_that_take_just_what_they_announce_end_at_the_deadline() -> None:
-    """And each unit of work may then take as long as the first one's."""
+def test_hops_that_take_what_they_announce_end_at_the_deadline() -> None:
+    """If each hop takes its announced time, the flow ends at the deadline."""
     works, at_s, paces = [RequestWork(60, 32), RequestWork(40), RequestWork(1400, 129)], 0.0, []
     for place, work in enumerate(works):
         slo = split_deadline(Slo(latency_s=10.0), at_s, work, works[place + 1 :])
@@ -75,31 +75,30 @@ def test_requests_that_take_just_what_they_announce_end_at_the_deadline() -> Non
     assert paces == pytest.approx([paces[0]] * 2)
 
 
-def test_time_saved_is_the_later_requests_gain() -> None:
-    """The sooner a request is sent, the more it and those after it may take."""
+def test_saved_time_goes_to_later_hops() -> None:
+    """The earlier a hop is sent, the more time it announces."""
     work, promise = RequestWork(100, 50), Slo(latency_s=10.0)
     limits = [split_deadline(promise, s, work).tpot_s for s in (1.0, 2.0, 9.0)]
     assert limits == sorted(limits, reverse=True)
 
 
 @pytest.mark.parametrize("elapsed_s", [9.9999, 10.0, 50.0])
-def test_a_late_request_announces_the_least(elapsed_s: float) -> None:
-    """Beyond the deadline limits stay positive, as the headers must be."""
+def test_a_late_hop_announces_the_minimum(elapsed_s: float) -> None:
+    """After the deadline the announced limits stay positive."""
     slo = split_deadline(Slo(latency_s=10.0), elapsed_s, RequestWork(20, 9), ())
     units = WAITING + 1 + 9
     assert slo.tpot_s == pytest.approx(LEAST_S / units)
     assert slo.ttft_s == pytest.approx((WAITING + 2) * LEAST_S / units)
 
 
-def test_vectors_have_no_tokens_to_be_paced() -> None:
-    """Embeddings announce a TTFT alone, their whole budget."""
+def test_embeddings_announce_only_a_ttft() -> None:
+    """Embeddings announce their whole share as a TTFT."""
     slo = split_deadline(Slo(latency_s=3.0), 0.0, RequestWork(40), [RequestWork(40)])
     assert slo == Slo(ttft_s=pytest.approx(1.5))
 
 
-def test_the_last_request_keeps_what_its_reader_was_promised() -> None:
-    """The user's own TTFT (from asking) and TPOT hold for the last one where they are tighter, and
-    for no other; without a deadline they are all there is."""
+def test_the_last_hop_keeps_the_users_limits() -> None:
+    """Only the last hop keeps the user's own TTFT and TPOT where they are tighter."""
     work, promise = RequestWork(20, 9), Slo(ttft_s=1.5, tpot_s=0.01, latency_s=10.0)
     assert split_deadline(promise, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
     assert split_deadline(promise, 9.9, work).tpot_s < 0.01
@@ -130,8 +129,8 @@ def test_the_last_request_keeps_what_its_reader_was_promised() -> None:
         ("", ()),
     ],
 )
-def test_queries_are_read_from_plans_alone(text: str, queries) -> None:
-    """What is no plan, or a cut one, gives none; never more or longer ones than were asked for."""
+def test_queries_are_parsed_only_from_valid_plans(text: str, queries) -> None:
+    """An invalid or truncated plan has no queries, and queries are limited in number and length."""
     assert parse_queries(text) == queries
     assert len(queries) <= MOST_QUERIES
 
@@ -149,7 +148,7 @@ def packed(*numbers: float) -> bytes:
 
 
 def test_the_index_finds_the_nearest_by_cosine() -> None:
-    """As a plain reckoning over all pairs does; over several vectors by the best of them."""
+    """The result equals a brute-force search, over several vectors by the best of them."""
     rng = Random(3)
     rows = [[rng.gauss(0, 1) for _ in range(8)] for _ in range(40)]
     index = PassageIndex([f"passage {n}" for n in range(40)], [packed(*row) for row in rows])
@@ -165,14 +164,15 @@ def test_the_index_finds_the_nearest_by_cosine() -> None:
 
 
 def test_of_equal_passages_the_more_popular_comes_first() -> None:
-    """Ties, and a vector of zeros, leave the collection's own order."""
+    """Ties and a zero vector keep the order of the collection."""
     index = PassageIndex(["a", "b", "c"], [packed(1, 0), packed(0, 1), packed(0, 3)])
     assert index.nearest([packed(0, 2)], 3) == [1, 2, 0]
     assert index.nearest([packed(0, 0)], 2) == [0, 1]
 
 
-def test_words_find_what_vectors_would_not() -> None:
-    """Who shares the rarest words comes first; a word of every passage counts nothing."""
+def test_passages_are_found_by_rare_words() -> None:
+    """The passage that shares the rarest words is first, and a word of all passages counts
+    nothing."""
     texts = ["the cat sat", "the dog ran", "the dog slept"]
     index = PassageIndex(texts, [packed(1.0)] * 3)
     assert index.by_words("The CAT?", 1) == [0]
@@ -182,13 +182,13 @@ def test_words_find_what_vectors_would_not() -> None:
 
 @pytest.mark.parametrize("passages", [[], ["a"], ["a", "b", "c"]])
 def test_an_index_needs_a_vector_for_each_passage(passages) -> None:
-    """Any other number is refused."""
+    """Any other number of vectors is refused."""
     with pytest.raises(ValueError, match="vectors"):
         PassageIndex(passages, [packed(1.0)] * 2)
 
 
 async def test_an_index_is_built_once() -> None:
-    """Asked for again, with the same passages at the same server, it embeds nothing."""
+    """A second index of the same passages at the same server embeds nothing."""
     mock, passages = Mock(), [f"passage {n}" for n in range(40)]
     async with serving(mock) as url, open_session() as session:
         client = OpenAIClient(session, url, "mock")
@@ -202,7 +202,7 @@ async def test_an_index_is_built_once() -> None:
 
 
 def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
-    """So many passages, of their length, from the text that is given, and again the same."""
+    """The passages have the expected number and length, and do not change."""
     path = tmp_path / "mine.txt"
     path.write_text("".join(f"{n} mine\n" for n in range(9999)))
     passages = passages_of(path)
@@ -211,8 +211,8 @@ def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
     assert passages == passages_of(path)
 
 
-def test_a_question_always_names_something(tmp_path) -> None:
-    """Also about passages that are mostly blanks: no server embeds an empty text."""
+def test_a_question_always_has_a_subject(tmp_path) -> None:
+    """Even blank passages give a subject, since servers embed no empty text."""
     path = tmp_path / "sparse.txt"
     path.write_text(f"one word{' ' * 900}\n" * 500)
     index = PassageIndex(passages_of(path), [packed(1.0)] * INDEXED)
@@ -250,9 +250,8 @@ async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int =
     return run, [p.flow for p in plan]
 
 
-async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
-    """A plan by schema, vectors of the words asked about and of its queries, then an answer over
-    five passages, the right one first where the vectors tell; all known of it is reported."""
+async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
+    """The flow sends a plan, embeddings and an answer over five passages, and reports its facts."""
     mock = Mock()
     run, _ = await asked(text_file, mock)
     assert [r.verdict for r in run.records] == ["ok"] * 4
@@ -275,9 +274,8 @@ async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
         assert subject in " ".join(shown.split())
 
 
-async def test_a_passage_that_is_not_found_is_told(text_file, monkeypatch) -> None:
-    """Where vectors say nothing, retrieval gives the most popular passages, and the report says for
-    how many questions the right one was among them."""
+async def test_missed_passages_are_reported(text_file, monkeypatch) -> None:
+    """If vectors say nothing, the report counts how often the right passage was found."""
     monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
     run, flows = await asked(text_file, Mock(), count=12)
     right = sum(flow.about < PASSAGES for flow in flows)
@@ -286,9 +284,8 @@ async def test_a_passage_that_is_not_found_is_told(text_file, monkeypatch) -> No
     assert 0 < right < 12
 
 
-async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> None:
-    """The limits of each header, worked out again from what was sent and when, hold; the question
-    itself is held against the whole deadline, ten seconds where none is set."""
+async def test_every_hop_announces_a_share_of_one_deadline(text_file) -> None:
+    """The headers match the split of the remaining time, by default of ten seconds."""
     mock = Mock()
     run, _ = await asked(text_file, mock, count=2)
     for record in run.records:
@@ -308,8 +305,8 @@ async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> No
 
 
 @pytest.mark.parametrize("script", [Script(), Script(plan='{"queries": ["cut'), Script(tokens=1)])
-async def test_without_a_plan_the_words_asked_about_are_searched(text_file, script) -> None:
-    """Text that is no plan fails nothing; it is counted, and retrieval and answer follow."""
+async def test_without_a_plan_the_subject_is_searched(text_file, script) -> None:
+    """Text that is not a plan fails nothing and is counted."""
     mock = Mock()
     run, _ = await asked(text_file, mock, script)
     assert [r.verdict for r in run.records] == ["ok"] * 4
@@ -320,8 +317,7 @@ async def test_without_a_plan_the_words_asked_about_are_searched(text_file, scri
 
 
 async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
-    """A request for vectors that fails fails its question, but the user gets an answer, over the
-    passages that share its words."""
+    """If embeddings fail, the flow fails but the user gets an answer over matching passages."""
     batches = -(-INDEXED // 32)
     run, _ = await asked(text_file, Mock(embeds=batches + 1), count=3)
     assert [r.verdict for r in run.records] == ["ok", "http_status", "http_status"]
@@ -332,8 +328,8 @@ async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
     assert [r.hops[2].verdict for r in run.records] == ["ok"] * 3
 
 
-async def test_flags_reach_every_request_that_writes(text_file) -> None:
-    """Speculation, temperature and the endpoint hold for plan and answer; vectors take none."""
+async def test_flags_reach_plan_and_answer(text_file) -> None:
+    """Speculation, temperature and endpoint apply to plan and answer, not to embeddings."""
     mock = Mock()
     await asked(
         text_file, mock, count=1, speculation="off", temperature=0.0, endpoint="completions"
@@ -346,8 +342,8 @@ async def test_flags_reach_every_request_that_writes(text_file) -> None:
     assert set(retrieval) == {"model", "input", "encoding_format"}
 
 
-async def test_a_plan_can_be_sent_again(text_file) -> None:
-    """The same seed asks the same: plan, vectors and answer; another seed asks something else."""
+async def test_a_flow_can_be_sent_again(text_file) -> None:
+    """The same seed sends the same requests, and another seed others."""
     first, again, other = Mock(), Mock(), Mock()
     await asked(text_file, first, count=2)
     await asked(text_file, again, count=2)
@@ -357,8 +353,7 @@ async def test_a_plan_can_be_sent_again(text_file) -> None:
 
 
 def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
-    """`--deadline-ms` is the promise of each question; table, summary and page have the hops, and
-    the events give them again."""
+    """Table, summary, page and events have the hops under `--deadline-ms`."""
     out, html, events = (tmp_path / name for name in ("s.json", "p.html", "e.jsonl"))
     with serving_in_a_thread(Mock()) as url:
         flags = ["--workload", "rag", "--text-file", text_file, "--requests", 3]
@@ -380,7 +375,7 @@ def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
 
 
 def test_a_server_without_embeddings_is_refused(text_file) -> None:
-    """Exit status 2 and the reason, before anything is asked."""
+    """The exit status is 2 with the reason, before anything is sent."""
     with serving_in_a_thread(Mock(embeds=0)) as url:
         result = command(url, "--workload", "rag", "--text-file", text_file, "--requests", 1)
     assert result.exit_code == 2

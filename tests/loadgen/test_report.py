@@ -1,4 +1,4 @@
-"""What a person gets to see: the page, the tables, the live view."""
+"""The page, the tables and the live view."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def own_part(text: str) -> str:
     return text.replace(get_plotlyjs(), "")
 
 
-def test_the_page_needs_nothing_else() -> None:
-    """No address outside it in anything that loads or links, plotly once, and a policy that
-    forbids the browser every request."""
+def test_the_page_is_self_contained() -> None:
+    """The page loads nothing, embeds plotly once, and forbids the browser every request."""
     text = page(a_run())
     assert text.count(get_plotlyjs()) == 1
     own = own_part(text)
@@ -70,14 +69,15 @@ def test_the_page_needs_nothing_else() -> None:
 
 
 def test_a_page_without_plotly_names_the_extra(monkeypatch) -> None:
-    """What to install is in the error, for whoever writes pages."""
+    """The error says what to install."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'draftgate\[load\]'"):
         page(a_run())
 
 
-def test_the_page_has_every_figure_with_its_formula() -> None:
-    """Figures, classes with intervals, errors with examples, decisions, settings."""
+def test_the_page_has_every_metric_with_its_formula() -> None:
+    """The page has metrics, classes with intervals, errors with examples, decisions and
+    settings."""
     own = own_part(page(a_run()))
     for figure in METRICS.values():
         assert figure.title in own
@@ -89,8 +89,8 @@ def test_the_page_has_every_figure_with_its_formula() -> None:
     assert "INVALID" not in own
 
 
-def test_what_a_server_says_cannot_break_the_page() -> None:
-    """Names and details of the server are text, never markup, also inside the plots' data."""
+def test_text_of_the_server_is_escaped() -> None:
+    """Names and details of the server are text and never markup, also in the data of plots."""
     evil = "</script><b onload=x>"
     run = a_run([record(class_name=evil), failed(1, verdict="cut", detail=evil)])
     run.settings["model"] = evil
@@ -99,7 +99,7 @@ def test_what_a_server_says_cannot_break_the_page() -> None:
 
 
 def test_an_invalid_run_says_so_first() -> None:
-    """The banner with every reason stands before any figure."""
+    """The banner with every reason is above all results."""
     own = own_part(page(a_run(health=BEHIND)))
     assert own.index("INVALID") < own.index("goodput")
     assert "largest lag behind schedule: 500.0 ms, limit 100 ms" in own
@@ -108,8 +108,8 @@ def test_an_invalid_run_says_so_first() -> None:
     assert "CPU of the generator: 99% of a core" in text
 
 
-def test_plots_are_plotlys() -> None:
-    """Plotly's own schema knows every name and accepts every value."""
+def test_charts_match_the_schema_of_plotly() -> None:
+    """Plotly's schema accepts every name and value."""
     drawn = charts(a_run())
     assert [chart.title for chart in drawn] == [
         "TTFT",
@@ -129,7 +129,7 @@ def test_plots_are_plotlys() -> None:
 
 
 def test_curves_are_distributions() -> None:
-    """A class's curve rises by one over its count at each value, in milliseconds; limits show."""
+    """A curve rises by one over its count at each value, in milliseconds, and limits are shown."""
     ttft = charts(a_run())[0]
     curves = {trace["name"]: trace for trace in ttft.data}
     assert curves["interactive"]["x"] == pytest.approx([500, 700])
@@ -140,7 +140,7 @@ def test_curves_are_distributions() -> None:
 
 
 def test_a_long_tail_gets_a_logarithmic_axis() -> None:
-    """Values over a wide range are shown on a logarithmic axis, and the limit stays in place."""
+    """Values over a wide range have a logarithmic axis, with the limit in place."""
     slo = a_run().records[0].planned.request.slo
     wide = [record(i, first_s=first, slo=slo) for i, first in enumerate((0.1, 0.1, 0.1, 9.0))]
     ttft = charts(a_run(wide))[0]
@@ -148,8 +148,8 @@ def test_a_long_tail_gets_a_logarithmic_axis() -> None:
     assert ttft.layout["annotations"][0]["x"] == pytest.approx(math.log10(600))
 
 
-def test_requests_are_bars_by_what_became_of_them() -> None:
-    """From the schedule to the first text and on to the end; late and failed ones apart."""
+def test_requests_are_bars_by_outcome() -> None:
+    """Bars run from the schedule to the first text and to the end, by outcome."""
     bars = {trace["name"]: trace for trace in charts(a_run())[4].data}
     assert bars["SLO met: waiting"]["x"][:3] == pytest.approx([0.0, 0.5, None])
     assert bars["SLO met: answering"]["x"][:3] == pytest.approx([0.5, 0.92, None])
@@ -157,8 +157,8 @@ def test_requests_are_bars_by_what_became_of_them() -> None:
     assert bars["failed: answering"]["y"] == [3, 3, None]
 
 
-def test_open_requests_are_counted_in_time() -> None:
-    """One more when one is sent, one fewer when one is over; nothing is open in the end."""
+def test_open_requests_are_counted_over_time() -> None:
+    """The count rises when a request is sent and falls when it ends."""
     first = record(0, 0.0, 0.5, (), 1)
     second = replace(record(1, 0.2, 0.5, (), 1), sent_s=0.2)
     instants, open_then = open_requests([first, second])
@@ -167,7 +167,7 @@ def test_open_requests_are_counted_in_time() -> None:
 
 
 def test_rates_and_lags_are_over_intervals() -> None:
-    """Rates over the run add up to its requests; failed ones do not count as completed."""
+    """Rates add up to the requests of the run, without failed ones among the completed."""
     run = a_run()
     scheduled, completed, _, lag = charts(run)[5].data
     width_s = run.duration_s / len(scheduled["x"])
@@ -177,7 +177,8 @@ def test_rates_and_lags_are_over_intervals() -> None:
 
 
 def test_large_runs_are_thinned_evenly() -> None:
-    """At most so many, the first and the last among them; small runs are left alone."""
+    """At most the given number remains, with the first and the last; small runs stay as they
+    are."""
     assert thinned(range(5), 5) == [0, 1, 2, 3, 4]
     some = thinned(range(1000), 10)
     assert (len(some), some[0], some[-1]) == (10, 0, 999)
@@ -187,16 +188,16 @@ def test_large_runs_are_thinned_evenly() -> None:
     assert size < 400_000
 
 
-def test_a_run_of_nothing_has_a_page() -> None:
-    """Interrupted before the first request: no plots, and no figure that is not known."""
+def test_a_run_without_requests_has_a_page() -> None:
+    """A run that was interrupted at once has no plots and only known values."""
     run = a_run([], interrupted=True)
     assert charts(run) == []
     assert "0 of 0" in own_part(page(run))
     assert "completed" in in_words(render(run))
 
 
-def test_the_table_says_it_all() -> None:
-    """Completed, promised, figures with formulas, failures with an example, decisions."""
+def test_the_table_has_all_results() -> None:
+    """The table has completions, attainment, metrics with formulas, failures and speculation."""
     text = in_words(render(a_run()))
     for shown in ("3 of 4 in 4.00 s", "1.00 requests/s", "50.0% [15.0%, 85.0%]", "6.8 tokens/s"):
         assert shown in text
@@ -205,8 +206,8 @@ def test_the_table_says_it_all() -> None:
         assert shown in text
 
 
-def test_a_lossy_run_shows_where() -> None:
-    """Both texts at their first difference, and replays that failed, in table and page."""
+def test_a_lossy_run_shows_its_differences() -> None:
+    """Table and page show both texts at their first difference, and failed replays."""
     text, own = in_words(render(a_run(), LOSSY)), own_part(page(a_run(), LOSSY))
     assert "'<a>'" in text
     assert "1 replays were of another numerics class" in text
@@ -218,7 +219,7 @@ def test_a_lossy_run_shows_where() -> None:
 
 
 def test_progress_is_counted() -> None:
-    """Sent, open, done, failed by cause, percentiles so far; shares by requests or by time."""
+    """The view counts sent, open, done and failed requests, with percentiles so far."""
     run, progress = a_run(), Progress(8, None)
     for _ in run.records:
         progress.start()
@@ -234,7 +235,7 @@ def test_progress_is_counted() -> None:
 
 
 def test_percentiles_so_far_are_within_a_percent() -> None:
-    """Over five decades, whatever the order; of nothing there is none."""
+    """Percentiles are within 1 % over five decades; without values there are none."""
     histogram, values = Histogram(), [10 ** (-5 + 5 * i / 999) for i in range(1000)]
     assert histogram.percentile(50) is None
     for value in reversed(values):
@@ -246,7 +247,7 @@ def test_percentiles_so_far_are_within_a_percent() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
-    """On a terminal the progress is drawn; elsewhere nothing is written."""
+    """Progress is drawn on a terminal and nowhere else."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     progress = Progress(None, 1.0, sent=1234)
     async with live_view(console, progress):
@@ -265,14 +266,14 @@ async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
     ],
 )
 def test_times_have_three_digits(seconds: float | None, words: str) -> None:
-    """Milliseconds, to three digits or all before the point."""
+    """Milliseconds have three digits, or all before the point."""
     assert milliseconds(seconds) == words
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("rates", [[1.0], [1.0, 2.0]])
 def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
-    """Chromium, with no network of its own, draws as many plots as there are charts."""
+    """Chromium without network draws as many plots as there are charts."""
     reports, path = [at_rate(rate) for rate in rates], tmp_path / "page.html"
     path.write_text(page_of(reports))
     chromium = find_chromium()
@@ -293,8 +294,7 @@ SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", 
 
 
 def test_several_runs_are_curves_over_the_rate() -> None:
-    """A curve for each name, a point for each rate, in schemas that plotly accepts; histograms
-    have shares, side by side."""
+    """Each name is a curve and each rate a point, in charts that plotly accepts."""
     drawn = charts_of(SEVERAL)
     assert [chart.title for chart in drawn] == [
         "Attainment against rate",
@@ -321,14 +321,13 @@ def test_several_runs_are_curves_over_the_rate() -> None:
 
 
 def test_runs_at_one_rate_are_distributions() -> None:
-    """Where there is nothing to see over the rate, each name has a curve of its own."""
+    """Without several rates each name has a distribution."""
     titles = [chart.title for chart in charts_of([at_rate(1.0), at_rate(1.0, "off")])]
     assert titles[:4] == ["TTFT", "TPOT", "latency", "chunk gap"]
 
 
 def test_the_page_of_several_runs_has_each_of_them() -> None:
-    """A table with a line for each, which names what is INVALID, and each run's own figures
-    folded; as self-contained as the page of one."""
+    """A table marks INVALID runs, and the details of each run are folded."""
     own = own_part(page_of(SEVERAL))
     assert own.count("<details>") == 4
     assert "off (INVALID)" in own
@@ -352,12 +351,12 @@ def test_the_page_of_several_runs_has_each_of_them() -> None:
     ],
 )
 def test_a_run_is_named_by_its_file(tmp_path, file: str, rate: float, name: str) -> None:
-    """Without rate and round where the file's name ends with them."""
+    """The name is that of the file without rate and round."""
     assert name_of(tmp_path / file, at_rate(rate).run) == name
 
 
-def test_what_cannot_be_seen_can_be_heard() -> None:
-    """Each plot has a name for screen readers; tables that scroll can be reached by keyboard."""
+def test_the_page_is_accessible() -> None:
+    """Each plot has a name for screen readers, and tables are reachable by keyboard."""
     own = own_part(page_of(SEVERAL))
     assert own.count('role="img" aria-label="') == own.count('class="plot"') == 8
     assert own.count('class="scroll"') == own.count('class="scroll" tabindex="0" role="region"')

@@ -1,4 +1,4 @@
-"""The search finds the rate that is known to be true, and says how sure it is."""
+"""The search finds a known rate, and its interval holds the truth."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hits(seeds: range) -> int:
     )
 
 
-def test_the_truth_is_what_long_queues_show() -> None:
+def test_the_formula_matches_simulated_queues() -> None:
     """Crommelin's formula is within four deviations of a recursion over two million requests."""
     _, waited = waits(35.0, SERVICE_S, 2_000_000, seed=3)
     met = waited + SERVICE_S <= LIMIT_S
@@ -47,13 +47,13 @@ def test_the_truth_is_what_long_queues_show() -> None:
 
 
 def test_the_search_finds_the_known_capacity() -> None:
-    """In at least 9 of 10 seeded runs, within 5 % (all 100 are in the long test)."""
+    """At least 9 of 10 seeded searches are within 5 % (the long test runs 100)."""
     assert hits(range(10)) >= 9
 
 
 @pytest.mark.long
 def test_the_search_finds_the_known_capacity_in_95_of_100() -> None:
-    """The truth lies in an interval of at most 5 % to either side, in at least 95 of 100."""
+    """At least 95 of 100 intervals of at most 5 % to either side hold the truth."""
     assert hits(range(100)) >= 95
 
 
@@ -69,7 +69,7 @@ def sharp(rate_rps: float):
 
 @pytest.mark.parametrize("edge_rps", [0.9, 7.0, 100.0, 1234.5])
 def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
-    """The edge is found from far below and above, in few probes."""
+    """A sharp edge is found from far below and above, in few probes."""
     search = run(SearchGoal(10.0, 0.001), sharp(edge_rps))
     found = search.result()
     assert found.stop is StopReason.PRECISE
@@ -78,8 +78,8 @@ def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
     assert len(search.tried) <= 25
 
 
-def test_what_holds_at_the_highest_rate_allowed_is_a_bound() -> None:
-    """Then the rate is at least about that, and no more is claimed."""
+def test_the_highest_allowed_rate_gives_a_bound() -> None:
+    """If the highest allowed rate holds, the result is a lower bound."""
     found = run(SearchGoal(10.0, 0.001, max_rate_rps=50.0), sharp(inf)).result()
     assert (found.stop, found.rate_rps) == (StopReason.MAX_RATE, None)
     assert isinf(found.high_rps)
@@ -87,14 +87,14 @@ def test_what_holds_at_the_highest_rate_allowed_is_a_bound() -> None:
 
 
 def test_a_server_that_never_holds_ends_the_search() -> None:
-    """After ten halvings."""
+    """The search ends after ten halvings."""
     search = run(SearchGoal(10.0, 0.001), sharp(0.0))
     assert search.result().stop is StopReason.NEVER
     assert search.result().low_rps == 0.0
 
 
-def test_a_search_sends_no_more_than_it_may() -> None:
-    """It ends with the interval so far."""
+def test_a_search_respects_its_request_limit() -> None:
+    """The search ends with the interval so far."""
     aim = SearchGoal(15.0, LIMIT_S, share=SHARE, most_requests=3000)
     found = run(aim, md1(SERVICE_S, LIMIT_S)).result()
     assert found.stop is StopReason.REQUESTS
@@ -102,7 +102,7 @@ def test_a_search_sends_no_more_than_it_may() -> None:
 
 
 def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
-    """INVALID rates are tried twice, then those below; what is known is `at least`."""
+    """INVALID rates are tried twice, then lower ones, and the result is a lower bound."""
     search, tried = RateSearch(SearchGoal(10.0, 0.001)), []
     while (probe := search.propose()) is not None:
         tried.append(probe.rate_rps)
@@ -117,8 +117,8 @@ def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
     assert len({probe.probe.seed for probe in search.tried}) == len(search.tried)
 
 
-def test_a_probe_is_cut_where_its_verdict_is_clear() -> None:
-    """As soon as it may be; not while it is in doubt; and while settling only by failing."""
+def test_a_probe_ends_when_its_verdict_is_clear() -> None:
+    """A probe ends early with a clear verdict, and during the warm-up only by failing."""
     aim = SearchGoal(10.0, 0.1)
 
     def length(share: float, settle_s: float) -> tuple[int, ProbeVerdict]:
@@ -137,8 +137,8 @@ def test_a_probe_is_cut_where_its_verdict_is_clear() -> None:
     assert (sent < 499, verdict) == (True, ProbeVerdict.FAILS)
 
 
-def test_requests_in_a_queue_are_not_independent() -> None:
-    """Batches show the factor that repetition shows, within 30 %; coins have none."""
+def test_dispersion_matches_repeated_runs() -> None:
+    """Batches show the variance of repeated runs within 30 %, and none for coin tosses."""
     shares, met = [], []
     for seed in range(400):
         _, waited = waits(34.0, SERVICE_S, 2200, seed)
@@ -151,8 +151,8 @@ def test_requests_in_a_queue_are_not_independent() -> None:
     assert dispersion(coins.tolist()).factor == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_busier_queue_gets_more_time_to_settle() -> None:
-    """By the square of the limit; no more than the precision asks for; no less than an answer."""
+def test_a_busier_queue_gets_a_longer_warm_up() -> None:
+    """The warm-up grows with the square of the limit, within its bounds."""
     short_s = warm_up_s(SearchGoal(10.0, 0.1), 10.0)
     assert warm_up_s(SearchGoal(10.0, 0.2), 10.0) == pytest.approx(4 * short_s)
     assert warm_up_s(SearchGoal(10.0, 1.0), 1000.0) == pytest.approx(20.0)
@@ -163,7 +163,7 @@ def test_a_busier_queue_gets_more_time_to_settle() -> None:
     "wrong",
     [{"share": 1.0}, {"precision": 0.0}, {"confidence": 1.0}, {"max_rate_rps": 1.0}],
 )
-def test_an_aim_that_cannot_be_met_is_refused(wrong: dict) -> None:
-    """Shares and precisions of nothing or all, and a start above the maximum."""
+def test_an_impossible_goal_is_refused(wrong: dict) -> None:
+    """Shares and precisions of 0 or 1 and a start above the maximum are refused."""
     with pytest.raises(ValueError, match=r"share|precision|confidence|starting rate"):
         SearchGoal(10.0, 0.1, **wrong)

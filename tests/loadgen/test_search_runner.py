@@ -1,4 +1,4 @@
-"""A search of a real server, through sockets, from its warm-up to its report."""
+"""A search of a real server, from its warm-up to its report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def search(url: str, path, *flags: object):
     return command("search", url, *given, "--json", path, *flags)
 
 
-def test_a_rate_that_holds_is_told_with_its_probes(tmp_path, monkeypatch) -> None:
-    """A server that meets everything: at least the highest rate; cut probes are whole runs."""
+def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
+    """A server that meets every SLO gives a lower bound, and cut probes are valid runs."""
     accept_any_health(monkeypatch)
     of_script(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
@@ -46,8 +46,8 @@ def test_a_rate_that_holds_is_told_with_its_probes(tmp_path, monkeypatch) -> Non
         (("--trace", "some.jsonl"), "--trace"),
     ],
 )
-def test_what_cannot_be_searched_is_explained(tmp_path, monkeypatch, flags, said: str) -> None:
-    """With exit status 2, before any probe."""
+def test_impossible_searches_are_explained(tmp_path, monkeypatch, flags, said: str) -> None:
+    """The exit status is 2, before any probe."""
     of_script(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json", *flags)
@@ -55,8 +55,8 @@ def test_what_cannot_be_searched_is_explained(tmp_path, monkeypatch, flags, said
     assert not (tmp_path / "found.json").exists()
 
 
-def test_a_server_that_answers_nothing_intact_is_not_searched(tmp_path, monkeypatch) -> None:
-    """The warm-up says what is wrong."""
+def test_a_broken_server_is_not_searched(tmp_path, monkeypatch) -> None:
+    """The warm-up reports the fault."""
     of_script(monkeypatch, fault="cut")
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json")

@@ -1,4 +1,4 @@
-"""What was promised: who got it, and how sure the share is."""
+"""Whether requests met their SLO, and the interval of the share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.loadgen.known_records import a_run, failed, record
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (1, 2), (81, 263), (7, 8)])
-def test_the_interval_is_wilsons(successes: int, trials: int) -> None:
-    """As scipy computes it, and by its definition: both ends are z standard errors away."""
+def test_the_interval_matches_scipy(successes: int, trials: int) -> None:
+    """Both ends equal scipy's and are z standard errors away."""
     low, high = wilson(successes, trials)
     told = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     assert (low, high) == pytest.approx((told.low, told.high), abs=1e-9)
@@ -31,8 +31,8 @@ def test_the_interval_is_wilsons(successes: int, trials: int) -> None:
         assert abs(successes / trials - end) == pytest.approx(error, abs=1e-7)
 
 
-def test_an_interval_of_nothing_says_nothing() -> None:
-    """Nothing tried leaves everything possible; a share above one is refused."""
+def test_an_interval_without_trials_is_everything() -> None:
+    """Without trials the interval is [0, 1]; more successes than trials are refused."""
     assert wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="3 successes of 2"):
         wilson(3, 2)
@@ -50,13 +50,13 @@ def test_an_interval_of_nothing_says_nothing() -> None:
     ],
 )
 def test_both_limits_must_be_met(slo: Slo, in_time: bool, fast: bool) -> None:
-    """A record of TTFT 0.5 s and TPOT 0.05 s meets limits down to these, and no lower ones."""
+    """A record with TTFT 0.5 s and TPOT 0.05 s meets exactly these limits."""
     one = record(at_s=0.0, gaps_s=(0.25, 0.25), tokens=11, slo=slo)
     assert (met_ttft(one), met_tpot(one), meets_slo(one)) == (in_time, fast, in_time and fast)
 
 
-def test_a_stream_that_is_not_intact_meets_nothing() -> None:
-    """However fast its beginning was; and an answer without text is not in time."""
+def test_a_broken_stream_meets_no_slo() -> None:
+    """A broken stream meets no SLO, and an answer without text is not in time."""
     assert not meets_slo(failed(0, slo=Slo(10.0, 10.0)))
     assert not meets_slo(failed(0))
     silent = record(chunks=(), tokens=0, slo=Slo(ttft_s=100.0))
@@ -65,19 +65,19 @@ def test_a_stream_that_is_not_intact_meets_nothing() -> None:
 
 
 def test_an_answer_of_one_token_has_no_tpot() -> None:
-    """It cannot miss a limit on the tokens after the first."""
+    """An answer of one token meets any TPOT limit."""
     assert meets_slo(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
 
 
 def test_the_limit_counts_from_the_schedule() -> None:
-    """Sent late is answered late: a generator's or a queue's delay excuses nothing."""
+    """A request that is sent late is answered late."""
     late = record(at_s=1.0, first_s=0.5, slo=Slo(ttft_s=0.495))
     assert late.chunks[0].at_s - late.sent_s < 0.495
     assert not meets_slo(late)
 
 
 def test_attainment_counts_every_scheduled_request() -> None:
-    """Failed requests are in the denominator, by class and over all; classes come by name."""
+    """Failed requests count, by class and in total, with classes in the order of names."""
     run = a_run()
     overall = attainment(run.records)
     assert (overall.requests, overall.intact, overall.met) == (4, 3, 2)
@@ -91,7 +91,7 @@ def test_attainment_counts_every_scheduled_request() -> None:
 
 
 def test_goodput_is_over_the_schedule() -> None:
-    """Requests served as promised per second; without a length there is none."""
+    """Goodput is requests that met their SLO per second; without a length there is none."""
     assert goodput_rps(30, 20.0) == 1.5
     assert goodput_rps(0, 20.0) == 0.0
     assert goodput_rps(1, 0.0) is None

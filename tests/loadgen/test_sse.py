@@ -25,8 +25,8 @@ def parse(*chunks: bytes) -> list[SseEvent]:
 
 
 @given(streams, st.lists(st.integers(0, 300)))
-def test_chunks_do_not_matter(stream: bytes, cuts: list[int]) -> None:
-    """However a stream is cut, inside a line end or a character too, the events are the same."""
+def test_chunk_boundaries_do_not_matter(stream: bytes, cuts: list[int]) -> None:
+    """Events are the same wherever the stream is split, even inside a line end or a character."""
     places = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     chunks = [stream[a:b] for a, b in itertools.pairwise(places)]
     assert parse(*chunks) == parse(stream)
@@ -48,6 +48,6 @@ def test_chunks_do_not_matter(stream: bytes, cuts: list[int]) -> None:
         (b"", []),
     ],
 )
-def test_the_standards_cases(stream: bytes, events: list[SseEvent]) -> None:
-    """Several data lines, comments, types, a byte order mark, and a stream that breaks off."""
+def test_cases_of_the_standard(stream: bytes, events: list[SseEvent]) -> None:
+    """Several data lines, comments, types, a byte order mark and a truncated stream are parsed."""
     assert parse(stream) == events

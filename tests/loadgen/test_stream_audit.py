@@ -1,4 +1,4 @@
-"""Verdicts on streams: each fault of the mock server has its own, an intact stream has none."""
+"""Each fault of the mock server has its verdict, and intact streams have none."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def asked(script: Script, patience: ClientTimeouts | None = None, mock: Mo
 
 
 def test_the_tables_are_complete() -> None:
-    """Each fault the mock can play is tested here, and each verdict a server can earn is earned."""
+    """Every fault of the mock is tested, and every verdict occurs."""
     assert set(EVENT_VERDICTS) == set(EVENT_FAULTS)
     assert {*TRANSPORT_VERDICTS, "same_id"} == set(TRANSPORT_FAULTS)
     earned = {*EVENT_VERDICTS.values(), *TRANSPORT_VERDICTS.values()}
@@ -98,7 +98,7 @@ def test_the_tables_are_complete() -> None:
 
 @pytest.mark.parametrize("fault", EVENT_VERDICTS)
 def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
-    """Events that miss, repeat, add or contradict something fail with that cause, in words too."""
+    """Missing, repeated, added or contradicting events fail with their cause."""
     audit = of_script(Script(fault=fault))
     assert audit.verdict is EVENT_VERDICTS[fault], audit.detail
     assert audit.detail
@@ -109,7 +109,7 @@ def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("role", [False, True])
 def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, role: bool) -> None:
-    """Chats, roles, many tokens per chunk, counts or none: no intact stream is at fault."""
+    """Chats, roles, several tokens per chunk and usage counts are no faults."""
     script = Script(per_chunk=per_chunk, continuous=continuous, role=role)
     audit = of_script(script, chat=chat)
     assert audit.verdict is Verdict.OK, audit.detail
@@ -119,7 +119,7 @@ def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, rol
 
 @pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
 async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
-    """Refusals, other answers, cut and reset connections, silence and stalls are told apart."""
+    """Refusals, other responses, broken connections, silence and stalls are distinguished."""
     impatience = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
     record = await asked(Script(fault=fault), impatience.get(fault))
     assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
@@ -127,14 +127,14 @@ async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
 
 
 async def test_faults_of_content_are_found_over_the_network() -> None:
-    """A truncated answer that ended in good order is no success: its half a text does not count."""
+    """A truncated answer that ended normally is not a success."""
     record = await asked(Script(fault="truncated"))
     assert (record.verdict, record.status) == ("no_finish_reason", 200)
     assert len(record.chunks) == 5
 
 
-async def test_no_server_is_no_connection() -> None:
-    """Where nobody listens, the verdict says so."""
+async def test_an_unreachable_server_is_no_connection() -> None:
+    """Without a server the verdict is `no_connection`."""
     async with serving(Mock()) as url:
         pass
     async with open_session() as session:
@@ -144,7 +144,7 @@ async def test_no_server_is_no_connection() -> None:
 
 
 def test_an_id_belongs_to_one_stream() -> None:
-    """A stream with the id of another one of the run is crossed; an empty id is none."""
+    """A stream with the id of another one is crossed; an empty id is ignored."""
     events = events_of(Script(), question().body("mock"), "answer")
     ids: set[str] = set()
     assert judged(events, ids=ids).verdict is Verdict.OK
@@ -154,7 +154,7 @@ def test_an_id_belongs_to_one_stream() -> None:
 
 
 def test_repetition_is_not_duplication() -> None:
-    """An answer of one word again and again is intact as long as its tokens are counted."""
+    """An answer of one repeated word is intact if its tokens are counted."""
     body = question().body("mock")
     first, *rest = events_of(Script(), body, "answer")
     assert judged([first] * 7 + rest[-3:]).verdict is Verdict.OK
@@ -162,7 +162,7 @@ def test_repetition_is_not_duplication() -> None:
 
 
 def test_every_choice_must_end() -> None:
-    """With n choices each needs its own finish_reason, and each has its own text."""
+    """Each of n choices has its own text and needs its own finish_reason."""
 
     def chunk(index: int, text: str, reason: str | None) -> str:
         return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
@@ -185,7 +185,7 @@ def test_every_choice_must_end() -> None:
     ],
 )
 def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
-    """All that a model says counts as its text and as its first token; a role does not."""
+    """All output of a model counts as text and as the first token; a role does not."""
     audit = StreamAudit()
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     assert audit.add(json.dumps({"choices": [choice]}).encode()) is None
@@ -204,14 +204,14 @@ def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
         ({"delta": {}, "finish_reason": "stop"}, False),
     ],
 )
-def test_an_empty_text_is_told_from_no_text(choice: dict, known: bool) -> None:
-    """A special token's empty text is reported, without characters; a role alone is not."""
+def test_an_empty_text_is_distinguished_from_no_text(choice: dict, known: bool) -> None:
+    """The empty text of a special token is reported; a role alone is not."""
     brought = StreamAudit().add(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
     assert brought == ((0, None) if known else None)
 
 
-def test_errors_hide_in_events_and_reasons() -> None:
-    """An event of type error, and a finish reason by which a server gave up, are errors."""
+def test_error_events_and_aborts_are_errors() -> None:
+    """An error event and an abort as finish reason are errors."""
     audit = StreamAudit()
     audit.add(b'{"message": "the worker failed"}', "error")
     assert audit.verdict is Verdict.ERROR_EVENT
@@ -224,14 +224,14 @@ def test_errors_hide_in_events_and_reasons() -> None:
 
 
 def test_bad_utf8_is_malformed() -> None:
-    """Bytes that are no text are a fault, not a replacement character in the answer."""
+    """Invalid UTF-8 is a fault and not a replacement character."""
     audit = StreamAudit()
     audit.add(b'{"choices": [{"index": 0, "text": "\xff\xfe"}]}')
     assert audit.verdict is Verdict.MALFORMED
 
 
 async def test_instants_are_those_of_the_reads() -> None:
-    """Each chunk with text has the instant at which it was read, exactly; roles have none."""
+    """Each chunk with text has the exact instant at which it was read."""
     now = [10.0]
     body = question(prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
     events = events_of(Script(role=True, per_chunk=2, continuous=True), body, "answer")
@@ -256,7 +256,7 @@ async def test_instants_are_those_of_the_reads() -> None:
 
 
 async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
-    """Live, each chunk arrives after the mock sent it and before the end; nothing comes early."""
+    """Each chunk arrives after the mock sent it and before the end."""
     mock = Mock()
     async with serving(mock) as url, open_session() as session:
         clock = start_clock()
@@ -274,8 +274,8 @@ async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
     assert 0 < record.connect_s < record.sent_s - record.scheduled_s
 
 
-async def test_what_is_sent_is_what_was_asked() -> None:
-    """Path, body and headers carry the question, its extra fields, its SLO and the key."""
+async def test_requests_are_sent_as_specified() -> None:
+    """Path, body and headers carry the request, its extra fields, its SLO and the key."""
     mock = Mock()
     extra = (("speculation", {"mode": "off"}),)
     completion = question(seed=7, extra=extra, slo=Slo(0.5, 0.0205))
@@ -296,8 +296,8 @@ async def test_what_is_sent_is_what_was_asked() -> None:
     assert "x-slo-ttft-ms" not in mock.headers[1]
 
 
-async def test_a_server_without_models_is_named() -> None:
-    """Without a model to ask for there is an error, not a run of failures."""
+async def test_a_server_without_models_is_an_error() -> None:
+    """A server that lists no models gives one error instead of a failed run."""
     mock = Mock()
 
     async def no_models(request):
@@ -309,7 +309,7 @@ async def test_a_server_without_models_is_named() -> None:
             await first_model(session, url)
 
 
-def test_scripts_differ_in_what_they_say() -> None:
-    """The mock's answers depend on the seed, so that crossed texts would differ."""
+def test_answers_of_the_mock_depend_on_the_seed() -> None:
+    """The mock's answers differ by seed, so that crossed texts would show."""
     one, two = (events_of(Script(), replace(question(), seed=s).body("mock"), "a") for s in (1, 2))
     assert one != two

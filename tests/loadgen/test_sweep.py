@@ -1,4 +1,4 @@
-"""Rates and contenders in turns, and the goodput that can be read off."""
+"""Sweeps over rates and servers, and the goodput they give."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cells_of(*shares: tuple[float, int, int]):
 
 
 def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
-    """All contenders at all rates once a round; no two rounds alike; the same for one seed."""
+    """Each round runs all targets at all rates in its own order, reproducibly."""
     whom = parse_targets(["a=http://x:1", "b=http://x:2"])
     cells = shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
     for number in (1, 2, 3):
@@ -56,9 +56,8 @@ def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
     assert cells == shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
 
 
-def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
-    """One seed for all contenders at one rate in one round, and another one in each other cell:
-    what a server was asked before would be in its cache. The mode is the contender's."""
+def test_targets_get_the_same_requests_once() -> None:
+    """Targets share a seed at one rate in one round, and every other cell has another seed."""
     whom = parse_targets(["http://x"], ["off", "ngram:4"])
     cells = shuffled_cells(whom, [1.0, 2.0], 2, seed=0)
     loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
@@ -69,8 +68,8 @@ def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
     assert cells[0].load(Load(rate_rps=9.0, seed=8)).seed not in {seed for _, _, seed in seeds}
 
 
-def test_contenders_have_names() -> None:
-    """Their own, their mode's where it tells them apart; two of one name are refused."""
+def test_targets_have_unique_names() -> None:
+    """Names come from the flags or the modes, and duplicates are refused."""
     assert [c.name for c in parse_targets(["http://x/?a=b"])] == ["server"]
     assert [c.name for c in parse_targets(["http://x"], ["off", "auto"])] == ["off", "auto"]
     both = parse_targets(["a=http://x", "b=http://y/"], ["off", "auto"])
@@ -82,14 +81,14 @@ def test_contenders_have_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "0,1", "1,x", "-1", "inf", "nan"])
 def test_rates_are_positive_numbers(text: str) -> None:
-    """Whatever else is refused; order and repetition do not matter."""
+    """Other values are refused; order and repetition do not matter."""
     assert parse_rates("2,1,2") == [1.0, 2.0]
     with pytest.raises(ValueError, match="positive"):
         parse_rates(text)
 
 
-def test_shares_are_made_to_fall() -> None:
-    """Neighbours that rise are pooled by weight, as by hand; what falls is left alone."""
+def test_rising_shares_are_pooled() -> None:
+    """Rising neighbours are pooled by weight, and falling ones are unchanged."""
     assert fit_falling([1.0, 0.8, 0.9, 0.2], [10, 10, 30, 10]) == pytest.approx(
         [1.0, 0.875, 0.875, 0.2]
     )
@@ -97,8 +96,8 @@ def test_shares_are_made_to_fall() -> None:
     assert fit_falling([0.0, 1.0], [0, 0]) == [1.0, 1.0]
 
 
-def test_goodput_is_interpolated_between_what_holds_and_what_does_not() -> None:
-    """All of 100 at 1/s, 90 at 2/s: 95 % half way; 1/s is sure (96 % at least), 3/s surely not."""
+def test_goodput_is_interpolated() -> None:
+    """With 100 % at 1/s and 90 % at 2/s, 95 % is halfway; the bracket is 1/s to 3/s."""
     cells = cells_of((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.rate_rps, found.holds_rps) == (pytest.approx(1.5), 1.0)
@@ -106,9 +105,8 @@ def test_goodput_is_interpolated_between_what_holds_and_what_does_not() -> None:
     assert found.high_rps == 3.0
 
 
-def test_a_slow_rate_with_few_requests_leaves_a_faster_one_its_say() -> None:
-    """20 of 20 at 1/s are sure of little, but 200 of 200 at 2/s are, and so of 1/s; a rate that
-    surely fails below one that surely holds is believed to be neither end."""
+def test_a_slow_rate_with_few_requests_does_not_bound_a_faster_one() -> None:
+    """200 of 200 at 2/s are certain although 20 of 20 at 1/s are not."""
     cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.low_rps, found.high_rps) == (2.0, 3.0)
@@ -116,17 +114,16 @@ def test_a_slow_rate_with_few_requests_leaves_a_faster_one_its_say() -> None:
     assert (odd.low_rps, odd.high_rps) == (None, None)
 
 
-def test_no_more_is_claimed_than_the_cells_tell() -> None:
-    """Where all rates hold there is no number, nor where none does; few requests are sure of
-    nothing."""
+def test_goodput_outside_the_measured_rates_is_unknown() -> None:
+    """If all rates hold, or none does, there is no estimate."""
     held = estimate_goodput("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
     assert (held.rate_rps, held.low_rps, held.high_rps, held.holds_rps) == (None, None, None, 2.0)
     lost = estimate_goodput("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
     assert (lost.rate_rps, lost.low_rps, lost.high_rps, lost.holds_rps) == (None, None, 1.0, None)
 
 
-def test_requests_that_wait_for_each_other_are_fewer() -> None:
-    """In a busy queue late ones come in rows: the interval is wider than of independent ones."""
+def test_correlated_requests_widen_the_interval() -> None:
+    """In a busy queue the interval is wider than for independent requests."""
     run = queue_run(400, load=0.8, seed=3)
     (cell,) = points([RunReport("x", run)])
     kept = sum(r.chunks[0].at_s - r.scheduled_s <= 2.0 for r in run.records)
@@ -134,9 +131,8 @@ def test_requests_that_wait_for_each_other_are_fewer() -> None:
     assert found.high - found.low > 1.5 * (plain.high - plain.low)
 
 
-def test_invalid_runs_have_no_say() -> None:
-    """A round whose generator fell behind is left out of its cell; a cell of such rounds alone is
-    marked, and not read."""
+def test_invalid_runs_are_left_out() -> None:
+    """An INVALID run is dropped beside valid ones; a point without valid runs is marked."""
     good, bad = point(100, 100), point(0, 100)
     bad.run.health = BEHIND
     (cell,) = points([good, bad])
@@ -153,9 +149,8 @@ def swept(url: str, *flags: object):
     return CliRunner().invoke(cli.app, ["sweep", url, *rates, *map(str, flags)])
 
 
-def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> None:
-    """`sweep/1` has a summary for each cell, a page and a table come with it; called again it runs
-    nothing that is there."""
+def test_a_sweep_reports_every_cell(tmp_path, monkeypatch) -> None:
+    """`sweep/1` has a summary per cell, and a second call runs only missing cells."""
     accept_any_health(monkeypatch)
     out, page, folder = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "events"
     mock = Mock()
@@ -184,7 +179,7 @@ def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> Non
 
 
 async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
-    """The cell that was under way is dropped, those before it stay."""
+    """The interrupted cell is dropped, and earlier ones are kept."""
     ran = []
 
     async def a_cell(load, target, console):
@@ -200,7 +195,7 @@ async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
     assert len(ran) == 3
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    """Exit status 2 for rates that are none, and for a server that is not there."""
+def test_wrong_sweeps_are_refused() -> None:
+    """Invalid rates and unreachable servers give exit status 2."""
     assert CliRunner().invoke(cli.app, ["sweep", "http://x", "--rates", "0"]).exit_code == 2
     assert swept("http://127.0.0.1:9").exit_code == 2

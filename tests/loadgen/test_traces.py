@@ -1,4 +1,4 @@
-"""Recorded traffic: the forms that are read, and rows that hit their timestamps."""
+"""Traces: the known formats, and replays that hit their timestamps."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def parse(text: str) -> tuple[TraceRow, ...]:
     return parse_trace(text.splitlines(keepends=True), "a trace")
 
 
-def test_every_known_form_is_told_by_its_fields() -> None:
-    """Azure, BurstGPT, Mooncake, Sarathi and our own rows come out alike, in order, from 0 on."""
+def test_every_known_format_is_recognised() -> None:
+    """Rows of Azure, BurstGPT, Mooncake, Sarathi and our own format are read in order from 0 s."""
     first, second = parse(AZURE)
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
     assert second.at_s == pytest.approx(0.052, abs=1e-6)
@@ -98,19 +98,19 @@ def test_every_known_form_is_told_by_its_fields() -> None:
     ],
 )
 def test_a_damaged_trace_names_line_and_field(text: str, words: str) -> None:
-    """The message has the file, the line and what was wrong there."""
+    """The error names file, line and fault."""
     with pytest.raises(ValueError, match=f"a trace.*{words}"):
         parse(text)
 
 
-def test_fields_that_are_null_are_as_if_unsaid() -> None:
-    """An exporter's nulls mean the defaults, not the word None."""
+def test_null_fields_mean_defaults() -> None:
+    """Null fields of an exporter mean the defaults."""
     nulls = '"hash_ids": null, "block_tokens": null, "class": null, "tenant": null'
     assert parse(_own(nulls)) == (TraceRow(0.0, 1, 1),)
 
 
-def test_instants_with_a_zone_are_one_time() -> None:
-    """A row that tells its zone, as Azure's trace of 2024 does, is placed by it."""
+def test_time_zones_are_respected() -> None:
+    """A row with a time zone, as in Azure's trace of 2024, is converted."""
     text = (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2024-05-10 02:00:01.009930+02:00,1,2\n"
@@ -122,7 +122,7 @@ def test_instants_with_a_zone_are_one_time() -> None:
 
 
 def test_a_file_may_begin_with_a_byte_order_mark_but_must_be_text(tmp_path: Path) -> None:
-    """Spreadsheets write a mark; another encoding is refused with the file's name."""
+    """A byte order mark is skipped, and another encoding is refused with the file's name."""
     path = tmp_path / "saved.csv"
     path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
     assert read_trace(path) == parse(AZURE)
@@ -132,7 +132,7 @@ def test_a_file_may_begin_with_a_byte_order_mark_but_must_be_text(tmp_path: Path
 
 
 def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
-    """Twice the speed halves every instant; a rate fixes the mean gap; lengths stay."""
+    """Twice the speed halves every instant, a rate sets the mean gap, and lengths stay."""
     rows = parse(OWN)
     assert [row.at_s for row in scaled(rows, 2.0)] == [0.0, 0.125]
     assert [row.at_s for row in at_rate(rows, 0.5)] == [0.0, 2.0]
@@ -152,7 +152,7 @@ def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
     ],
 )
 def test_the_published_traces_are_read_whole(path: str, count: int) -> None:
-    """Every row is there, in order, and within the length of the recording."""
+    """Every row is read, in order, within the length of the recording."""
     rows = read_trace(DATA / path)
     assert len(rows) == count
     instants = [row.at_s for row in rows]
@@ -167,7 +167,7 @@ def test_the_published_traces_are_read_whole(path: str, count: int) -> None:
     "path", ["azure_llm_2023/AzureLLMInferenceTrace_code.csv", "mooncake/conversation_trace.jsonl"]
 )
 def test_replays_hit_their_timestamps(path: str) -> None:
-    """Every row is due when its line says, counted in whole units of the file's own clock."""
+    """Every row is due at its timestamp, in whole units of the file's clock."""
     with (DATA / path).open(encoding="utf-8") as file:
         if path.endswith(".csv"):
             stamps = [datetime.fromisoformat(row["TIMESTAMP"]) for row in csv.DictReader(file)]
@@ -182,8 +182,8 @@ def test_replays_hit_their_timestamps(path: str) -> None:
 
 
 @needs_data
-def test_shared_prefixes_survive_the_reading() -> None:
-    """Mooncake's conversations share blocks with earlier ones as often as its lines say."""
+def test_shared_prefixes_are_preserved() -> None:
+    """Mooncake's conversations share blocks as often as the file says."""
     path = DATA / "mooncake/conversation_trace.jsonl"
     with path.open(encoding="utf-8") as file:
         said = [tuple(json.loads(line)["hash_ids"]) for line in file]
@@ -195,8 +195,8 @@ def test_shared_prefixes_survive_the_reading() -> None:
 
 
 @needs_data
-def test_a_replayed_trace_shares_what_was_shared_when_it_came() -> None:
-    """Requests keep their instants and lengths; two prompts agree through their common blocks."""
+def test_a_replayed_trace_shares_the_recorded_prefixes() -> None:
+    """Requests keep instants and lengths, and prompts agree through their common blocks."""
     path, counter = DATA / "mooncake/synthetic_trace.jsonl", TokenEstimator()
     rows = read_trace(path)
     planned = list(make_plan(Load(trace=path, requests=60), rows=rows, counter=counter).requests)

@@ -1,4 +1,4 @@
-"""Workloads: the same questions every time, as long and as alike as they say."""
+"""Workloads: reproducible requests with the documented lengths and prefixes."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def common_length(first: Sequence, second: Sequence) -> int:
 
 
 @by_name
-def test_a_question_depends_on_seed_and_index_alone(name: str) -> None:
-    """Asked backwards of a fresh workload, every question is the same; another seed changes all."""
+def test_a_request_depends_only_on_seed_and_index(name: str) -> None:
+    """Requests built in reverse order are the same, and another seed changes all."""
     forwards = asked(name, 100)
     again = make_workload(name, settings_of(7))
     assert [again.request(index) for index in reversed(range(100))] == forwards[::-1]
@@ -96,8 +96,8 @@ def test_a_question_depends_on_seed_and_index_alone(name: str) -> None:
 
 
 @by_name
-def test_questions_are_well_formed(name: str) -> None:
-    """Each has a prompt or messages that end with the user's, an answer, and its own seed."""
+def test_requests_are_well_formed(name: str) -> None:
+    """Each has a prompt or messages that end with the user's, a limit, and its own seed."""
     questions = asked(name, 100)
     for question in questions:
         assert (question.prompt is None) != (not question.messages)
@@ -110,22 +110,22 @@ def test_questions_are_well_formed(name: str) -> None:
 @by_name
 @pytest.mark.parametrize("max_model_len", [256, 2048, 8192])
 def test_prompt_and_answer_fit_the_server(name: str, max_model_len: int) -> None:
-    """With a context given, prompt and answer stay inside it by the counter."""
+    """Prompt and answer together fit the server's context."""
     for question in asked(name, 100, max_model_len=max_model_len):
         assert COUNTER.count(prompt_text(question)) + question.max_tokens <= max_model_len
 
 
 @by_name
 def test_max_tokens_sets_every_answer(name: str) -> None:
-    """A limit given holds for every answer; else answers of most workloads differ in length."""
+    """A given limit applies to every answer; otherwise limits vary in most workloads."""
     assert {question.max_tokens for question in asked(name, 50, max_tokens=33)} == {33}
     drawn = {question.max_tokens for question in asked(name, 50)}
     assert len(drawn) > 10 or name == "shared_prefix"
 
 
 @by_name
-def test_a_file_of_the_user_is_the_only_text(name: str, text_file, monkeypatch) -> None:
-    """With a text file, every question holds some of it, and nothing else is opened."""
+def test_the_text_file_is_the_only_source(name: str, text_file, monkeypatch) -> None:
+    """With a text file every prompt is written from it, and nothing else is opened."""
     monkeypatch.setattr(corpus, "_installed", lambda: pytest.fail("opened the installed texts"))
     workload = make_workload(name, settings_of(0, text_file))
     assert all(" mine\n" in prompt_text(workload.request(index)) for index in range(20))
@@ -133,8 +133,8 @@ def test_a_file_of_the_user_is_the_only_text(name: str, text_file, monkeypatch) 
 
 @by_name
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_every_workload_can_be_asked_at_either_endpoint(name: str, endpoint: str) -> None:
-    """Through one endpoint all questions have its form and still hold every message's text."""
+def test_every_workload_can_be_sent_to_either_endpoint(name: str, endpoint: str) -> None:
+    """Requests for an endpoint have its form and hold all of the text."""
     for question in asked(name, 40):
         sent = through(question, endpoint)
         assert (sent.prompt is None) == (endpoint == "chat")
@@ -144,8 +144,8 @@ def test_every_workload_can_be_asked_at_either_endpoint(name: str, endpoint: str
         assert all(text in prompt_text(sent) for text in texts)
 
 
-def test_what_cannot_be_made_is_refused(tmp_path) -> None:
-    """An unknown name, an empty file and a missing one each raise what says so."""
+def test_impossible_workloads_are_refused(tmp_path) -> None:
+    """Unknown names, empty files and missing files raise an error that says so."""
     with pytest.raises(ValueError, match=r"no workload 'poetry'.*shared_prefix"):
         make_workload("poetry", settings_of(0))
     (tmp_path / "empty").write_text(" \n")
@@ -156,7 +156,7 @@ def test_what_cannot_be_made_is_refused(tmp_path) -> None:
 
 
 def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
-    """All of them make questions in a process that has no sockets, and import no such library."""
+    """All workloads build requests without sockets and without importing such libraries."""
     script = (
         "import sys, socket\n"
         "def refuse(*a, **k): raise OSError('no network')\n"
@@ -176,7 +176,7 @@ def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
 
 
 def test_code_is_python_that_stops_where_a_block_opens() -> None:
-    """Prompts are pieces of sources of the standard library; most end with an opened block."""
+    """Prompts are pieces of the standard library, and most end with an opened block."""
     library = open_corpus().code
     questions = asked("code", 200)
     assert sum(q.prompt.endswith(":\n") for q in questions) > 150
@@ -188,14 +188,14 @@ def test_code_is_python_that_stops_where_a_block_opens() -> None:
 
 
 def test_code_is_as_long_as_the_trace_it_is_modelled_on() -> None:
-    """Median prompt and answer are Azure's 1,469 and 13 tokens, less what is cut off at the end."""
+    """Medians of prompt and answer are Azure's 1,469 and 13 tokens."""
     questions = asked("code", 1000)
     assert median(COUNTER.count(q.prompt) for q in questions) == pytest.approx(1469, rel=0.15)
     assert median(q.max_tokens for q in questions) == pytest.approx(13, abs=1)
 
 
 def test_turns_of_a_conversation_follow_each_other_and_grow() -> None:
-    """Each turn holds the one before it, an answer and a new question, 32 requests later."""
+    """Each turn holds the previous one, an answer and a new message, 32 requests later."""
     sessions: dict[str, list[tuple[int, RequestSpec]]] = {}
     for index, question in enumerate(asked("chat", 20 * OPEN_SESSIONS)):
         sessions.setdefault(question.session, []).append((index, question))
@@ -215,7 +215,7 @@ def test_turns_of_a_conversation_follow_each_other_and_grow() -> None:
 
 
 def test_a_conversation_ends_before_it_overflows() -> None:
-    """In a small context conversations are shorter, never cut."""
+    """In a small context conversations are shorter and never cut."""
     small = asked("chat", 500, max_model_len=512)
     most_turns = max((len(q.messages) for q in small), default=0)
     assert most_turns < max(len(q.messages) for q in asked("chat", 500))
@@ -223,8 +223,8 @@ def test_a_conversation_ends_before_it_overflows() -> None:
 
 
 @pytest.mark.parametrize("max_model_len", [None, 1024])
-def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) -> None:
-    """The right answer follows, in the document, exactly the words that end the prompt."""
+def test_the_quotation_is_in_the_document(max_model_len: int | None) -> None:
+    """The right answer follows in the document exactly after the words that end the prompt."""
     workload = make_workload("long_document", settings_of(3, max_model_len=max_model_len))
     assert isinstance(workload, LongDocument)
     for index in range(60):
@@ -237,7 +237,7 @@ def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) 
 
 
 def test_requests_of_a_session_share_its_prefix_and_nothing_more() -> None:
-    """One session, one system message; two sessions differ from its first characters on."""
+    """A session has one system message, and two sessions differ from the first characters."""
     by_session: dict[str, list[RequestSpec]] = {}
     for index, question in enumerate(asked("shared_prefix", 300)):
         assert question.messages[1].content.startswith(f"{index}. ")
@@ -250,8 +250,8 @@ def test_requests_of_a_session_share_its_prefix_and_nothing_more() -> None:
     assert len({q[0].messages[0].content for q in by_session.values()}) == len(by_session)
 
 
-def test_prefixes_are_as_popular_as_zipf_says() -> None:
-    """Over 64 prefixes, a rank's share is in proportion to 1 / rank (chi-square)."""
+def test_prefixes_have_zipf_popularity() -> None:
+    """Over 64 prefixes the share of a rank is in proportion to 1 / rank (chi-square)."""
     seen = Counter(q.session for q in asked("shared_prefix", 2000))
     weights = [(rank + 1) ** -POPULARITY for rank in range(PREFIXES)]
     expected = [2000 * weight / sum(weights) for weight in weights]
@@ -260,7 +260,7 @@ def test_prefixes_are_as_popular_as_zipf_says() -> None:
 
 
 def test_retrieved_passages_are_distinct_and_the_popular_ones_return() -> None:
-    """Each question has five passages and asks for words of one; few passages recur often."""
+    """Each prompt has five passages and asks about one; popular passages recur."""
     seen: Counter[str] = Counter()
     for question in asked("rag", 200):
         content = question.messages[0].content
@@ -276,7 +276,7 @@ def test_retrieved_passages_are_distinct_and_the_popular_ones_return() -> None:
 
 
 def test_classes_and_tenants_have_their_shares() -> None:
-    """Classes are drawn per request, tenants per session or lone request (chi-square)."""
+    """Classes are drawn per request, and tenants per session or single request (chi-square)."""
     questions = asked("mixed", 3000)
     classes = Counter(q.class_name for q in questions)
     tenants = Counter({q.session or q.seed: q.tenant for q in questions}.values())
@@ -286,8 +286,8 @@ def test_classes_and_tenants_have_their_shares() -> None:
         assert chisquare(observed, expected).pvalue > LEAST_P
 
 
-def test_classes_are_promised_different_things() -> None:
-    """Interactive has the SLO asked for, standard MLPerf's multiple, batch none; sessions stay."""
+def test_classes_have_different_slos() -> None:
+    """Interactive has the given SLO, standard MLPerf's multiple, and batch none."""
     questions = asked("mixed", 400, slo=SLO)
     slos = {q.class_name: q.slo for q in questions}
     assert slos["interactive"] == SLO
@@ -303,7 +303,7 @@ def test_classes_are_promised_different_things() -> None:
 
 
 def test_a_mix_skips_no_turn_of_a_conversation() -> None:
-    """Within mixed, the standard class asks what chat alone asks, in its order."""
+    """The standard class of mixed sends what chat alone sends, in its order."""
     mixed = [q for q in asked("mixed", 400) if q.class_name == "standard"]
     alone = asked("chat", len(mixed))
     assert [q.messages for q in mixed] == [q.messages for q in alone]
@@ -312,8 +312,8 @@ def test_a_mix_skips_no_turn_of_a_conversation() -> None:
 # --- replay ---------------------------------------------------------------------------------------
 
 
-def test_a_replay_has_the_trace_s_lengths() -> None:
-    """Prompts and answers are as long as the rows', with blocks, without, and beyond them."""
+def test_a_replay_has_the_lengths_of_the_trace() -> None:
+    """Prompts and answers are as long as the rows, with and without blocks."""
     rows = [
         row_of(10),
         row_of(500, output_tokens=77, class_name="batch", tenant="acme"),
@@ -333,7 +333,7 @@ def test_a_replay_has_the_trace_s_lengths() -> None:
 
 
 def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
-    """Two prompts agree through their equal leading ids, and by less than 4 tokens further."""
+    """Two prompts agree through their equal leading ids and by less than 4 tokens further."""
     ids = [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 5, 3), (6, 1, 2, 3), (0, 1), (), ()]
     rows = [row_of(256, one) for one in ids]
     replayed = Replay(rows, settings_of(0))
@@ -345,8 +345,8 @@ def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
             assert shared <= common < shared + 16
 
 
-def test_a_replay_is_the_same_every_time() -> None:
-    """Another replay of the same rows, asked backwards, has the same prompts."""
+def test_a_replay_is_reproducible() -> None:
+    """A second replay in reverse order has the same prompts."""
     rows = [row_of(100 + k, (k % 3, k)) for k in range(20)]
     first, again = (Replay(rows, settings_of(0)) for _ in range(2))
     forwards = [first.request(index) for index in range(20)]
@@ -355,7 +355,7 @@ def test_a_replay_is_the_same_every_time() -> None:
 
 
 def test_rows_without_blocks_share_nothing(tmp_path) -> None:
-    """Even over a text of one line, prompts part within their first words."""
+    """Even from a text of one line, prompts differ within their first words."""
     (tmp_path / "line").write_text("the same again ")
     rows = [row_of(200)] * 10
     replayed = Replay(rows, settings_of(0, tmp_path / "line"))
@@ -364,7 +364,7 @@ def test_rows_without_blocks_share_nothing(tmp_path) -> None:
 
 
 def test_a_replay_fits_the_server_and_keeps_what_is_shared() -> None:
-    """Too long for the context, prompts lose their ends: the shared beginning stays."""
+    """Prompts that are too long lose their ends and keep the shared beginning."""
     rows = [row_of(5000, (*range(70), k), output_tokens=4000) for k in (100, 200)]
     replayed = Replay(rows, settings_of(0, max_model_len=1024))
     questions = [replayed.request(index) for index in range(2)]
@@ -376,7 +376,7 @@ def test_a_replay_fits_the_server_and_keeps_what_is_shared() -> None:
 
 
 def test_a_file_of_requests_starts_again_after_its_last(tmp_path) -> None:
-    """Line by line and then from the first one again, each with its own seed and the run's SLO."""
+    """Requests repeat from the first line, each with its own seed and the run's SLO."""
     path = tmp_path / "requests.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 5, "stop": ["x"]}\n')
     workload = make_workload(str(path), settings_of(7, slo=SLO))
@@ -423,7 +423,7 @@ def test_a_file_without_requests_is_refused(tmp_path) -> None:
 
 
 def test_lengths_are_lognormal_and_clamped() -> None:
-    """Half of the lengths lie below the median, and none outside the limits."""
+    """Half of the lengths are below the median, and none is outside the limits."""
     lengths, rng = Lengths(median=100, sigma=1.0, least=20, most=400), Random(1)
     drawn = [lengths.draw(rng) for _ in range(4000)]
     assert min(drawn) == 20
@@ -433,7 +433,7 @@ def test_lengths_are_lognormal_and_clamped() -> None:
     assert within == pytest.approx(0.683, abs=0.03)
 
 
-def test_zipf_ranks_fall_as_the_power_says() -> None:
+def test_zipf_ranks_follow_the_exponent() -> None:
     """Ranks are drawn in proportion to rank^-s (chi-square)."""
     shares, rng = zipf(8, 0.8), Random(2)
     seen = Counter(shares.draw(rng) for _ in range(4000))
@@ -442,8 +442,8 @@ def test_zipf_ranks_fall_as_the_power_says() -> None:
     assert chisquare([seen[rank] for rank in range(8)], expected).pvalue > LEAST_P
 
 
-def test_a_fitted_counter_is_right_for_the_sum_of_its_samples() -> None:
-    """The ratio is characters over tokens of all samples together, and the source says how many."""
+def test_a_measured_estimator_is_right_for_the_sum_of_its_samples() -> None:
+    """The ratio is all characters over all tokens, and the source states the number of texts."""
     counter = TokenEstimator.measured([("a" * 300, 100), ("b" * 100, 60)])
     assert counter.characters_per_token == pytest.approx(2.5)
     assert counter.count("c" * 400) == 160
@@ -457,8 +457,8 @@ def test_a_fitted_counter_is_right_for_the_sum_of_its_samples() -> None:
 
 
 @pytest.mark.parametrize("counter", [COUNTER, WordCounter()], ids=["ratio", "words"])
-def test_a_cut_is_the_longest_beginning_that_fits(counter) -> None:
-    """A cut has at most the tokens wanted, and one character more has more, or was not there."""
+def test_a_cut_is_the_longest_prefix_that_fits(counter) -> None:
+    """A cut has at most the given tokens, and one more character would exceed them."""
     text = "one two  three four\nfive six seven " * 3
     for tokens in range(40):
         kept = cut(text, tokens, counter)
@@ -468,7 +468,7 @@ def test_a_cut_is_the_longest_beginning_that_fits(counter) -> None:
 
 
 def test_an_exact_counter_is_obeyed() -> None:
-    """Whatever the counter counts, passages have the lengths wanted."""
+    """With an exact counter passages have exactly the requested lengths."""
     rows = [row_of(700), row_of(64 * 4, (1, 2, 3, 4))]
     replayed = Replay(rows, settings_of(0, counter=WordCounter()))
     assert WordCounter().count(replayed.request(0).prompt) == 700
