@@ -1,4 +1,4 @@
-"""API keys: who gets in, what they may ask for, and what they may use."""
+"""API keys: authentication, limits of accounts, quotas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ keys:
 
 @pytest.fixture
 def keys_file(tmp_path: Path) -> Path:
-    """A file of two accounts."""
+    """A file with two accounts."""
     path = tmp_path / "keys.yaml"
     path.write_text(KEYS)
     return path
@@ -43,7 +43,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def guarded(keys_file: Path, scripted: ScriptedBackend) -> AsyncIterator[Listening]:
-    """A node that wants keys; its worker is the test's."""
+    """A node that requires keys, with a worker that the test plays."""
     async with running(backends=[scripted], api_keys_file=str(keys_file)) as where:
         yield where
 
@@ -55,10 +55,8 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/metrics", "/decisions", "/v1/completions", "/nowhere"]
 )
-async def test_with_keys_set_nothing_that_tells_anything_is_open(
-    guarded: Listening, path: str
-) -> None:
-    """Model, figures, decisions and what does not exist need a key; the error is OpenAI's."""
+async def test_all_informative_paths_require_a_key(guarded: Listening, path: str) -> None:
+    """Model, metrics, decisions and unknown paths return OpenAI's error without a key."""
     async with client(guarded) as http:
         for headers in (
             {},
@@ -73,25 +71,25 @@ async def test_with_keys_set_nothing_that_tells_anything_is_open(
             assert "sk-" not in answer.text
 
 
-async def test_an_orchestrator_needs_no_key(guarded: Listening) -> None:
-    """Whether the node lives, is ready, and its version can be asked by anybody."""
+async def test_health_ready_and_version_need_no_key(guarded: Listening) -> None:
+    """Orchestrators have no key."""
     async with client(guarded) as http:
         for path in ("/health", "/ready", "/version"):
             assert (await http.get(path)).status_code == 200
 
 
-async def test_a_browser_gives_the_key_as_its_password(guarded: Listening) -> None:
-    """Basic authentication with any name and the key opens what a bearer token opens."""
+async def test_basic_authentication_accepts_the_key_as_password(guarded: Listening) -> None:
+    """The user name is ignored."""
     password = base64.b64encode(b"anybody:sk-search").decode()
     async with client(guarded) as http:
         answer = await http.get("/v1/models", headers={"authorization": f"Basic {password}"})
     assert answer.status_code == 200
 
 
-async def test_the_openai_client_is_known_by_its_key(
+async def test_account_caps_priority_and_targets_of_its_requests(
     guarded: Listening, scripted: ScriptedBackend
 ) -> None:
-    """What is asked for is capped by the account, and the worker learns whose it is."""
+    """The worker gets the tenant and the capped service level."""
     api = openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key="sk-search", max_retries=0)
     headers = {"x-slo-ttft-ms": "10", "x-slo-tpot-ms": "100"}
     asking = asyncio.create_task(
@@ -109,10 +107,10 @@ async def test_the_openai_client_is_known_by_its_key(
     await api.close()
 
 
-async def test_a_quota_says_when_to_come_back(
+async def test_exhausted_quota_returns_429_with_the_time_until_refill(
     guarded: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Beyond the quota of requests the answer is 429 with the time until this one fits."""
+    """The wait is until the quota has room for this request."""
     async with client(guarded) as http:
         answers = [
             asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer("sk-batch")))
@@ -134,8 +132,8 @@ async def test_a_quota_says_when_to_come_back(
     assert f"{tokens} {2 * (1 + 1)}.0" in page
 
 
-async def test_what_a_quota_never_holds_is_the_clients_error(guarded: Listening) -> None:
-    """A request larger than the bucket would wait for ever: it is told how much fits."""
+async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listening) -> None:
+    """It would wait for ever, so the error states the maximum."""
     async with client(guarded) as http:
         body = {**BODY, "max_tokens": 300}
         answer = await http.post("/v1/completions", json=body, headers=bearer("sk-batch"))
@@ -144,10 +142,8 @@ async def test_what_a_quota_never_holds_is_the_clients_error(guarded: Listening)
     assert "40" in answer.json()["error"]["message"]
 
 
-async def test_what_was_not_used_is_given_back(
-    guarded: Listening, scripted: ScriptedBackend
-) -> None:
-    """A client that leaves, an answer that is short, a worker that breaks: the books balance."""
+async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
+    """A departed client, a short answer and a failed worker all return what was not used."""
     ledger = guarded.node.dispatcher.admission.ledger
     headers = "authorization: Bearer sk-search\r\n"
     body = {**BODY, "max_tokens": 20, "stream": True}
@@ -177,10 +173,10 @@ async def test_what_was_not_used_is_given_back(
         ("[", "keys.yaml"),
     ],
 )
-def test_a_bad_file_of_keys_stops_the_start_with_one_line(
+def test_malformed_keys_file_stops_the_start_with_one_line(
     tmp_path: Path, text: str, words: str
 ) -> None:
-    """The line names the file and what is wrong, and shows no key."""
+    """The line names the file and the problem, and shows no key."""
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(StartError, match=r"keys\.yaml") as caught:
@@ -189,8 +185,8 @@ def test_a_bad_file_of_keys_stops_the_start_with_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_plain_keys_come_from_the_environment() -> None:
-    """Each key has an account of its own, whose name tells nothing of the key."""
+def test_keys_from_the_environment_have_accounts_of_their_own() -> None:
+    """The name of such an account reveals nothing of the key."""
     accounts = read_accounts(None, ["sk-one", "sk-two"])
     found = accounts.find("sk-one")
     assert found is not None
@@ -200,8 +196,8 @@ def test_plain_keys_come_from_the_environment() -> None:
     assert not Accounts().required
 
 
-def test_without_keys_nobody_is_capped() -> None:
-    """A node of one's own takes every wish."""
+def test_requests_are_not_capped_without_keys() -> None:
+    """A node without keys honours every priority and target."""
     wish = ServiceLevel(0.001, 0.001, -99)
     assert EVERYBODY.capped(wish) == wish
     assert Account("a", "k").capped(wish) == ServiceLevel(0.001, 0.001, 0)

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a 4xx that names the parameter, never a 500."""
+"""Malformed requests get a 4xx that names the parameter, never a 500."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ CASES = [(TEXT, *case) for case in BAD_TEXT] + [(CHAT, *case) for case in BAD_CH
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_bad_fields_are_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
-    """Every malformed field is a 400 in OpenAI's shape whose `param` is the field's path."""
+async def test_malformed_field_is_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
+    """The error has OpenAI's format, and `param` is the path of the field."""
     wrong = []
     for path, body, param in CASES:
         sent = {"stream": True, **body} if stream and "stream_options" not in body else body
@@ -163,7 +163,7 @@ async def test_bad_fields_are_400_and_named(http: httpx.AsyncClient, stream: boo
     ],
 )
 async def test_malformed_json_is_400(http: httpx.AsyncClient, body: bytes) -> None:
-    """A body that is no JSON object is a 400, however it is broken."""
+    """A body that is not a JSON object is a 400."""
     for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
         answer = await http.post(path, content=body)
         if path == "/tokenize" and b'"a", ' in body:
@@ -172,8 +172,8 @@ async def test_malformed_json_is_400(http: httpx.AsyncClient, body: bytes) -> No
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_harmless_fields_are_ignored(http: httpx.AsyncClient) -> None:
-    """What clients send without effect, and neutral values of what is unsupported, pass."""
+async def test_neutral_and_unknown_fields_are_accepted(http: httpx.AsyncClient) -> None:
+    """Fields without effect and neutral values of unsupported fields pass."""
     body = {
         "prompt": "a", "max_tokens": 2, "user": "u", "service_tier": "auto", "store": False,
         "metadata": {"a": 1}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
@@ -189,8 +189,8 @@ async def test_harmless_fields_are_ignored(http: httpx.AsyncClient) -> None:
     assert (await http.post(CHAT, json=chat)).status_code == 200
 
 
-async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
-    """A wrong model name is a 404 with OpenAI's code, and names the one there is."""
+async def test_unknown_model_is_404(http: httpx.AsyncClient) -> None:
+    """The error has OpenAI's code and names the served model."""
     for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": HI})):
         answer = await http.post(path, json={"model": "gpt-9", **body})
         error = answer.json()["error"]
@@ -199,15 +199,15 @@ async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/models/gpt-9")).status_code == 404
 
 
-async def test_an_error_quotes_no_whole_body(http: httpx.AsyncClient) -> None:
-    """However long the value at fault, answer and log line stay short."""
+async def test_error_message_is_bounded(http: httpx.AsyncClient) -> None:
+    """However long the invalid value is, error and log line stay short."""
     answer = await http.post(TEXT, json={"model": "x" * 1_000_000, "prompt": "a"})
     assert answer.status_code == 404
     assert len(answer.content) < 2000
 
 
-async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> None:
-    """A request beyond the context says how much fits and how much was asked for."""
+async def test_too_long_request_is_400_with_both_lengths(http: httpx.AsyncClient) -> None:
+    """The error states the maximum and the requested length."""
     answer = await http.post(TEXT, json={"prompt": [5] * 10, "max_tokens": 8190})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
@@ -220,16 +220,16 @@ async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> Non
     assert answer.json()["error"]["param"] == "messages"
 
 
-async def test_a_body_that_is_too_large_is_413() -> None:
-    """Bodies are bounded by a setting."""
+async def test_too_large_body_is_413() -> None:
+    """The limit is a setting."""
     async with running(max_body_bytes=1000) as where, client(where) as http:
         answer = await http.post(TEXT, json={"prompt": "x" * 2000})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
         assert (await http.post(TEXT, json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
-async def test_a_body_that_cannot_be_decompressed_is_400(http: httpx.AsyncClient) -> None:
-    """A broken content encoding is the client's fault, too; a sound one is read."""
+async def test_broken_content_encoding_is_400(http: httpx.AsyncClient) -> None:
+    """A valid compressed body is accepted."""
     for headers in ({"content-encoding": "gzip"}, {"content-encoding": "deflate"}):
         answer = await http.post(TEXT, content=b"no such thing", headers=headers)
         assert answer.status_code == 400
@@ -240,11 +240,10 @@ async def test_a_body_that_cannot_be_decompressed_is_400(http: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/nothing"])
-async def test_a_broken_body_is_no_error_of_the_node(
+async def test_broken_content_encoding_is_not_logged(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be decompressed is answered, read or not; then the connection ends, and the log
-    says nothing: who sends such bodies must not fill it."""
+    """The connection ends after the response, and no client can fill the log this way."""
     async with running() as where:
         reader, writer = await post_raw(where, path, {}, "Content-Encoding: gzip\r\n")
         assert (await reader.read(-1)).startswith(b"HTTP/1.1 40")
@@ -252,8 +251,8 @@ async def test_a_broken_body_is_no_error_of_the_node(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_a_bomb_is_413() -> None:
-    """The limit holds for what a body unpacks to."""
+async def test_decompressed_size_is_limited() -> None:
+    """The limit applies to the decompressed body."""
     async with running(max_body_bytes=100_000) as where, client(where) as http:
         bomb = gzip.compress(b" " * 50_000_000)
         assert len(bomb) < 100_000
@@ -261,25 +260,25 @@ async def test_a_bomb_is_413() -> None:
         assert answer.status_code == 413
 
 
-async def test_unknown_paths_and_methods_speak_openai_too(http: httpx.AsyncClient) -> None:
-    """404 and 405 have the same shape as every other error."""
+async def test_unknown_paths_and_methods_return_openais_error(http: httpx.AsyncClient) -> None:
+    """404 and 405 have the same format as all errors."""
     answer = await http.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     answer = await http.get(TEXT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_an_expectation_that_cannot_be_met_is_417(http: httpx.AsyncClient) -> None:
-    """What aiohttp refuses before any handler runs is answered, and signed, too."""
+async def test_unsupported_expect_header_is_417(http: httpx.AsyncClient) -> None:
+    """The response has the usual headers although no handler runs."""
     answer = await http.get("/health", headers={"expect": "tea"})
     assert answer.status_code == 417
     assert answer.headers["x-request-id"]
 
 
-async def test_a_bug_is_a_bare_500_that_shows_nothing(
+async def test_unexpected_exception_is_a_bare_500(
     sim: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unexpected exception does not leak its text to the client."""
+    """The text of the exception is not sent to the client."""
 
     def explode(_job: object) -> None:
         raise KeyError("secret detail")

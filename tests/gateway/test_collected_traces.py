@@ -1,4 +1,4 @@
-"""Traces as a collector gets them over OTLP/HTTP: every hop, the right parents, the last byte."""
+"""Traces as an OTLP/HTTP collector receives them: all spans, their parents, their ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARENT = "b7ad6b7169203331"
 async def traced(
     collector: Collector, *backends: ScriptedBackend
 ) -> AsyncIterator[tuple[Listening, Tracing]]:
-    """A node that traces to the collector; at the end everything has been sent."""
+    """A node that exports to the collector; all spans are flushed at the end."""
     tracing = open_tracing(collector.url, {})
     try:
         async with running(backends=backends, tracing=tracing) as where:
@@ -45,14 +45,14 @@ async def traced(
 
 
 def phases_now(chunks: int = 2) -> Phases:
-    """Phases that fit between the arrival of a request and now."""
+    """Phases between the arrival of a request and now."""
     now_s = time.monotonic()
     told = tuple((now_s - 1e-6 * (chunks - index), 8) for index in range(chunks))
     return Phases(now_s - 1e-4, now_s - 5e-5, told, now_s)
 
 
 async def submitted(backend: ScriptedBackend) -> GenerationRequest:
-    """The next request, a little later than it came: phases lie in between."""
+    """The next request, a little later, so that phases fit in between."""
     request = await backend.submitted.get()
     begin_s = time.monotonic()
     await until(lambda: time.monotonic() > begin_s + 2e-4)
@@ -60,7 +60,7 @@ async def submitted(backend: ScriptedBackend) -> GenerationRequest:
 
 
 def check_tree(collector: Collector, hops: tuple[str, ...]) -> Sent:
-    """Every hop is there once, within its parent; return the SERVER span."""
+    """Check that each span occurs once and within its parent; return the SERVER span."""
     server, dispatch = collector.named(SERVER), collector.named("dispatch")
     assert sorted(span.name for span in collector.spans) == sorted((SERVER, *GATEWAY_HOPS, *hops))
     for names, parent in ((GATEWAY_HOPS, server), (hops, dispatch)):
@@ -74,10 +74,10 @@ def check_tree(collector: Collector, hops: tuple[str, ...]) -> Sent:
     return server
 
 
-async def test_a_streamed_request_has_every_hop_and_ends_at_its_last_byte(
+async def test_streamed_request_has_all_spans_and_ends_with_its_last_byte(
     scripted: ScriptedBackend,
 ) -> None:
-    """Below the client's span; while the stream is open its span is, and it ends after all else."""
+    """The SERVER span is below the client's span and ends after all others."""
 
     async def begin() -> GenerationRequest:
         request = await submitted(scripted)
@@ -120,10 +120,10 @@ async def test_a_streamed_request_has_every_hop_and_ends_at_its_last_byte(
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("begun", [True, False], ids=["decoding", "queued"])
-async def test_a_cancel_ends_every_span(
+async def test_cancel_ends_all_spans_without_an_error(
     scripted: ScriptedBackend, stream: bool, begun: bool
 ) -> None:
-    """In whatever stage the client leaves: the trace is complete, says so, and blames nobody."""
+    """Whenever the client leaves, the trace is complete and marked as cancelled."""
     async with collecting() as collector, traced(collector, scripted) as (where, _):
         reader, writer = await post_raw(where, PATH, {**BODY, "stream": stream})
         request = await submitted(scripted)
@@ -142,10 +142,10 @@ async def test_a_cancel_ends_every_span(
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["after the first byte", "before it"])
-async def test_an_error_is_on_the_hop_where_it_happened_and_on_the_request(
+async def test_worker_failure_marks_dispatch_and_server_span(
     scripted: ScriptedBackend, begun: bool
 ) -> None:
-    """A worker that breaks: dispatch and server span say so, and end with the error's last byte."""
+    """Both spans end with the last byte of the error."""
     async with collecting() as collector, traced(collector, scripted) as (where, _):
         reader, writer = await post_raw(where, PATH, BODY)
         request = await submitted(scripted)
@@ -165,8 +165,8 @@ async def test_an_error_is_on_the_hop_where_it_happened_and_on_the_request(
     assert server.span.end_time_unix_nano > broken_ns
 
 
-async def test_what_cannot_run_fails_where_it_was_refused(scripted: ScriptedBackend) -> None:
-    """A request that is too long ends in `admit`, which is no error of ours."""
+async def test_refused_request_ends_in_the_admit_span(scripted: ScriptedBackend) -> None:
+    """A request that is too long is not a server error."""
     async with (
         collecting() as collector,
         traced(collector, scripted) as (where, _),
@@ -181,8 +181,8 @@ async def test_what_cannot_run_fails_where_it_was_refused(scripted: ScriptedBack
     assert server.attributes["http.response.status_code"] == 400
 
 
-async def test_choices_and_chunks_of_a_trace_are_bounded(scripted: ScriptedBackend) -> None:
-    """However many choices and prefill chunks there are, a trace stays small and says so."""
+async def test_spans_of_choices_and_events_of_chunks_are_bounded(scripted: ScriptedBackend) -> None:
+    """A trace that leaves some out says so."""
     choices = MOST_CHOICES + 2
     async with collecting() as collector, traced(collector, scripted) as (where, _):
         _, writer = await post_raw(where, PATH, {**BODY, "n": choices, "stream": False})
@@ -202,8 +202,8 @@ async def test_choices_and_chunks_of_a_trace_are_bounded(scripted: ScriptedBacke
     assert all(told["draftgate.spec_steps"] == 0 for told in decodes)
 
 
-async def test_a_request_that_loses_its_worker_is_one_trace(scripted: ScriptedBackend) -> None:
-    """Each worker has hops of its own, the lost one's end with the error; the request says why."""
+async def test_resumed_request_has_one_trace(scripted: ScriptedBackend) -> None:
+    """Each worker has its own spans; the lost worker's end with the error."""
     other = ScriptedBackend()
     async with collecting() as collector, traced(collector, scripted, other) as (where, _):
         ids = [worker.worker_id for worker in where.node.fleet.workers]
@@ -259,13 +259,13 @@ async def test_a_request_that_loses_its_worker_is_one_trace(scripted: ScriptedBa
         ({"OTEL_SDK_DISABLED": "TRUE"}, {}, set()),
     ],
 )  # fmt: skip
-async def test_the_standard_variables_and_the_client_decide_what_is_sampled(
+async def test_sampling_follows_the_environment_and_the_client(
     monkeypatch: pytest.MonkeyPatch,
     environ: dict[str, str],
     headers: dict[str, str],
     names: set[str],
 ) -> None:
-    """Samplers, the switch that disables, the client's own decision: as they are elsewhere."""
+    """Samplers, the disabling variable and the client's decision are honoured."""
     async with collecting() as collector:
         await send(
             collector,
@@ -276,10 +276,10 @@ async def test_the_standard_variables_and_the_client_decide_what_is_sampled(
     assert {span.name for span in collector.spans} == names
 
 
-async def test_the_standard_variables_name_service_endpoint_and_headers(
+async def test_environment_sets_service_name_endpoint_and_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """OTEL_SERVICE_NAME wins over our own name; headers and the address of traces are obeyed."""
+    """OTEL_SERVICE_NAME overrides our own name."""
     async with collecting() as collector:
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",
@@ -296,23 +296,25 @@ async def test_the_standard_variables_name_service_endpoint_and_headers(
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
-async def test_one_flag_suffices(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    """`--otlp-endpoint` takes the collector's address, with or without the path of traces."""
+async def test_otlp_endpoint_accepts_the_address_with_and_without_path(
+    monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """No variable needs to be set besides `--otlp-endpoint`."""
     async with collecting() as collector:
         await send(collector, monkeypatch, {}, {}, collector.url + suffix)
     assert collector.named("x").resource["service.name"] == "draftgate"
 
 
-def test_exporters_that_are_none_send_nothing() -> None:
-    """OTEL_TRACES_EXPORTER=none switches off what the environment asked for."""
+def test_exporter_none_disables_tracing() -> None:
+    """OTEL_TRACES_EXPORTER=none overrides the endpoint in the environment."""
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"}
     assert type(open_tracing(None, asked)) is Tracing
 
 
-async def test_a_protocol_we_do_not_speak_is_not_passed_over_in_silence(
+async def test_unsupported_otlp_protocol_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who asks for gRPC gets HTTP, and a warning."""
+    """HTTP is used instead of gRPC, with a warning."""
     async with collecting() as collector:
         with caplog.at_level(logging.WARNING, logger="draftgate"):
             environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}

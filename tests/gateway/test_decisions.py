@@ -1,4 +1,4 @@
-"""Recorded decisions: what is kept and written, and that they can be made again."""
+"""Recorded decisions: kept in memory, written to a file, replayed."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ LOAD = WorkerLoad(3, 1, 5, 8, 0.2, 0.7, ("ngram",))
 
 
 def decide(decisions: Decisions, count: int, policy: str = "auto") -> None:
-    """Let a policy decide for requests that differ, and record it."""
+    """Let a policy decide for different requests, and record the decisions."""
     decider, modes = speculation_policy(policy), list(SpeculationMode)[:3]
     for index in range(count):
         view = RequestView(10 + index, 20, 0.5, modes[index % 3], None)
         decisions.record(str(index), "w", view, LOAD, decider.decide(view, LOAD))
 
 
-def test_the_latest_are_kept_newest_first() -> None:
-    """However many there were, memory holds the last ones."""
+def test_latest_decisions_are_kept_newest_first() -> None:
+    """Memory holds a bounded number of decisions."""
     decisions = Decisions(None, lambda: 7.0)
     decide(decisions, KEPT + 5)
     latest = decisions.latest(3)
@@ -57,8 +57,8 @@ def test_the_latest_are_kept_newest_first() -> None:
     assert not decisions.unwritten
 
 
-def test_a_file_holds_all_of_them_and_a_replay_agrees(tmp_path: Path) -> None:
-    """What is read back is what was decided, and the same policy decides the same again."""
+def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> None:
+    """The same policy decides the same again."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     for _ in range(2):
@@ -70,8 +70,8 @@ def test_a_file_holds_all_of_them_and_a_replay_agrees(tmp_path: Path) -> None:
     assert any(decision.under(speculation_policy("fixed:3")) != decision.plan for decision in found)
 
 
-def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
-    """Decisions wait for the file, in order."""
+def test_decisions_wait_for_a_failing_disk(tmp_path: Path) -> None:
+    """They are written in order once the disk works again."""
     path = tmp_path / "there" / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 3)
@@ -83,8 +83,8 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert [decision.request_id for decision in read_decisions(path)] == ["0", "1", "2", "0"]
 
 
-def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
-    """Whoever reads it learns where it is wrong."""
+def test_damaged_file_is_reported_with_its_line(tmp_path: Path) -> None:
+    """The error names file and line."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 1)
@@ -94,8 +94,8 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
         list(read_decisions(path))
 
 
-async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBackend) -> None:
-    """One decision for each prompt, with the inputs from which it follows, and no prompt."""
+async def test_dispatcher_records_the_inputs_of_each_decision(scripted: ScriptedBackend) -> None:
+    """There is one decision per prompt, without its text."""
     config = ServeConfig(speculation="fixed:4")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -117,8 +117,8 @@ OLD_LINE = """{"request_id": "r", "decided_s": 7.0, "worker_id": "w",
 "reason": "up to 4 draft tokens", "price": 0.2}}"""
 
 
-def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """What was not recorded then is taken for not known, and a replay goes on from there."""
+def test_decision_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Missing inputs count as unknown, and a replay uses the others."""
     path = tmp_path / "decisions.jsonl"
     path.write_text(OLD_LINE.replace("\n", " ") + "\n")
     (decision,) = read_decisions(path)
@@ -141,10 +141,10 @@ async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: obj
             pass
 
 
-async def test_decisions_learn_from_what_became_of_earlier_requests(
+async def test_outcomes_of_a_tenant_are_inputs_of_its_next_decision(
     scripted: ScriptedBackend,
 ) -> None:
-    """The counts of a tenant's finished choices are inputs of its next decision, by temperature."""
+    """They are counted by temperature."""
     config = ServeConfig(speculation="auto")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -166,8 +166,8 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
     assert all(d.under(node.policy) == d.plan for d in (first, again, other, drawn))
 
 
-async def test_what_a_grammar_forces_teaches_nothing(scripted: ScriptedBackend) -> None:
-    """Forced tokens are accepted whatever is drafted, so they say nothing of other drafts."""
+async def test_forced_tokens_are_not_counted_as_accepted_drafts(scripted: ScriptedBackend) -> None:
+    """They are accepted whatever is drafted."""
     config = ServeConfig(speculation="auto")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -178,8 +178,8 @@ async def test_what_a_grammar_forces_teaches_nothing(scripted: ScriptedBackend) 
     assert node.decisions.latest(1)[0].request.model_drafts == UNTESTED
 
 
-async def test_a_decision_over_http_has_all_its_inputs_and_no_text() -> None:
-    """Targets, repetition and record are listed and decided from; prompt and output are not."""
+async def test_listed_decision_has_all_inputs_and_no_text() -> None:
+    """Targets, repetition and counts are listed; prompt and output are not."""
     text = "alpha beta gamma delta " * 30
     headers = {"x-slo-tpot-ms": "5"}
     async with running(speculation="auto") as where, client(where) as http:
@@ -198,8 +198,8 @@ async def test_a_decision_over_http_has_all_its_inputs_and_no_text() -> None:
     assert answer.json()["choices"][0]["text"] not in listed.text
 
 
-async def test_decisions_are_listed_over_http() -> None:
-    """The newest come first, and a limit that makes no sense is named."""
+async def test_decisions_are_listed_newest_first() -> None:
+    """An invalid limit is named."""
     async with running(speculation="auto") as where, client(where) as http:
         for tokens in (3, 4):
             body = {"model": where.node.served.name, "prompt": "x", "max_tokens": tokens}
@@ -212,7 +212,7 @@ async def test_decisions_are_listed_over_http() -> None:
 
 
 def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
-    """The command says what was decided and what another policy makes of it."""
+    """The command shows the decisions and what another policy would decide."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 3)
@@ -241,7 +241,7 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
 
 
 async def test_explain_reads_the_decisions_of_a_server() -> None:
-    """Given an address, the command shows what the server decided, the oldest first."""
+    """Given an address, the command shows the server's decisions, oldest first."""
     async with running(speculation="auto", api_keys=("k",)) as where:
         async with client(where) as http:
             http.headers["authorization"] = "Bearer k"

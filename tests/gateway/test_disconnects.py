@@ -1,4 +1,4 @@
-"""A client that leaves frees what its request held: streaming or not, queued or decoding."""
+"""A client that leaves frees what its request holds: streaming or not, queued or decoding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_leaving_while_decoding_frees_the_kv(sim: Listening, stream: bool, n: int) -> None:
-    """The KV blocks of every choice come back when the connection goes."""
+async def test_disconnect_while_decoding_frees_the_kv(sim: Listening, stream: bool, n: int) -> None:
+    """The KV blocks of every choice are freed."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": stream, "n": n})
     await until(lambda: load_of(sim.node).running == n)
     assert not is_idle(sim.node)
@@ -33,8 +33,8 @@ async def test_leaving_while_decoding_frees_the_kv(sim: Listening, stream: bool,
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_leaving_the_queue_leaves_nothing(stream: bool) -> None:
-    """A request that never ran is forgotten as well."""
+async def test_disconnect_while_queued_removes_the_request(stream: bool) -> None:
+    """A request that never ran is removed as well."""
     async with running(max_num_seqs=1) as where:
         _, first = await post_raw(where, "/v1/completions", LONG)
         await until(lambda: load_of(where.node).running == 1)
@@ -48,7 +48,7 @@ async def test_leaving_the_queue_leaves_nothing(stream: bool) -> None:
         await until(lambda: is_idle(where.node))
 
 
-async def test_leaving_with_several_prompts_frees_all(sim: Listening) -> None:
+async def test_disconnect_cancels_all_prompts(sim: Listening) -> None:
     """Every prompt of a list is cancelled."""
     body = {**LONG, "prompt": ["a", "b", "c"], "stream": True}
     _, writer = await post_raw(sim, "/v1/completions", body)
@@ -57,16 +57,16 @@ async def test_leaving_with_several_prompts_frees_all(sim: Listening) -> None:
     await until(lambda: is_idle(sim.node))
 
 
-async def test_an_aborted_connection_frees_as_well(sim: Listening) -> None:
-    """A reset is a departure, too."""
+async def test_connection_reset_frees_the_request(sim: Listening) -> None:
+    """A reset counts as a disconnect."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
     await until(lambda: load_of(sim.node).running == 1)
     writer.transport.abort()
     await until(lambda: is_idle(sim.node))
 
 
-async def test_leases_end_with_their_requests(sim: Listening) -> None:
-    """What the store holds for a request is released when its client leaves."""
+async def test_disconnect_releases_the_lease(sim: Listening) -> None:
+    """The store releases what it reserved for the request."""
     node = sim.node
     await node.heartbeat.beat()
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
@@ -77,8 +77,8 @@ async def test_leases_end_with_their_requests(sim: Listening) -> None:
     assert await leased(node) == 0
 
 
-async def test_a_worker_that_is_silent_learns_of_a_departure(scripted: ScriptedBackend) -> None:
-    """Leaving is noticed without a write that fails: nothing was ever sent on this stream."""
+async def test_disconnect_is_noticed_without_a_write(scripted: ScriptedBackend) -> None:
+    """The worker is cancelled although nothing was sent on the stream."""
     async with running(backends=[scripted]) as where:
         body = {"prompt": "x", "stream": True}
         _, writer = await post_raw(where, "/v1/completions", body)
@@ -88,10 +88,10 @@ async def test_a_worker_that_is_silent_learns_of_a_departure(scripted: ScriptedB
             assert await scripted.abandoned.get() == request.request_id
 
 
-async def test_a_write_to_a_client_that_left_is_no_error(
+async def test_write_to_a_departed_client_is_not_an_error(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A departure that a write is the first to notice frees the request, and logs no traceback."""
+    """The request is freed, and no traceback is logged."""
 
     async def fail(_stream: EventStream, _events: bytes) -> None:
         raise ConnectionResetError("Cannot write to closing transport")

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` by OpenAI's own client: vectors of the engine, errors in OpenAI's shape."""
+"""`/v1/embeddings` through OpenAI's client: vectors of the engine, and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LONGEST = 512
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def where() -> AsyncIterator[Listening]:
-    """A node with the engine, and the shipped model."""
+    """A node with the engine and the shipped model."""
     settings = {"kv_bytes": 32 << 20, "threads": 1, "max_model_len": LONGEST}
     async with running(backend="engine", **settings) as listening:
         yield listening
@@ -65,14 +65,14 @@ async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def vectors(api: AsyncOpenAI, given: object, **fields: object) -> np.ndarray:
-    """The vectors of an answer, one a row, in the order of their indices."""
+    """The vectors of an answer, one per row, in the order of their indices."""
     answer = await api.embeddings.create(model="draftgate-demo", input=given, **fields)
     assert [entry.index for entry in answer.data] == list(range(len(answer.data)))
     return np.array([entry.embedding for entry in answer.data], np.float32)
 
 
-async def test_a_text_is_a_vector_of_length_one(api: AsyncOpenAI, where: Listening) -> None:
-    """As many numbers as the model's hidden state has, the prompt's tokens in `usage`."""
+async def test_text_becomes_a_vector_of_length_one(api: AsyncOpenAI, where: Listening) -> None:
+    """It has the size of the hidden state, and `usage` has the prompt tokens."""
     answer = await api.embeddings.create(model="draftgate-demo", input=TEXT)
     (entry,) = answer.data
     size = where.node.fleet.card.capabilities.embedding_size
@@ -83,8 +83,8 @@ async def test_a_text_is_a_vector_of_length_one(api: AsyncOpenAI, where: Listeni
     assert (answer.object, entry.object, answer.model) == ("list", "embedding", "draftgate-demo")
 
 
-async def test_both_encodings_are_the_same_numbers(api: AsyncOpenAI, where: Listening) -> None:
-    """base64 is what the client asks for by itself; decimals are its very float32 numbers."""
+async def test_base64_and_decimals_are_the_same_numbers(api: AsyncOpenAI, where: Listening) -> None:
+    """The client itself asks for base64."""
     by_default = await vectors(api, TEXT)
     decimals = await vectors(api, TEXT, encoding_format="float")
     assert np.array_equal(by_default, decimals)
@@ -96,18 +96,16 @@ async def test_both_encodings_are_the_same_numbers(api: AsyncOpenAI, where: List
     assert isinstance(listed["data"][0]["embedding"], list)
 
 
-async def test_fewer_dimensions_are_the_leading_ones_normalised_again(api: AsyncOpenAI) -> None:
-    """The direction of the whole vector's beginning, at length 1."""
+async def test_fewer_dimensions_are_the_leading_ones_normalised(api: AsyncOpenAI) -> None:
+    """The vector is cut and scaled to length 1."""
     whole, cut = await vectors(api, TEXT), await vectors(api, TEXT, dimensions=16)
     assert cut.shape == (1, 16)
     expected = whole[0, :16] / np.linalg.norm(whole[0, :16])
     np.testing.assert_allclose(cut[0], expected, atol=1e-6)
 
 
-async def test_every_form_of_input_gives_the_same_vectors(
-    api: AsyncOpenAI, where: Listening
-) -> None:
-    """A text, its token ids, lists of either; what a text is batched with changes no bit."""
+async def test_all_forms_of_input_give_the_same_vectors(api: AsyncOpenAI, where: Listening) -> None:
+    """A text, token ids and lists of them agree bit by bit, whatever the batch."""
     encode = where.node.served.tokenizer.encode
     texts = [TEXT, "import os", "x = 1\n" * 40]
     alone = np.concatenate([await vectors(api, text) for text in texts])
@@ -117,8 +115,10 @@ async def test_every_form_of_input_gives_the_same_vectors(
     assert len({vector.tobytes() for vector in alone}) == 3
 
 
-async def test_vectors_are_the_same_beside_a_stream(api: AsyncOpenAI, where: Listening) -> None:
-    """Embedding runs in the steps of a generating request, and neither disturbs the other."""
+async def test_embedding_beside_a_stream_changes_neither(
+    api: AsyncOpenAI, where: Listening
+) -> None:
+    """Both run in the same steps."""
     ask = {"model": "draftgate-demo", "prompt": TEXT, "max_tokens": 120, "seed": 4}
     text = (await api.completions.create(**ask)).choices[0].text
     alone = await vectors(api, "class A:\n    pass\n" * 20)
@@ -131,8 +131,8 @@ async def test_vectors_are_the_same_beside_a_stream(api: AsyncOpenAI, where: Lis
     await until(lambda: is_idle(where.node))
 
 
-async def test_many_texts_keep_their_order(api: AsyncOpenAI, where: Listening) -> None:
-    """More than run at once: each vector is that of its text."""
+async def test_vectors_keep_the_order_of_the_texts(api: AsyncOpenAI, where: Listening) -> None:
+    """More texts than run at once are embedded."""
     texts = [f"value_{index} = {index}" for index in range(PROMPTS_AT_ONCE + 9)]
     together = await vectors(api, texts)
     for index in (0, PROMPTS_AT_ONCE - 1, PROMPTS_AT_ONCE, PROMPTS_AT_ONCE + 8):
@@ -156,10 +156,10 @@ async def test_many_texts_keep_their_order(api: AsyncOpenAI, where: Listening) -
     ],
     ids=str,
 )
-async def test_what_is_wrong_is_named(
+async def test_malformed_embedding_request_is_400_and_named(
     where: Listening, fields: dict[str, object], param: str
 ) -> None:
-    """Every complaint is a 400 that names the parameter."""
+    """Every error names its parameter."""
     async with client(where) as http:
         answer = await http.post("/v1/embeddings", json={"input": "x", **fields})
     error = answer.json()["error"]
@@ -167,8 +167,8 @@ async def test_what_is_wrong_is_named(
     assert error["type"] == "invalid_request_error"
 
 
-async def test_a_text_beyond_the_context_is_told_both_numbers(api: AsyncOpenAI) -> None:
-    """The longest text fits whole; one token more is `context_length_exceeded`."""
+async def test_text_beyond_the_context_is_refused_with_both_lengths(api: AsyncOpenAI) -> None:
+    """The longest text fits; one token more is `context_length_exceeded`."""
     assert (await vectors(api, [[5] * LONGEST])).shape[0] == 1
     for given, param in (
         ([5] * (LONGEST + 1), "input"),
@@ -182,17 +182,17 @@ async def test_a_text_beyond_the_context_is_told_both_numbers(api: AsyncOpenAI) 
         assert str(LONGEST + 1) in long.value.message
 
 
-async def test_an_unknown_model_is_not_found(api: AsyncOpenAI) -> None:
-    """As on all other paths."""
+async def test_unknown_embedding_model_is_not_found(api: AsyncOpenAI) -> None:
+    """The error is the same as on other paths."""
     with pytest.raises(openai.NotFoundError) as unknown:
         await api.embeddings.create(model="text-embedding-3-small", input="x")
     assert unknown.value.code == "model_not_found"
 
 
-async def test_no_decision_is_recorded_and_the_tokens_are_counted(
+async def test_embedding_counts_tokens_and_records_no_decision(
     api: AsyncOpenAI, where: Listening
 ) -> None:
-    """Metrics know the request and its tokens; nothing was decided about speculation."""
+    """Nothing is decided about speculation."""
     async with client(where) as http:
         before = (await http.get("/decisions")).json()
         metrics = (await http.get("/metrics")).text
@@ -213,8 +213,8 @@ async def test_no_decision_is_recorded_and_the_tokens_are_counted(
     assert grown("draftgate_requests_total{" + endpoint) == 1
 
 
-async def test_leaving_frees_what_is_being_embedded() -> None:
-    """A client that goes takes its texts along, those that run and those that wait."""
+async def test_disconnect_cancels_running_and_waiting_texts() -> None:
+    """All texts of the client are freed."""
     settings = {"kv_bytes": 32 << 20, "threads": 1, "max_step_tokens": 16, "max_num_seqs": 2}
     async with running(backend="engine", **settings) as where:
         texts = [f"# {index}\n" + "value = value + 1\n" * 200 for index in range(30)]
@@ -225,8 +225,8 @@ async def test_leaving_frees_what_is_being_embedded() -> None:
         await until(lambda: is_idle(where.node))
 
 
-async def test_a_backend_without_embeddings_says_so() -> None:
-    """400 `unsupported`, naming the backend, in OpenAI's error shape."""
+async def test_backend_without_embeddings_returns_400_unsupported() -> None:
+    """The error names the backend."""
     async with running() as where, client(where) as http:
         answer = await http.post("/v1/embeddings", json={"input": "x"})
     assert answer.status_code == 400
@@ -240,7 +240,7 @@ async def test_a_backend_without_embeddings_says_so() -> None:
 
 @pytest.fixture
 async def scripted() -> ScriptedBackend:
-    """A backend that embeds as the test says: four numbers a text."""
+    """A backend whose embeddings the test sets: four numbers per text."""
     backend = ScriptedBackend()
     card = backend.card
     object.__setattr__(card, "capabilities", Capabilities(embeddings=True, embedding_size=4))
@@ -253,10 +253,10 @@ def give(backend: ScriptedBackend, request_id: str, state: list[float]) -> None:
     backend.streams.deliver([(request_id, delta)])
 
 
-async def test_texts_wait_for_their_turn_and_answers_for_the_last(
+async def test_texts_wait_for_capacity_and_keep_their_order(
     scripted: ScriptedBackend,
 ) -> None:
-    """So many texts are with the worker, the others come when these are done; order is kept."""
+    """The answer is complete once the last text is embedded."""
     async with running(backends=[scripted]) as where, client(where) as http:
         texts = [[index + 1] for index in range(PROMPTS_AT_ONCE + 1)]
         asked = asyncio.create_task(http.post("/v1/embeddings", json={"input": texts}))
@@ -274,8 +274,8 @@ async def test_texts_wait_for_their_turn_and_answers_for_the_last(
         assert len(scripted.streams) == 0
 
 
-async def test_a_worker_that_breaks_is_a_typed_error(scripted: ScriptedBackend) -> None:
-    """503 `worker_failed`, for a state that is no number as well."""
+async def test_worker_failure_is_503_worker_failed(scripted: ScriptedBackend) -> None:
+    """A hidden state that is not a number counts as a failure."""
     async with running(backends=[scripted]) as where, client(where) as http:
         for broken in (False, True):
             asked = asyncio.create_task(http.post("/v1/embeddings", json={"input": "x"}))
@@ -297,15 +297,15 @@ BEARER = {"authorization": "Bearer sk-search"}
 
 @pytest.fixture
 def keys_file(tmp_path: Path) -> str:
-    """A file of one account that may embed 70 texts of a token each in a minute."""
+    """A file with one account that may embed 70 texts of one token per minute."""
     (tmp_path / "keys.yaml").write_text(KEYS)
     return str(tmp_path / "keys.yaml")
 
 
-async def test_texts_are_embedded_in_their_accounts_name(
+async def test_embedding_is_capped_and_charged_to_its_account(
     scripted: ScriptedBackend, keys_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capped as all requests; their tokens are settled, and the wait is learnt from once."""
+    """The wait is observed once per request."""
     learnt = []
     monkeypatch.setattr(Deadline, "learn", lambda *told: learnt.append(told))
     async with running(backends=[scripted], api_keys_file=keys_file) as where:
@@ -323,10 +323,10 @@ async def test_texts_are_embedded_in_their_accounts_name(
         assert len(learnt) == 1
 
 
-async def test_a_refusal_comes_before_anything_is_computed(
+async def test_exhausted_quota_refuses_all_texts_at_once(
     scripted: ScriptedBackend, keys_file: str
 ) -> None:
-    """All texts of a request are one request to its quota: 429 at once, nothing stays reserved."""
+    """The request gets 429 before any text runs, and nothing stays reserved."""
     async with running(backends=[scripted], api_keys_file=keys_file) as where:
         async with client(where) as http:
             body = {"input": [[1]] * 60}
@@ -346,8 +346,8 @@ async def test_a_refusal_comes_before_anything_is_computed(
         assert is_idle(where.node)
 
 
-async def test_the_trace_has_where_it_ran_and_nothing_of_drafts(scripted: ScriptedBackend) -> None:
-    """The hops of all requests below one server span; tokens and the worker, nothing of drafts."""
+async def test_embedding_trace_has_the_worker_and_no_speculation(scripted: ScriptedBackend) -> None:
+    """It has the spans of all requests below one SERVER span."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     async with running(backends=[scripted], tracing=tracing) as where, client(where) as http:
@@ -370,7 +370,7 @@ async def test_the_trace_has_where_it_ran_and_nothing_of_drafts(scripted: Script
 
 
 async def test_one_mebibyte_of_texts_is_embedded(where: Listening) -> None:
-    """What a client may send at once is parsed beside the loop, and answered whole."""
+    """A body of the maximum size is parsed beside the event loop."""
     texts = ["x = 1\n" * 80] * 16
     body = json.dumps({"input": texts, "user": "u" * (1 << 20), "encoding_format": "base64"})
     async with client(where) as http:
@@ -378,8 +378,8 @@ async def test_one_mebibyte_of_texts_is_embedded(where: Listening) -> None:
     assert len({entry["embedding"] for entry in answer.json()["data"]}) == 1
 
 
-async def test_a_state_that_is_not_finite_is_refused() -> None:
-    """JSON has no word for it."""
+async def test_state_that_is_not_finite_is_an_error() -> None:
+    """JSON cannot represent it."""
     for bad in (np.nan, np.inf):
         with pytest.raises(BackendFailed, match="not finite"):
             unit_vector(np.array([1.0, bad], "<f4").tobytes(), None)

@@ -1,4 +1,4 @@
-"""Streams end exactly once: with every finish reason and `[DONE]`, or with one error."""
+"""Streams end exactly once: with all finish reasons and `[DONE]`, or with one error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = {"prompt": "x", "max_tokens": 400}
 
 @pytest.fixture
 async def node(scripted: ScriptedBackend) -> AsyncIterator[Listening]:
-    """A node whose worker the test plays."""
+    """A node with a worker that the test plays."""
     async with running(backends=[scripted]) as where:
         yield where
 
@@ -42,7 +42,7 @@ def ask(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Respons
 async def streaming(
     http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
 ) -> AsyncIterator[AsyncIterator[str]]:
-    """Send a streaming request; gives the lines of its answer, which begins when they are read."""
+    """Send a streaming request; yields the lines of its answer."""
 
     async def lines() -> AsyncIterator[str]:
         async for line in (await opening).aiter_lines():
@@ -57,10 +57,10 @@ async def streaming(
         await (await opening).aclose()
 
 
-async def test_tokens_accepted_together_travel_together(
+async def test_tokens_of_one_step_are_one_event(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """One step of several tokens is one event."""
+    """A step of several tokens is one event."""
     answer = ask(http, stream=True)
     request = await scripted.submitted.get()
     scripted.emit(request, "return self.value\n", last=True)
@@ -72,10 +72,10 @@ async def test_tokens_accepted_together_travel_together(
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-async def test_a_step_is_one_chunk_whatever_it_accepted(
+async def test_each_step_is_one_chunk_with_the_usage_so_far(
     scripted: ScriptedBackend, http: httpx.AsyncClient, chat: bool
 ) -> None:
-    """Steps of 1, 5 and 3 tokens are three chunks; usage so far counts each of their tokens."""
+    """Steps of 1, 5 and 3 tokens are three chunks whose usage counts each token."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     path, ask = "/v1/completions", {"prompt": "x"}
     if chat:
@@ -95,10 +95,10 @@ async def test_a_step_is_one_chunk_whatever_it_accepted(
     assert (last["choices"], last["usage"], done) == ([], chunks[-1]["usage"], "[DONE]")
 
 
-async def test_a_crash_in_the_middle_is_one_error_event_and_no_done(
+async def test_failure_after_first_byte_sends_one_error_event(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """A stream that breaks says so once; clients never mistake it for a complete answer."""
+    """The stream has no `[DONE]`, so clients do not take it for complete."""
     async with streaming(http) as lines:
         request = await scripted.submitted.get()
         scripted.emit(request, "half an ans")
@@ -110,10 +110,10 @@ async def test_a_crash_in_the_middle_is_one_error_event_and_no_done(
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_cached_tokens_are_the_first_choices_of_every_prompt(
+async def test_cached_tokens_count_the_first_choice_of_each_prompt(
     scripted: ScriptedBackend, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """A prompt's further choices read what its first one computed: only the first one's count."""
+    """The other choices share its KV."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = ask(http, prompt=["x", "y"], n=2, max_tokens=50, **options)
     for cached in (16, 32):
@@ -129,7 +129,7 @@ async def test_cached_tokens_are_the_first_choices_of_every_prompt(
 async def test_openais_client_raises_on_the_error_event(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """The event has the form on which OpenAI's client raises, after what came before."""
+    """The chunks before the error event are delivered first."""
     async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x", max_retries=0) as api:
         opening = asyncio.create_task(
             api.completions.create(model="scripted", prompt="x", stream=True)
@@ -143,10 +143,10 @@ async def test_openais_client_raises_on_the_error_event(
             await anext(chunks)
 
 
-async def test_after_a_crash_health_says_why_and_requests_get_503(
+async def test_failed_node_reports_the_reason_and_refuses_requests(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """A node whose worker broke is unhealthy with the reason and takes no requests."""
+    """`/health` has the reason, and requests get 503."""
     scripted.crash("device lost")
     health = await http.get("/health")
     assert (health.status_code, health.json()["reason"]) == (503, "device lost")
@@ -157,10 +157,10 @@ async def test_after_a_crash_health_says_why_and_requests_get_503(
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {}, {"prompt": ["x", "y"]}])
-async def test_a_crash_before_the_first_token_is_an_http_error(
+async def test_failure_before_the_first_token_is_an_http_error(
     scripted: ScriptedBackend, http: httpx.AsyncClient, fields: dict[str, object]
 ) -> None:
-    """While nothing was sent, a failure is a proper status code, also for streams."""
+    """The same holds for streams."""
     answer = ask(http, **fields)
     await scripted.submitted.get()
     scripted.crash("device lost")
@@ -168,10 +168,10 @@ async def test_a_crash_before_the_first_token_is_an_http_error(
     assert (await answer).json()["error"]["code"] == "worker_failed"
 
 
-async def test_a_failing_prompt_ends_the_others(
+async def test_failing_prompt_cancels_the_other_prompts(
     node: Listening, scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Several prompts are one answer: if one fails, the rest is cancelled, with one error."""
+    """The answer has one error."""
     async with streaming(http, prompt=["x", "y"]) as lines:
         first, second = await scripted.submitted.get(), await scripted.submitted.get()
         scripted.emit(first, "one")
@@ -188,10 +188,10 @@ async def test_a_failing_prompt_ends_the_others(
     await until(lambda: node.node.dispatcher.in_flight == 0)
 
 
-async def test_a_slow_reader_finds_its_text_merged(
+async def test_slow_reader_gets_merged_deltas_and_all_text(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """While a client does not read, deltas merge: few large chunks, and not a letter lost."""
+    """Deltas merge into few large chunks while the client does not read."""
     reader, writer = await post_raw(node, "/v1/completions", {**BODY, "stream": True})
     request = await scripted.submitted.get()
     piece = "x" * 20_000
@@ -208,7 +208,7 @@ async def test_a_slow_reader_finds_its_text_merged(
 
 
 async def _read_all(reader: asyncio.StreamReader) -> str:
-    """Return the body of a chunked response, its framing removed."""
+    """Return the body of a chunked response without its framing."""
     await reader.readuntil(b"\r\n\r\n")
     body = bytearray()
     while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -217,10 +217,10 @@ async def _read_all(reader: asyncio.StreamReader) -> str:
     return body.decode()
 
 
-async def test_waiting_for_the_first_token_sends_comments(
+async def test_queued_stream_gets_comments(
     scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queued stream is kept alive by comments, which clients ignore."""
+    """Clients ignore comments, which keep the connection open."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     async with streaming(http) as lines:
         assert await anext(lines) == ": waiting"
@@ -229,10 +229,10 @@ async def test_waiting_for_the_first_token_sends_comments(
     assert rest[-2] == "data: [DONE]"
 
 
-async def test_a_worker_that_stops_early_is_an_error_not_an_ending(
+async def test_missing_finish_reason_is_an_error(
     scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a finish reason for every choice there is no `[DONE]`."""
+    """There is no `[DONE]` unless every choice has a finish reason."""
 
     async def short(_request: object):
         for _ in ():

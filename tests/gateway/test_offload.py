@@ -1,4 +1,4 @@
-"""Long work beside the event loop."""
+"""Work in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from draftgate.gateway.offload import MOST_THREADS, offload
 
 
-async def test_long_work_has_few_threads_however_much_there_is() -> None:
-    """At most `MOST_THREADS` works run at once, so no more threads keep memory of the longest."""
+async def test_offloaded_work_uses_a_bounded_number_of_threads() -> None:
+    """At most `MOST_THREADS` threads keep the memory of a long prompt."""
     go_on = threading.Event()
 
     def work() -> int:
@@ -24,8 +24,8 @@ async def test_long_work_has_few_threads_however_much_there_is() -> None:
     assert len(set(await asyncio.gather(*running))) <= MOST_THREADS
 
 
-async def test_work_beside_sees_the_context_of_its_task() -> None:
-    """Log lines and spans of a thread are those of the request."""
+async def test_offloaded_work_sees_the_context_of_its_task() -> None:
+    """Log lines and spans of a thread belong to the request."""
     name: ContextVar[str] = ContextVar("name")
     name.set("a request")
     assert await offload(name.get) == "a request"

@@ -1,4 +1,4 @@
-"""A node with each backend, and OpenAI's own client: it must not notice that it is not OpenAI."""
+"""A node with each backend, used by OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
 
 @pytest.fixture
 def sampled(where: Listening) -> Listening:
-    """The node, if its tokens are drawn from logits."""
+    """The node, if its tokens are sampled from logits."""
     if where.node.config.backend in {"sim", FORWARDED}:
         pytest.skip("the simulator has no logits")
     return where
@@ -56,5 +56,5 @@ def sampled(where: Listening) -> Listening:
 
 @pytest.fixture
 def model(where: Listening) -> str:
-    """The name under which the model is served."""
+    """The model's name for clients."""
     return where.node.model_name

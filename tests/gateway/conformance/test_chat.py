@@ -1,4 +1,4 @@
-"""OpenAI's client against a node: `/v1/chat/completions`: streams, seeds, log probabilities."""
+"""`/v1/chat/completions` through OpenAI's client: streams, seeds, log probabilities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.gateway.harness import client, events
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_without_a_seed_the_one_that_was_used_is_told(api: AsyncOpenAI, model: str) -> None:
-    """Every answer can be repeated: the generated seed is in it, and a double can hold it."""
+async def test_generated_seed_is_returned_and_fits_a_double(api: AsyncOpenAI, model: str) -> None:
+    """Every answer can be repeated: its metrics have the seed."""
     ask = {"model": model, "messages": CHAT, "max_tokens": 12}
     first = await api.chat.completions.create(**ask)
     seed = first.model_extra["metrics"]["seed"]
@@ -23,8 +23,8 @@ async def test_without_a_seed_the_one_that_was_used_is_told(api: AsyncOpenAI, mo
     assert again.choices[0].message.content == first.choices[0].message.content
 
 
-async def test_a_chat_stream_ends_with_usage_and_metrics(api: AsyncOpenAI, model: str) -> None:
-    """Chunks add up to the whole; finish reason, usage and metrics come once, usage last."""
+async def test_chat_stream_ends_with_usage_and_metrics(api: AsyncOpenAI, model: str) -> None:
+    """Chunks add up to the answer; finish reason, usage and metrics occur once, usage last."""
     ask = {"model": model, "messages": CHAT, "max_tokens": 16, "seed": 5}
     whole = await api.chat.completions.create(**ask)
     stream = await api.chat.completions.create(
@@ -43,10 +43,8 @@ async def test_a_chat_stream_ends_with_usage_and_metrics(api: AsyncOpenAI, model
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_without_usage_metrics_come_with_the_finish_reason(
-    api: AsyncOpenAI, model: str
-) -> None:
-    """The last chunk of a stream has the metrics, also when no usage was asked for."""
+async def test_metrics_are_in_the_last_chunk_without_usage(api: AsyncOpenAI, model: str) -> None:
+    """The chunk with the finish reason has the metrics if usage was not requested."""
     stream = await api.chat.completions.create(
         model=model, messages=CHAT, max_tokens=6, n=2, stream=True
     )
@@ -55,8 +53,8 @@ async def test_without_usage_metrics_come_with_the_finish_reason(
     assert chunks[-1].choices[0].finish_reason is not None
 
 
-async def test_chat_logprobs(api: AsyncOpenAI, model: str) -> None:
-    """One entry per token, none above zero, as many alternatives as asked for at most."""
+async def test_chat_logprobs_have_one_entry_per_token(api: AsyncOpenAI, model: str) -> None:
+    """No log probability is above zero, and no entry has more alternatives than requested."""
     answer = await api.chat.completions.create(
         model=model, messages=CHAT, max_tokens=5, seed=1, logprobs=True, top_logprobs=3
     )
@@ -70,18 +68,18 @@ async def test_chat_logprobs(api: AsyncOpenAI, model: str) -> None:
         assert values == sorted(values, reverse=True)
 
 
-async def test_chat_without_max_tokens_never_fails(api: AsyncOpenAI, model: str) -> None:
-    """The default is what is left of the context; a stop ends it early here."""
+async def test_chat_without_max_tokens_succeeds(api: AsyncOpenAI, model: str) -> None:
+    """The default is the rest of the context; a stop string ends the answer here."""
     stream = await api.chat.completions.create(model=model, messages=CHAT, seed=1, stream=True)
     chunk = await anext(aiter(stream))
     assert chunk.choices[0].delta.content is not None
     await stream.close()
 
 
-async def test_whole_and_chunks_are_of_the_clients_types(
+async def test_chat_responses_and_chunks_satisfy_the_clients_strict_types(
     api: AsyncOpenAI, model: str, where: Listening
 ) -> None:
-    """Held strictly, not as leniently as the client reads them: every field has its type."""
+    """Every field has its type, which the client itself does not check."""
     body = {"model": model, "messages": CHAT, "max_tokens": 4, "n": 2, "logprobs": True,
             "top_logprobs": 2}  # fmt: skip
     async with client(where) as http:
@@ -97,8 +95,8 @@ async def test_whole_and_chunks_are_of_the_clients_types(
         ChatCompletionChunk.model_validate(chunk)
 
 
-async def test_choices_of_a_chat_are_those_of_its_stream(api: AsyncOpenAI, model: str) -> None:
-    """With n and log probabilities, each streamed choice adds up to the whole one."""
+async def test_streamed_choices_equal_those_of_the_whole_chat(api: AsyncOpenAI, model: str) -> None:
+    """With several choices and log probabilities, each streamed choice adds up to the whole one."""
     ask = {"model": model, "messages": CHAT, "max_tokens": 10, "seed": 4, "n": 3,
            "logprobs": True, "top_logprobs": 1}  # fmt: skip
     whole = (await api.chat.completions.create(**ask)).choices
@@ -114,8 +112,8 @@ async def test_choices_of_a_chat_are_those_of_its_stream(api: AsyncOpenAI, model
     assert len(set(texts)) == 3
 
 
-async def test_the_clients_own_accumulator_agrees(api: AsyncOpenAI, model: str) -> None:
-    """`chat.completions.stream` makes of the chunks what is answered whole."""
+async def test_clients_accumulator_rebuilds_the_whole_answer(api: AsyncOpenAI, model: str) -> None:
+    """`chat.completions.stream` assembles the same answer from the chunks."""
     ask = {"model": model, "messages": CHAT, "max_tokens": 40, "seed": 8,
            "extra_body": {"ignore_eos": True}}  # fmt: skip
     full = (await api.chat.completions.create(**ask)).choices[0].message.content
@@ -129,8 +127,8 @@ async def test_the_clients_own_accumulator_agrees(api: AsyncOpenAI, model: str) 
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_a_stop_ends_a_chat(api: AsyncOpenAI, model: str) -> None:
-    """A stop text is no part of the answer, streamed or not."""
+async def test_stop_string_ends_a_chat_and_is_not_in_it(api: AsyncOpenAI, model: str) -> None:
+    """The same holds for streamed and whole answers."""
     ask = {"model": model, "messages": CHAT, "max_tokens": 40, "seed": 2}
     full = (await api.chat.completions.create(**ask)).choices[0].message.content
     stop = full[9:14]
@@ -138,8 +136,10 @@ async def test_a_stop_ends_a_chat(api: AsyncOpenAI, model: str) -> None:
     assert (cut.message.content, cut.finish_reason) == (full[: full.find(stop)], "stop")
 
 
-async def test_roles_and_parts_make_one_prompt(api: AsyncOpenAI, model: str) -> None:
-    """System and developer are one role, and a content in parts is the text of its parts."""
+async def test_equivalent_roles_and_content_parts_make_the_same_prompt(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """System equals developer, and content in parts equals the joined text."""
     ask = {"model": model, "max_tokens": 1}
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     asked = [
@@ -150,8 +150,8 @@ async def test_roles_and_parts_make_one_prompt(api: AsyncOpenAI, model: str) -> 
     assert usages[0].prompt_tokens == usages[1].prompt_tokens
 
 
-async def test_extensions_travel_in_the_extra_body(api: AsyncOpenAI, model: str) -> None:
-    """What OpenAI's API lacks is sent as extra fields and headers, and is carried out."""
+async def test_extensions_in_the_extra_body_take_effect(api: AsyncOpenAI, model: str) -> None:
+    """Fields and headers that OpenAI's API does not have are honoured."""
     extra = {"top_k": 1, "min_p": 0.0, "ignore_eos": True, "min_tokens": 6, "priority": -1,
              "speculation": {"mode": "ngram", "max_draft_tokens": 2}}  # fmt: skip
     answer = await api.chat.completions.create(

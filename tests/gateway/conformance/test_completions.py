@@ -1,4 +1,4 @@
-"""OpenAI's client against a node: `/v1/completions`."""
+"""`/v1/completions` through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.gateway.harness import client, events
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_a_completion_is_its_seed(api: AsyncOpenAI, model: str) -> None:
-    """The same seed gives the same text, streamed or not, drafts or no drafts."""
+async def test_same_seed_gives_the_same_text(api: AsyncOpenAI, model: str) -> None:
+    """The text does not depend on streaming or drafts."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 11}
     whole = await api.completions.create(**ask)
     plain = await api.completions.create(**ask, extra_body={"speculation": {"mode": "off"}})
@@ -33,8 +33,8 @@ async def test_a_completion_is_its_seed(api: AsyncOpenAI, model: str) -> None:
     )  # fmt: skip
 
 
-async def test_choices_differ_and_each_is_its_own_replay(api: AsyncOpenAI, model: str) -> None:
-    """The n choices of a request differ, and choice i is the same whatever n is."""
+async def test_choice_i_is_the_same_whatever_n_is(api: AsyncOpenAI, model: str) -> None:
+    """The choices of a request differ from each other."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 1.0}
     three = [c.text for c in (await api.completions.create(**ask, n=3)).choices]
     two = [c.text for c in (await api.completions.create(**ask, n=2)).choices]
@@ -42,8 +42,10 @@ async def test_choices_differ_and_each_is_its_own_replay(api: AsyncOpenAI, model
     assert three[:2] == two
 
 
-async def test_several_prompts_keep_their_order(api: AsyncOpenAI, model: str) -> None:
-    """Choice c of prompt p has index p * n + c, and is what the prompt alone would give."""
+async def test_choices_of_several_prompts_are_numbered_by_prompt(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """Choice c of prompt p has index p * n + c and equals the prompt's answer alone."""
     ask = {"model": model, "max_tokens": 8, "seed": 3, "n": 2}
     prompts = ["import os", "class A:", "x = 1"]
     both = await api.completions.create(**ask, prompt=prompts)
@@ -58,8 +60,8 @@ async def test_several_prompts_keep_their_order(api: AsyncOpenAI, model: str) ->
     assert list(texts.values()) == [c.text for c in both.choices]
 
 
-async def test_token_ids_are_a_prompt(api: AsyncOpenAI, model: str) -> None:
-    """A prompt of token ids is the same as its text."""
+async def test_prompt_of_token_ids_equals_its_text(api: AsyncOpenAI, model: str) -> None:
+    """Both forms give the same answer."""
     ids = Tokenizer(SHIPPED_MODEL).encode(PROMPT)
     ask = {"model": model, "max_tokens": 8, "seed": 3}
     by_ids = await api.completions.create(**ask, prompt=ids)
@@ -68,8 +70,8 @@ async def test_token_ids_are_a_prompt(api: AsyncOpenAI, model: str) -> None:
     assert by_ids.usage.prompt_tokens == len(ids)
 
 
-async def test_stop_strings_cut_across_tokens(api: AsyncOpenAI, model: str) -> None:
-    """A stop text is found wherever it begins, and neither it nor what follows is ever sent."""
+async def test_stop_string_is_found_across_tokens(api: AsyncOpenAI, model: str) -> None:
+    """Neither the stop string nor the text after it is sent."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
     full = (await api.completions.create(**ask)).choices[0].text
     stop = full[9:14]
@@ -80,8 +82,10 @@ async def test_stop_strings_cut_across_tokens(api: AsyncOpenAI, model: str) -> N
     assert "".join([c.text async for chunk in stream for c in chunk.choices]) == expected
 
 
-async def test_completion_logprobs(api: AsyncOpenAI, model: str) -> None:
-    """Four lists of one length; offsets point at each token in the text; streamed alike."""
+async def test_completion_logprobs_have_four_lists_of_equal_length(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """Offsets point at each token in the text, streamed or whole."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "seed": 1, "logprobs": 2}
     answer = await api.completions.create(**ask)
     found = answer.choices[0].logprobs
@@ -95,8 +99,8 @@ async def test_completion_logprobs(api: AsyncOpenAI, model: str) -> None:
     assert [o for part in chunks for o in part.text_offset] == found.text_offset
 
 
-async def test_min_tokens_put_the_end_off(api: AsyncOpenAI, model: str) -> None:
-    """A stop text counts only behind that many tokens."""
+async def test_stop_string_is_ignored_before_min_tokens(api: AsyncOpenAI, model: str) -> None:
+    """A stop string ends the text only after the minimum length."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
     stop = (await api.completions.create(**ask)).choices[0].text[:3]
     early = await api.completions.create(**ask, stop=stop)
@@ -104,8 +108,10 @@ async def test_min_tokens_put_the_end_off(api: AsyncOpenAI, model: str) -> None:
     assert early.usage.completion_tokens < 30 <= late.usage.completion_tokens
 
 
-async def test_whole_and_chunks_are_of_the_clients_type(where: Listening, model: str) -> None:
-    """Held strictly, not as leniently as the client reads them: every field has its type."""
+async def test_completions_and_chunks_satisfy_the_clients_strict_type(
+    where: Listening, model: str
+) -> None:
+    """Every field has its type, which the client itself does not check."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "n": 2, "logprobs": 2}
     async with client(where) as http:
         whole = await http.post("/v1/completions", json=body)
@@ -119,8 +125,10 @@ async def test_whole_and_chunks_are_of_the_clients_type(where: Listening, model:
         Completion.model_validate(reply)
 
 
-async def test_greedy_is_one_text(api: AsyncOpenAI, model: str, sampled: Listening) -> None:
-    """Temperature 0, top_k 1 and a tiny top_p are the same text whatever the seed."""
+async def test_greedy_settings_give_the_same_text_for_all_seeds(
+    api: AsyncOpenAI, model: str, sampled: Listening
+) -> None:
+    """Temperature 0, top_k 1 and a tiny top_p are equivalent."""
     ask = {"model": model, "prompt": PROMPT, "max_tokens": 16}
     ways = [
         await api.completions.create(**ask, temperature=0, seed=1),

@@ -1,4 +1,4 @@
-"""OpenAI's client against a node: Errors: the client's exceptions, with OpenAI's fields."""
+"""Errors through OpenAI's client: its exceptions, with OpenAI's fields."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.gateway.harness import ScriptedBackend, running
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_errors_become_the_clients_exceptions(api: AsyncOpenAI, model: str) -> None:
-    """Status and body are such that the client raises the right class with the parameter."""
+async def test_client_raises_the_exception_of_each_error(api: AsyncOpenAI, model: str) -> None:
+    """Status and body make the client raise the right class with the parameter."""
     with pytest.raises(openai.NotFoundError) as missing:
         await api.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -43,10 +43,10 @@ CASES = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-async def test_a_bad_request_names_its_parameter(
+async def test_bad_request_has_status_type_code_and_parameter(
     api: AsyncOpenAI, model: str, stream: bool, chat: bool
 ) -> None:
-    """Status, type, code and parameter are there before a stream begins, on both endpoints."""
+    """Errors of both endpoints are HTTP errors before a stream begins."""
     for fields, param, code in CASES:
         ask = {"model": model, "stream": stream, **fields}
         create = api.chat.completions.create if chat else api.completions.create
@@ -59,18 +59,16 @@ async def test_a_bad_request_names_its_parameter(
         assert error.message
 
 
-async def test_tools_that_the_model_does_not_know_are_an_error(
-    api: AsyncOpenAI, model: str
-) -> None:
-    """The shipped model's template has no tools: they are refused, not ignored."""
+async def test_tools_are_refused_if_the_template_has_none(api: AsyncOpenAI, model: str) -> None:
+    """The shipped model's template does not support tools."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with pytest.raises(openai.BadRequestError) as bad:
         await api.chat.completions.create(model=model, messages=CHAT, tools=[tool])
     assert (bad.value.param, bad.value.code) == ("tools", "unsupported_parameter")
 
 
-async def test_the_request_id_is_the_clients(api: AsyncOpenAI, model: str) -> None:
-    """The client shows the id of an answer, and sends its own if it has one."""
+async def test_request_id_of_the_client_is_returned(api: AsyncOpenAI, model: str) -> None:
+    """Without an id of the client, the answer has a generated one."""
     plain = await api.completions.create(model=model, prompt="x", max_tokens=1)
     assert plain._request_id
     named = await api.completions.create(
@@ -79,8 +77,8 @@ async def test_the_request_id_is_the_clients(api: AsyncOpenAI, model: str) -> No
     assert named._request_id == "mine"
 
 
-async def test_a_node_that_loads_is_unavailable(api: AsyncOpenAI) -> None:
-    """While the model loads, the client raises its 5xx, told when to come again."""
+async def test_loading_node_answers_503_with_retry_after(api: AsyncOpenAI) -> None:
+    """The client raises its exception for server errors."""
     backend = ScriptedBackend()
     backend.gate.clear()
     async with (
@@ -93,8 +91,8 @@ async def test_a_node_that_loads_is_unavailable(api: AsyncOpenAI) -> None:
     assert int(unavailable.value.response.headers["retry-after"]) > 0
 
 
-async def test_a_body_that_is_too_large_is_an_error_of_its_own(api: AsyncOpenAI) -> None:
-    """413 raises what the client has for statuses without a class."""
+async def test_too_large_body_raises_the_clients_status_error(api: AsyncOpenAI) -> None:
+    """Status 413 has no exception class of its own in the client."""
     async with (
         running(max_body_bytes=2000) as where,
         AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as small,

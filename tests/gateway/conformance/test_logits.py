@@ -1,4 +1,4 @@
-"""OpenAI's client against a node: What changes logits, on both endpoints: biases and penalties."""
+"""Logit biases and penalties through OpenAI's client, on both endpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-async def test_a_bias_forces_a_token_and_bans_another(
+async def test_logit_bias_forces_or_bans_a_token(
     api: AsyncOpenAI, model: str, sampled: Listening, chat: bool
 ) -> None:
-    """With +100 nothing else is said, with -100 the token never is; greedy or not."""
+    """A bias of +100 forces the token and -100 bans it, greedy or sampled."""
 
     async def tokens(**fields: object) -> list[str]:
         if chat:
@@ -39,10 +39,10 @@ async def test_a_bias_forces_a_token_and_bans_another(
     [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.8}],
     ids=lambda penalty: next(iter(penalty)),
 )
-async def test_penalties_change_the_greedy_text(
+async def test_penalties_stop_repetition_with_and_without_drafts(
     api: AsyncOpenAI, model: str, sampled: Listening, penalty: dict[str, float]
 ) -> None:
-    """A text that repeats itself stops doing so, in the same way with drafts and without."""
+    """The penalised greedy text does not depend on drafts."""
     ask = {"model": model, "prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature": 0}
     plain = (await api.completions.create(**ask)).choices[0].text
     ways = [

@@ -1,4 +1,4 @@
-"""OpenAI's client against a node: `usage`, whole and streamed."""
+"""`usage` through OpenAI's client, whole and streamed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_usage_tells_what_was_cached(api: AsyncOpenAI, model: str, stream: bool) -> None:
-    """A prompt seen before is not computed again, and usage says how much of it was there."""
+async def test_usage_reports_cached_prompt_tokens(
+    api: AsyncOpenAI, model: str, stream: bool
+) -> None:
+    """A repeated prompt is read from the cache, and usage reports how much of it."""
     prompt = f"# seen before, {'streamed' if stream else 'whole'}\n" + "value = value + 1\n" * 20
     cached = []
     for _ in range(2):
@@ -30,8 +32,10 @@ async def test_usage_tells_what_was_cached(api: AsyncOpenAI, model: str, stream:
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-async def test_usage_so_far_grows_to_the_whole(api: AsyncOpenAI, model: str, chat: bool) -> None:
-    """With `continuous_usage_stats` each chunk says what was used; the last says what all was."""
+async def test_continuous_usage_grows_to_the_total(
+    api: AsyncOpenAI, model: str, chat: bool
+) -> None:
+    """With `continuous_usage_stats` each chunk has the usage so far."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     ask = {"model": model, "max_tokens": 12, "seed": 1, "n": 2}
     if chat:
@@ -50,7 +54,7 @@ async def test_usage_so_far_grows_to_the_whole(api: AsyncOpenAI, model: str, cha
     assert {usage.prompt_tokens for usage in usages} == {whole.prompt_tokens}
 
 
-async def test_without_asking_chunks_have_no_usage(api: AsyncOpenAI, model: str) -> None:
-    """OpenAI's default: a stream says nothing of usage."""
+async def test_chunks_have_no_usage_by_default(api: AsyncOpenAI, model: str) -> None:
+    """This is OpenAI's default."""
     stream = await api.completions.create(model=model, prompt="x", max_tokens=3, stream=True)
     assert [chunk.usage async for chunk in stream if chunk.usage is not None] == []
