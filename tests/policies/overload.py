@@ -1,6 +1,6 @@
-"""A toy pool under overload in virtual time: servers, a queue, clients that come back or do not.
+"""A toy pool under overload in virtual time: servers, a queue, and clients that return or do not.
 
-What requests take is random; the policies know its expectation alone.
+Service times are random; policies know only their expectation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT_TOKEN_S = 1e-4
 
 @dataclass
 class Client:
-    """A request, and what became of it."""
+    """A request and its course."""
 
     number: int
     arrived_s: float
@@ -32,8 +32,8 @@ class Client:
     ttft_s: float | None
     tenant: str
     priority: int = 0
-    told: list[tuple[float, float]] = field(default_factory=list)  # when, seconds to wait
-    came: list[tuple[float, bool]] = field(default_factory=list)  # returns: when, admitted
+    refusals: list[tuple[float, float]] = field(default_factory=list)  # time, delay
+    returns: list[tuple[float, bool]] = field(default_factory=list)  # time, whether admitted
     admitted_s: float | None = None
     start_s: float | None = None
     admission: Admitted | None = None
@@ -46,7 +46,7 @@ class Client:
 MAX_WAIT_S = 20.0
 
 Return = Callable[[random.Random, float, float], float | None]
-"""When a client comes back: from the instant and the seconds it was told; None for never."""
+"""When a client returns, from the time and the delay of its refusal; None for never."""
 
 
 def obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
@@ -75,7 +75,7 @@ def early(rng: random.Random, now_s: float, retry_s: float) -> float | None:
 
 @dataclass
 class Pool:
-    """Servers behind a queue."""
+    """A queue and its servers."""
 
     load: float
     comes_back: Return = obeys
@@ -87,7 +87,7 @@ class Pool:
     without_target: float = 0.0
     tenants: int = 1
     priorities: tuple[int, ...] = (0,)  # of the classes, in turn
-    flood: float = 0.0  # share of the requests that are the first tenant's, beside its even one
+    flood: float = 0.0  # share of requests of the first tenant, besides its even share
     ttft_s: float = 2.0
     seed: int = 1
     admission: str = "deadline"
@@ -107,16 +107,16 @@ class Pool:
                 running -= 1
             else:
                 answer = policy.decide(self._view(client, queue, running, now_s), now_s)
-                if client.told:
-                    client.came.append((now_s, isinstance(answer, Admitted)))
+                if client.refusals:
+                    client.returns.append((now_s, isinstance(answer, Admitted)))
                 if isinstance(answer, Admitted):
                     client.admitted_s, client.admission = now_s, answer
                     order += 1
                     queue.push(self._ticket(client, order, now_s, answer.work_s))
                 else:
-                    client.told.append((now_s, answer.retry_after_s))
+                    client.refusals.append((now_s, answer.retry_after_s))
                     back_s = self.comes_back(rng, now_s, answer.retry_after_s)
-                    if back_s is not None and len(client.told) < 30:
+                    if back_s is not None and len(client.refusals) < 30:
                         heapq.heappush(events, (back_s, 0, number, "comes"))
             while running < self.servers and (ticket := queue.take(now_s)) is not None:
                 running += 1
@@ -184,52 +184,52 @@ def met(client: Client) -> bool:
 
 
 def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
-    """Requests a second that started in time, by the clock of the overload."""
+    """Requests per second of the overload that started in time."""
     good = [c for c in clients if c.start_s is not None and met(c)]
     window = [c for c in good if begin_s <= c.start_s < pool.seconds]
     return len(window) / (pool.seconds - begin_s)
 
 
 def attainment(clients: list[Client], with_target: bool = True) -> float:
-    """Share of the admitted that started in time."""
+    """Share of admitted requests that started in time."""
     ones = [c for c in clients if c.start_s is not None and (c.ttft_s is not None) == with_target]
     return sum(map(met, ones)) / len(ones) if ones else 1.0
 
 
 def kept(clients: list[Client]) -> float:
-    """Share of returns at the appointed time, or a second behind it, that were let in."""
+    """Share of returns up to a second after the appointed time that were admitted."""
     on_time = [
         let_in
         for c in clients
-        for (told_s, retry_s), (came_s, let_in) in zip(c.told, c.came, strict=False)
+        for (told_s, retry_s), (came_s, let_in) in zip(c.refusals, c.returns, strict=False)
         if -1e-9 <= came_s - told_s - retry_s <= 1.2
     ]
     return sum(on_time) / len(on_time) if on_time else math.nan
 
 
 def earliest(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
-    """Each refused client, and in hindsight the earliest it could have been told to come.
+    """Each refused client with the earliest delay that would have been right, in hindsight.
 
-    One line by true service times (`starts_s`) of all who were let in at once and all who kept
-    their first appointment, by when they entered it (came, or were booked). A client could have
-    come so early that it starts, behind those before it in that line, just within its limit.
+    The line holds, by true service times (`starts_s`), all requests that were admitted at once or
+    at their first appointment, in the order in which they entered it (arrived, or were booked). The
+    earliest delay lets a client start in that line just within its limit.
     """
-    ones = [c for c in clients if c.told or c.admitted_s is not None]
-    served = [not c.told or bool(c.came and c.came[0][1]) for c in ones]
-    entered_s = [c.told[0][0] if c.told else c.admitted_s for c in ones]
+    ones = [c for c in clients if c.refusals or c.admitted_s is not None]
+    served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in ones]
+    entered_s = [c.refusals[0][0] if c.refusals else c.admitted_s for c in ones]
     stays = [
         Stay(at_s, c.priority, c.service_s if is_served else 0.0)
         for at_s, c, is_served in zip(entered_s, ones, served, strict=True)
     ]
     return [
-        (c, max(start_s - c.wait_allowed_s - c.told[0][0], 0.0))
+        (c, max(start_s - c.wait_allowed_s - c.refusals[0][0], 0.0))
         for c, start_s in zip(ones, starts_s(stays, pool.servers), strict=True)
-        if c.told
+        if c.refusals
     ]
 
 
 def retry_ratio(pool: Pool, clients: list[Client]) -> float:
-    """Median of what clients were told, over the median of the earliest that was feasible."""
+    """Median delay of refused clients, over the median of the earliest right delays."""
     told = earliest(pool, clients)
     feasible_s = statistics.median(f for _, f in told)
-    return statistics.median(c.told[0][1] for c, _ in told) / feasible_s
+    return statistics.median(c.refusals[0][1] for c, _ in told) / feasible_s

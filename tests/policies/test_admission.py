@@ -81,7 +81,7 @@ def test_pool_adds_up_several_workers() -> None:
     assert pool_of([one, other], sequence_tokens=400.0).max_sequences == pytest.approx(8.0)
     untold = structs.replace(one, kv_blocks_free=0, kv_blocks_total=0)
     assert pool_of([untold], sequence_tokens=400.0).max_sequences == one.max_sequences, (
-        "memory that nobody knows"
+        "unknown memory"
     )
     assert pool_of([one, structs.replace(one, max_sequences=0)]).max_sequences == 0.0
     assert pool_of([]).max_sequences == 0.0
@@ -124,7 +124,7 @@ def test_request_is_admitted_at_its_appointment() -> None:
     now_s = first.retry_after_s
     assert isinstance(policy.decide(view(0.6, fingerprint=99), now_s), Refused)
     assert isinstance(policy.decide(view(0.6), now_s), Admitted)
-    assert isinstance(policy.decide(view(0.6), now_s), Refused), "it was for one request"
+    assert isinstance(policy.decide(view(0.6), now_s), Refused), "an appointment is for one request"
 
 
 def test_early_return_is_given_the_remaining_delay() -> None:
@@ -196,7 +196,7 @@ def test_line_drains_with_the_share_that_better_classes_leave() -> None:
     assert drain.wait_s(90.0, 90.0, 1.0) == pytest.approx(90.0 + 1.5 * 18.0, rel=0.03)
     assert classes.drain(0, 30.0).wait_s(2.0, 2.0, 1.0) == 2.0
     assert classes.drain(-1, 30.0).worse == 0.75
-    assert classes.drain(1, 300.0).least == 1.0, "nobody has come for long"
+    assert classes.drain(1, 300.0).least == 1.0, "no request has arrived for long"
     for priority in range(1000):
         classes.add(priority, 0.06, 30.0)
     assert len(classes._flows) <= 17
@@ -290,7 +290,7 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
     healed = error.factor
     for _ in range(15):
         error.learn(0.5, 50.0, has_target=False)
-    assert error.factor == healed, "who is let past says nothing"
+    assert error.factor == healed, "overtaken requests say nothing"
 
 
 def test_output_length_is_predicted_per_tenant() -> None:

@@ -34,20 +34,23 @@ def test_empty_worker_takes_any_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "room"),
+    ("at", "expected"),
     [
         (WorkerUsage(load(), 15), True),
-        (WorkerUsage(load(), 16), True),  # one more waits there for the seat that is free next
+        (WorkerUsage(load(), 16), True),  # one more waits on the worker
         (WorkerUsage(load(), 17), False),
         (WorkerUsage(load(max_sequences=15), 15), False),
-        (WorkerUsage(load(running=15, paused=2), 17, 17), True),  # who reads slowly keeps no seat
+        (
+            WorkerUsage(load(running=15, paused=2), 17, 17),
+            True,
+        ),  # paused sequences take no capacity
         (WorkerUsage(load(running=17, paused=2_000), 2_017, 2_017), False),
         (WorkerUsage(load(), 3, 0, STEPS_AHEAD * 512 - 1), True),
         (WorkerUsage(load(), 3, 0, STEPS_AHEAD * 512), False),
         (WorkerUsage(load(kv_blocks_free=6), 3), False),
         (WorkerUsage(load(kv_blocks_free=7), 3), True),
         (WorkerUsage(load(max_sequences=0), 10_000), True),
-        (WorkerUsage(load(running=15, others=5), 11), True),  # what others sent takes seats
+        (WorkerUsage(load(running=15, others=5), 11), True),  # sequences of others take capacity
         (WorkerUsage(load(running=17, others=5), 12), False),
         (WorkerUsage(load(running=40, others=33), 8), True),  # but leaves half of them
         (WorkerUsage(load(running=42, others=33), 9), False),
@@ -55,9 +58,9 @@ def test_empty_worker_takes_any_request() -> None:
         (WorkerUsage(load(kv_blocks_free=0, kv_blocks_total=0), 3), True),
     ],
 )
-def test_sequences_steps_and_memory_limit_requests(at: WorkerUsage, room: bool) -> None:
+def test_sequences_steps_and_memory_limit_requests(at: WorkerUsage, expected: bool) -> None:
     """Unknown limits do not count."""
-    assert has_capacity(at, ONE) is room
+    assert has_capacity(at, ONE) is expected
 
 
 def test_paused_and_finished_sequences_take_no_capacity() -> None:
@@ -90,11 +93,11 @@ def test_sequence_limit_is_between_one_and_the_capacity(
     """A looser target never lowers it."""
     speed = WorkerSpeed(tpot_s=tpot_s, sequence_s=sequence_s)
     at = WorkerUsage(load(running=running, speed=speed), running)
-    seats = sequence_limit(at, target_s)
-    assert 1 <= seats <= 16
+    limit = sequence_limit(at, target_s)
+    assert 1 <= limit <= 16
     alone_s = tpot_s - sequence_s * (running - 1)
     if alone_s <= target_s:
-        assert seats <= sequence_limit(at, target_s * 2)
+        assert limit <= sequence_limit(at, target_s * 2)
 
 
 def test_requests_of_other_gateways_take_capacity() -> None:
@@ -112,19 +115,19 @@ def test_requests_of_other_gateways_take_capacity() -> None:
     st.integers(2, 8), st.integers(1, 40),
 )  # fmt: skip
 def test_other_gateways_leave_each_gateway_its_share(
-    running: int, waiting: int, own: int, seats: int, gateways: int, sequences: int
+    running: int, waiting: int, own: int, limit: int, gateways: int, sequences: int
 ) -> None:
     """A gateway below its share has capacity, and one without requests there may send any
     request."""
     others = max(0, running + waiting - own)
     at = WorkerUsage(
-        load(max_sequences=seats, running=running, waiting=waiting), own, own, 0, None, others
+        load(max_sequences=limit, running=running, waiting=waiting), own, own, 0, None, others
     )
     at = replace(at, gateways=gateways)
     need = CapacityNeed(sequences, 100, 200)
-    if own == 0 or own + sequences <= seats // gateways:
+    if own == 0 or own + sequences <= limit // gateways:
         assert has_capacity(at, need)
-    if others and own > seats // 2 + seats // 16 and own + others >= 2 * seats:
+    if others and own > limit // 2 + limit // 16 and own + others >= 2 * limit:
         assert not has_capacity(at, need)
 
 

@@ -11,28 +11,28 @@ from draftgate.policies.concurrency_estimate import GROWTH, next_estimate
 @given(st.lists(st.tuples(st.integers(0, 500), st.just(0)), max_size=30))
 def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int]]) -> None:
     """An engine without a queue has no known limit."""
-    seats = 0
+    estimate = 0
     for running, waiting in readings:
-        seats = next_estimate(seats, running, waiting)
-    assert seats == 0
+        estimate = next_estimate(estimate, running, waiting)
+    assert estimate == 0
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 900))
 def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: int) -> None:
     """Under excess load, few requests wait at the engine."""
-    seats, demand = before, limit + 1 + asked
+    estimate, demand = before, limit + 1 + asked
     sent = []
     for _ in range(60):
-        sent.append(min(seats or demand, demand))
+        sent.append(min(estimate or demand, demand))
         running = min(sent[-1], limit)
-        seats = next_estimate(seats, running, sent[-1] - running)
-    assert min(sent[-10:]) >= limit, "seats stand empty while somebody waits here"
+        estimate = next_estimate(estimate, running, sent[-1] - running)
+    assert min(sent[-10:]) >= limit, "capacity is idle while requests wait"
     assert max(sent[-10:]) <= limit + max(1, round(GROWTH * limit)), "too many wait there"
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 50))
 def test_estimate_is_never_below_the_running_sequences_of_a_queue(
-    seats: int, running: int, waiting: int
+    estimate: int, running: int, waiting: int
 ) -> None:
     """It equals them while some wait, and never falls while none does."""
-    assert next_estimate(seats, running, waiting) >= (max(1, running) if waiting else seats)
+    assert next_estimate(estimate, running, waiting) >= (max(1, running) if waiting else estimate)
