@@ -22,7 +22,7 @@ strict target of Sarathi-Serve's evaluation."""
 LATE_SHARE: Final = 0.5
 """Share of its target that even a late decode waits for prompts: it catches up by a token with
 every other one. With none, a decode that was preempted for seconds would stop all prompts until it
-has caught up, and requests that wait for their first token would lose what it gains."""
+has caught up."""
 
 MARGIN_ERRORS: Final = 3.82
 """Margin of a step before its target, in median errors: the 99.5th percentile of a normal error
@@ -33,9 +33,9 @@ was 0.98 to 1.00 of the target, and sometimes more (`draftgate bench capacity`, 
 
 LEAST_STRETCH: Final = 1.5
 """Prompts get at least a third of a step, whatever was promised. Otherwise one request that asks
-for more than the device can give stops all others. With half of the chats at 80% of the capacity of
-an h100-8b under a target of 12 ms, these met it, and all requests waited 7 to 10 s for the first
-token. With a third of each step, half of them met it, and first tokens took 0.1 to 0.4 s
+for more than the device can give stops all others. At 80% of the capacity of an h100-8b, half of
+the chats had a target of 12 ms: they met it, and all requests waited 7 to 10 s for the first token.
+With a third of each step, half of them met it, and first tokens took 0.1 to 0.4 s
 (`bench/results/classes.json`, simulated, 2026-11-21)."""
 
 LEAST_CHUNK: Final = 32

@@ -16,8 +16,7 @@ from draftgate.policies.types import WorkerLoad
 
 STEPS_AHEAD: Final = 2
 """Steps' worth of prompt tokens that a worker holds: the running step and the next one. With one, a
-step would sometimes be less than full, because news of its end takes a moment to reach the gateway
-and the next request a moment to reach the worker."""
+step would sometimes not be full, because news of its end and the next request need a moment."""
 
 SEQUENCES_PER_SPARE: Final = 16
 """Beyond its capacity a worker gets one more sequence for each 16 that it can run. The spare one

@@ -12,7 +12,7 @@ drains at the quota's rate. To stay exact, it counts in units of 1 / rate nanose
 rate x 60e9 units, and one request or token is 60e9.
 
 Released units leave the bucket as if they had never been reserved. A reservation of n at t turns
-the time F into max(F, t) + n, so F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
+the time F into max(F, t) + n. So F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
 i. Taking m off the j-th one leaves
 
     max(F - m, F_j), where F_j is the F of the reservations after the j-th alone,

@@ -11,8 +11,8 @@ in seconds of the pool. The last request of a line starts at the earliest of
 where `all` is the work before it, and `own` the part of that in its class. `fair` keeps q, one of
 `OVERDUE_EVERY` requests, for pressing requests of worse classes; so these take at most q.
 
-How long a flow will last is unknown. A random moment falls late enough in a flow that the rest is
-at most r times the elapsed part with probability r / (1 + r) (Gott, Nature 363, 1993).
+How long a flow will last is unknown. Seen at a random moment, its rest is at most r times the
+elapsed part with probability r / (1 + r) (Gott, Nature 363, 1993).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 
 The sequences of a full pool end like a Poisson process, whatever the distribution of their lengths
 (Palm, Khintchine: many independent renewals). A wait W for requests of w each therefore has a
-variance of about W x w, and exceeds W + z sqrt(W w) with the probability that z stands for.
+variance of about W x w. It exceeds W + z sqrt(W w) with the probability that belongs to z.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ tests/policies/overload.py, 2026-11-21)."""
 _FIRST_LESSONS: Final = 20
 _LASTING_LESSONS: Final = 480
 _MOST_SURPRISE: Final = 2.0
-"""The n-th wait moves the correction by 1 / (20 + n) of its error, at least by 1 / 500, and counts
-as at most twice the forecast. Appointments a minute ahead are off by 2 s for each 3% of error, so
-the correction has to be calm: with 1 / 33 throughout, one appointment in four could not be kept
-(simulated, as above)."""
+"""The n-th wait moves the correction by 1 / (20 + n) of its error, and at least by 1 / 500. A wait
+counts as at most twice its forecast. Appointments a minute ahead are off by 2 s for each 3% of
+error, so the correction has to be calm: with 1 / 33 throughout, one appointment in four could not
+be kept (simulated, as above)."""
 
 _MOST_CORRECTION: Final = 20.0
 """Largest factor of correction, in either direction."""

@@ -2,8 +2,8 @@
 
 The forecast of a step (`step_cost`) is the device's time. Besides, the host looks drafts up, weighs
 them, calls proposers that compute, and accounts for verified tokens. That is a good part of short
-steps: on one core of a Zen 5 the shipped model takes 1.3 ms for a token after 200 others, and each
-of these 20 to 300 microseconds (2026-11-22).
+steps. On one core of a Zen 5 the shipped model takes 1.3 ms for a token after 200 others, and each
+of these parts 20 to 300 microseconds (2026-11-22).
 
 The time from the planning of a step to that of the next one is
 

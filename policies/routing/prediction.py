@@ -20,11 +20,11 @@ acceptance.
 By the time of the decision a worker has processed part of the prompts in an old load, and part of
 the leases since. Leases are added to a score later, one by one, so the time for processing them is
 subtracted in advance: all of the time since the report, if workers have that much to do on average.
-A worker with an empty load can therefore score below zero. Compared with subtracting at most what
-was ahead in the load, requests find less work before them if workers have pauses, and no more if
-they have none. With reports 0 to 1 s old and leases, the mean is 11 instead of 32 ms at a load of
-0.1, 71 instead of 147 at 0.3 and 707 instead of 756 at 0.7; without leases 2.9 instead of 3.5, 41
-instead of 75 and 755 instead of 747 (`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
+A worker with an empty load can therefore score below zero. Subtracting at most what was ahead in
+the load is worse if workers have pauses, and no better otherwise. With reports 0 to 1 s old and
+leases, the mean work ahead falls from 32 to 11 ms at a load of 0.1, from 147 to 71 at 0.3 and from
+756 to 707 at 0.7. Without leases it falls from 3.5 to 2.9, from 75 to 41, and rises from 747 to 755
+(`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
 """
 
 from __future__ import annotations

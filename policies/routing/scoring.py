@@ -153,7 +153,7 @@ class WeightedScores:
         if self._pick is less_of_two:
             how = "less of two drawn"
         elif self._pick is spread and candidates.rivals:
-            how = f"drawn beside {candidates.rivals} other gateways"
+            how = f"drawn, with {candidates.rivals} other gateways,"
         words = f"{how} of {len(candidates.workers)} workers"
         terms = [
             f"{name} {score.value:.2f}" + (f" x {weight:g}" if weight != 1.0 else "")

@@ -68,9 +68,9 @@ def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: D
 
     Each rival is assumed to have sent as much since the last reports as this gateway, and to be
     sending the same now. If all these tokens went where the level is lowest, they would fill the
-    workers to one common level (`fill_levels`), and each gateway owns an equal part of each fill.
-    The draw makes up for what this gateway has already sent, so no worker gets more than its part
-    by more than one request.
+    workers to one common level (`fill_levels`). Each gateway owns an equal part of each fill. The
+    draw makes up for what this gateway has already sent, so no worker gets more than its part by
+    more than one request.
     """
     if not candidates.rivals or len(ranking) < 2:
         return ranking

@@ -1,10 +1,10 @@
 """Which proposer drafts for each sequence, if several could.
 
 A draft that exists is worth the sum of (weight x survival - price) over its slots. One that is
-still to be computed is worth the same less its cost, and all sequences that draft with the same
+still to be computed is worth the same less its cost. All sequences that draft with the same
 proposer share the cost of a depth. So a proposer is used by the sequences that gain by it, as deep
-as is best for them together, and only if they gain more than drafting costs at the rate of the
-step. `allocation` then decides which slots are verified, on the true staircase.
+as is best for them together. They must gain more than drafting costs at the rate of the step.
+`allocation` then decides which slots are verified, on the true staircase.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ by the speeds that the worker reports. The time of a slot follows from the repor
 least the time of a token: the lesser of one in a full step and one of another sequence.
 
 On the scales of H100 and H200 the result is 3% below to 15% above the price that the worker
-reaches, from 8 to 256 sequences and at contexts up to 8,000 tokens, for numbers of sequences that
-fill a stair. From an idle worker it is as close for short contexts, and too high for long ones,
-about which nothing is known (double for 256 sequences of 1,500 tokens). On coarse stairs like a
-CPU's the price itself doubles with single sequences, and so does the projection. (Shipped profiles,
-2026-11-22; `tests/policies/test_cluster_price.py`.)
+reaches. That holds from 8 to 256 sequences that fill a stair, at contexts up to 8,000 tokens. From
+an idle worker it is as close for short contexts, and too high for long ones, about which nothing is
+known: double for 256 sequences of 1,500 tokens. On coarse stairs like a CPU's the price itself
+doubles with single sequences, and so does the projection. (Shipped profiles, 2026-11-22;
+`tests/policies/test_cluster_price.py`.)
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def least_slot_price(step: StepView, cost: StepCost) -> float:
     """Return a price that every worthwhile slot of a step exceeds, in weighted tokens.
 
     Any number of slots takes at least the least average time per slot, and the best number has at
-    least the rate of the step without drafts. 0 if tokens are left on the present stair, infinite
-    if no slot fits.
+    least the rate of the step without drafts. The result is 0 if tokens are left on the present
+    stair, and infinite if no slot fits.
     """
     most = step.slot_budget
     if most <= 0 or step.sequences <= 0:

@@ -1,6 +1,6 @@
 """What a token of a sequence is worth, by its lateness and its priority.
 
-A step's rate counts each expected token with the weight of its sequence (`allocation`), so late
+A step's rate counts each expected token with the weight of its sequence (`allocation`). So late
 sequences get slots that others would have had, at the same price for all. Lateness is laxity (least
 laxity first: Mok, 1983): the time until the next token is due, less the time of the step.
 
