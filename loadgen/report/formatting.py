@@ -36,5 +36,10 @@ def attainment_interval(counted: Attainment) -> str:
     """Return an attainment with its interval."""
     if counted.share is None:
         return NOTHING
+    return f"{counted.share:.1%} {interval(counted)}"
+
+
+def interval(counted: Attainment) -> str:
+    """Return the interval of an attainment, in percent."""
     low, high = counted.interval
-    return f"{counted.share:.1%} [{low:.1%}, {high:.1%}]"
+    return f"[{low * 100:.1f}, {high * 100:.1f}]"

@@ -20,6 +20,7 @@ from draftgate.loadgen.measuring.summary import FORMULAS, schedule_s
 from draftgate.loadgen.report.formatting import (
     NOTHING,
     attainment_interval,
+    interval,
     metric_value,
     milliseconds,
     number,
@@ -77,8 +78,8 @@ def class_table(run: LoadRun) -> ReportTable:
     limits = [
         column
         for column, limited in (
-            (("TTFT met", "ttft_met"), any(slo.ttft_s is not None for slo in slos)),
-            (("TPOT met", "tpot_met"), any(slo.tpot_s is not None for slo in slos)),
+            (("TTFT ok", "ttft_met"), any(slo.ttft_s is not None for slo in slos)),
+            (("TPOT ok", "tpot_met"), any(slo.tpot_s is not None for slo in slos)),
             (("in time", "latency_met"), any(slo.latency_s is not None for slo in slos)),
         )
         if limited
@@ -156,7 +157,7 @@ def run_table(points: Sequence[RatePoint]) -> ReportTable:
         counted = attainment(point.records)
         row = [point.label, number(point.rate_rps), str(counted.requests)]
         row += [str(counted.requests - counted.intact), percent(counted.share)]
-        row += [f"[{counted.interval.low:.1%}, {counted.interval.high:.1%}]"]
+        row += [interval(counted)]
         row += [number(point.goodput_rps), number(point.accepted_tokens_per_s, 1)]
         for key in ("ttft_s", "tpot_s", "latency_s"):
             known = point.percentiles(key)

@@ -71,7 +71,8 @@ def rich_table(
 ) -> Table:
     """Return some columns of a table, by default all; `styles` has one style per row."""
     shown = range(len(table.head)) if columns is None else columns
-    rich = Table(box=None, pad_edge=False)
+    # One space between columns instead of two where the table has many.
+    rich = Table(box=None, pad_edge=False, padding=(0, 1 if len(shown) > 6 else 2, 0, 0))
     for column in shown:
         left = column == 0 or column in table.words
         rich.add_column(table.head[column], justify="left" if left else "right", overflow="fold")
