@@ -6,18 +6,21 @@ The engine runs in a thread here (`loop.py`) or in a process of its own (`proces
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Final, Protocol
 
-from draftgate.backends.engine.loop import EngineLoop, LoopEvents
+from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
-from draftgate.backends.errors import BackendError, BackendFailed
+from draftgate.backends.errors import BackendFailed
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
+
+if TYPE_CHECKING:
+    from draftgate.backends.engine.load import LoadedEngine
 
 
 class EngineHost(Protocol):
@@ -170,7 +173,7 @@ class EngineBackend:
     def _fail(self, error: BaseException) -> None:
         self._failure = f"{type(error).__name__}: {error}"
         if self._loaded is not None and not self._loaded.done():
-            known = isinstance(error, BackendError | ValueError)
+            known = isinstance(error, LOADING_ERRORS)
             self._loaded.set_exception(error if known else BackendFailed(self._failure))
         self._streams.fail(self._failure)
 
@@ -187,6 +190,11 @@ def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
     """Return where the engine will run. torch is imported only if that is this process."""
     if config.own_process:
         return EngineProcess(config, events)
-    from draftgate.backends.engine.load import load_engine
 
-    return EngineLoop(lambda progress: load_engine(config, progress), events)
+    def load(progress: Callable[[float], None]) -> LoadedEngine:
+        # In the engine's thread: importing torch takes seconds, in which the gateway starts.
+        from draftgate.backends.engine.load import load_engine
+
+        return load_engine(config, progress)
+
+    return EngineLoop(load, events)

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from draftgate import __version__
 from draftgate.backends.checkpoints import (
     SHIPPED_DRAFT,
     SHIPPED_DRAFT_WINDOW,
@@ -43,6 +44,7 @@ from draftgate.backends.engine.proposers.registry import (
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.startup_cache import Measurements, StartupCache, source_hash
 from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
@@ -50,6 +52,7 @@ from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
@@ -65,12 +68,14 @@ class LoadedEngine:
 
     Attributes:
         proposers: those of the worker, by name, cheapest first.
+        save_costs: keeps the step costs, as refitted until now, for the next start.
     """
 
     worker: WorkerCore
     executor: ModelRunner
     served: ServedModel
     proposers: dict[str, Proposer]
+    save_costs: Callable[[], None] = lambda: None
 
 
 def load_engine(
@@ -87,47 +92,38 @@ def load_engine(
         ValueError: a setting does not fit, e.g. `kv_bytes` holds not even one block.
     """
     draft_directory = _draft_directory(config)
-    if config.verify not in VERIFICATIONS:
-        known = ", ".join(VERIFICATIONS)
-        raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
-    check_proposer_name(config.proposer, has_draft=draft_directory is not None)
+    _check(config, has_draft=draft_directory is not None)
     device = _prepared_device(config)
     directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory, device.type)
-    weights = load_weights(
-        directory,
-        model,
-        dtype,
-        device=device,
-        exact=config.exact,
-        progress=lambda share: progress(LOADED_SHARE * share),
-    )
-    max_model_len = min(
-        config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
-    )
+    weights = _weights(config, directory, model, dtype, device, progress)
+    longest = model.max_position_embeddings
+    max_model_len = min(config.max_model_len or longest, longest)
     decoder, draft = _compiled(Decoder(model, weights, max_model_len)), None
-    if draft_directory is not None and config.proposer in {None, "draft_model"}:
+    if draft_directory and config.proposer in {None, "draft_model"}:
         draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
         draft = _compiled(Decoder(*draft_weights, max_model_len))
     num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
     pool = KvPool(model, num_blocks, dtype, device)
+    verify = VERIFICATIONS[config.verify]
     runner = runner_for(
-        decoder,
-        pool,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        verify=VERIFICATIONS[config.verify],
+        decoder, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, verify=verify
     )
-
     most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
-    progress(PROBED_SHARE)
-    blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
-    buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
     most_sequences = min(num_blocks, config.max_num_seqs)
-    cost = measure_step_cost(runner, most_tokens, most_sequences, buckets)
+    numerics = partial(numerics_class, weights.checkpoint_hash, dtype, decoder.arithmetic, device)
+    cache = _cache(device, numerics(exact=config.exact), most_tokens, most_sequences, config.verify)
+    found = None if cache is None else cache.read()
+    if found is None:
+        exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
+        progress(PROBED_SHARE)
+        cost = _step_cost(runner, device, most_tokens, most_sequences)
+    else:
+        exact, cost = found.exact, found.cost
+        rehearse(runner, min(TOKEN_BUCKETS[0], most_tokens))
+    blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
     proposers = make_proposers(
         ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
     )
@@ -139,13 +135,51 @@ def load_engine(
         cost,
         batching_policy(config.batching),
     )
-    numerics = numerics_class(
-        weights.checkpoint_hash, dtype, decoder.arithmetic, device, exact=exact
-    )
-    card = _card(config, model, directory, numerics, max_model_len, num_blocks, exact=exact)
+    name = numerics(exact=exact)
+    card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
     worker = _worker(scheduler, tokenizer, model, card)
-    served = ServedModel(card, worker.admission)
-    return LoadedEngine(worker, runner, served, proposers)
+
+    def save_costs() -> None:
+        if cache is not None:
+            cache.write(Measurements.of(scheduler.cost, exact=exact))
+
+    save_costs()
+    return LoadedEngine(worker, runner, ServedModel(card, worker.admission), proposers, save_costs)
+
+
+def _step_cost(
+    runner: ModelRunner, device: torch.device, most_tokens: int, most_sequences: int
+) -> StepCost:
+    buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
+    return measure_step_cost(runner, most_tokens, most_sequences, buckets)
+
+
+def _cache(device: torch.device, *key: object) -> StartupCache | None:
+    """Return where a CPU's measurements are kept; on a GPU they also warm the kernels up."""
+    if device.type != "cpu":
+        return None
+    return StartupCache(__version__, source_hash(), *key)
+
+
+def _weights(
+    config: WorkerConfig,
+    directory: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+) -> Weights:
+    def read(share: float) -> None:
+        progress(LOADED_SHARE * share)
+
+    return load_weights(directory, model, dtype, device=device, exact=config.exact, progress=read)
+
+
+def _check(config: WorkerConfig, *, has_draft: bool) -> None:
+    if config.verify not in VERIFICATIONS:
+        known = ", ".join(VERIFICATIONS)
+        raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
+    check_proposer_name(config.proposer, has_draft=has_draft)
 
 
 def _prepared_device(config: WorkerConfig) -> torch.device:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.core.worker import WorkerCore
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from draftgate.backends.engine.load import LoadedEngine
 
 logger = logging.getLogger(__name__)
+
+LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
+"""Errors of loading that need no traceback: a bad model or setting, or a missing package."""
 
 
 class LoopEvents(Protocol):
@@ -88,9 +91,10 @@ class EngineLoop(threading.Thread):
             self._events.stepped([], engine.worker.load())
             self._events.ready(engine.served)
             self._run_steps(engine)
+            engine.save_costs()
         except BaseException as error:
             # While loading, these say all there is to say: what was asked for cannot be.
-            if engine is not None or not isinstance(error, BackendError | ValueError):
+            if engine is not None or not isinstance(error, LOADING_ERRORS):
                 logger.exception("the engine failed")
             self._events.failed(error)
 

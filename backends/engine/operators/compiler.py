@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from draftgate.backends.engine.cpu_isa import march
+from draftgate.backends.engine.startup_cache import cache_directory
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
         key.update(part.encode() + b"\0")
     for path in (*sources, HERE / HEADER):
         key.update(path.read_bytes() + b"\0")
-    library = _cache() / f"operators-{key.hexdigest()[:20]}.so"
+    library = cache_directory() / f"operators-{key.hexdigest()[:20]}.so"
     if not library.exists():
         _compile([*options, *map(str, sources), "-lm"], library)
     return library
@@ -96,11 +96,6 @@ def _compile(arguments: list[str], library: Path) -> None:
             timeout=COMPILE_TIMEOUT_S,
         )
         made.replace(library)
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "draftgate"
 
 
 def _processor() -> str:

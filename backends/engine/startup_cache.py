@@ -1,0 +1,109 @@
+"""Measurements of an earlier start on this machine, which make the next one faster.
+
+An entry is a JSON file in `$XDG_CACHE_HOME/draftgate`. Its name is a hash of everything that the
+measurements depend on; any change makes another entry. An unreadable entry counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from draftgate.policies.costs.step_cost import StepCost
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRIES: Final = 32
+"""The oldest entries beyond this number are deleted: new versions leave old entries behind."""
+
+
+def cache_directory() -> Path:
+    """Return where compiled operators and measurements are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "draftgate"
+
+
+class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Results of a start: whether the probe found exact bits, and the fields of the step cost."""
+
+    exact: bool
+    token_buckets: tuple[int, ...]
+    step_s: tuple[float, ...]
+    kv_token_s: float
+    sequence_s: float
+    pair_s: float
+
+    @classmethod
+    def of(cls, cost: StepCost, *, exact: bool) -> Measurements:
+        """Return the measurements of these results."""
+        linear = (cost.kv_token_s, cost.sequence_s, cost.pair_s)
+        step_s = tuple(map(float, cost.step_s))  # a fitted table holds numbers of numpy
+        return cls(exact, cost.token_buckets, step_s, *map(float, linear))
+
+    @property
+    def cost(self) -> StepCost:
+        """The step cost.
+
+        Raises:
+            ValueError: the table is not one.
+        """
+        fields = (self.token_buckets, self.step_s, self.kv_token_s, self.sequence_s, self.pair_s)
+        return StepCost(*fields)
+
+
+def source_hash() -> str:
+    """Return a hash of the engine's Python sources: an edit may change bits and costs."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: tuple[str, ...]
+    measurements: Measurements
+
+
+class StartupCache:
+    """The entry of one key."""
+
+    def __init__(self, *key: object) -> None:
+        """Name the entry after everything that its measurements depend on."""
+        self._key = tuple(map(str, key))
+        digest = hashlib.sha256("\0".join(self._key).encode()).hexdigest()[:20]
+        self.path = cache_directory() / f"startup-{digest}.json"
+
+    def read(self) -> Measurements | None:
+        """Return the measurements; None if the entry is missing, damaged or of another key."""
+        try:
+            entry = msgspec.json.decode(self.path.read_bytes(), type=_Entry)
+            _ = entry.measurements.cost
+        except (OSError, ValueError):  # what msgspec raises is a ValueError, too
+            return None
+        return entry.measurements if entry.key == self._key else None
+
+    def write(self, measurements: Measurements) -> None:
+        """Replace the entry at once; a cache that cannot be written is only logged."""
+        content = msgspec.json.encode(_Entry(self._key, measurements))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Other workers may write the same entry: each its own file, and the last one stays.
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+                made = Path(folder) / self.path.name
+                made.write_bytes(content)
+                made.replace(self.path)
+            self._prune()
+        except OSError as error:
+            log.info("the start-up cache %s cannot be written: %s", self.path.parent, error)
+
+    def _prune(self) -> None:
+        entries = self.path.parent.glob("startup-*.json")
+        by_age = sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_age[MAX_ENTRIES:]:
+            path.unlink(missing_ok=True)
