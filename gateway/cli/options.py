@@ -16,7 +16,6 @@ from draftgate.gateway.config import (
     effective_config,
     settings,
 )
-from draftgate.gateway.config.schema import PANELS
 from draftgate.loadgen.command_line import HelpCommand, reason
 
 FAILED: Final = 1
@@ -74,7 +73,6 @@ def config_from(context: typer.Context) -> EffectiveConfig:
 def _setting_options(server: bool) -> list[Any]:
     """Return the options of a command, which Typer makes from the signature of a function."""
     chosen = [setting for setting in settings() if server or not setting.server]
-    chosen.sort(key=lambda setting: PANELS.index(setting.panel) if setting.panel else 0)
     parameters = [*map(_parameter, chosen), _config_file()]
 
     def command(**_values: object) -> None: ...

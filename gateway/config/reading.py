@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Final, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from draftgate.backends.engine.cpu_isa import VARIABLE as CPU_ISA_VARIABLE
-from draftgate.gateway.config.schema import MODEL_PANELS, ServeConfig
+from draftgate.backends.worker_config import WorkerSettings
+from draftgate.gateway.config.schema import MODEL_PANELS, PANELS, ServeConfig
 from draftgate.gateway.config.values import (
     MASK,
     mask_url,
@@ -97,7 +102,7 @@ class Setting:
     @property
     def type(self) -> Any:
         """The type of the value, without its bounds and without None."""
-        return _annotated(self.annotation).__origin__
+        return _parts(self.annotation)[0]
 
     @property
     def server(self) -> bool:
@@ -157,26 +162,42 @@ class EffectiveConfig:
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Return every setting, in the order of the struct."""
+    """Return every setting, in the order of the help page."""
     hints = get_type_hints(ServeConfig, include_extras=True)
-    found = []
-    for field in msgspec.structs.fields(ServeConfig):
-        meta: msgspec.Meta = _annotated(hints[field.name]).__metadata__[0]
-        found.append(
-            Setting(
-                field.name,
-                hints[field.name],
-                field.default,
-                meta.description or "",
-                **(meta.extra or {}),
-            )
+    fields = {field.name: field for field in msgspec.structs.fields(ServeConfig)}
+    texts = _field_docstrings(WorkerSettings) | _field_docstrings(ServeConfig)
+    return tuple(
+        Setting(
+            name,
+            hints[name],
+            fields[name].default,
+            texts[name],
+            panel,
+            **(_parts(hints[name])[1].extra or {}),
         )
-    return tuple(found)
+        for panel, names in PANELS.items()
+        for name in names
+    )
 
 
-def _annotated(annotation: Any) -> Any:
-    """Return `Annotated[T, meta]` from itself, or from `Annotated[T, meta] | None`."""
-    return annotation if hasattr(annotation, "__metadata__") else get_args(annotation)[0]
+def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the docstrings below the fields of a class; Python keeps them in the source only."""
+    (declared,) = ast.parse(inspect.getsource(struct)).body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for field, below in pairwise(declared.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return found
+
+
+def _parts(annotation: Any) -> tuple[Any, msgspec.Meta]:
+    """Return the type of a field without None and bounds, and its metadata."""
+    if get_origin(annotation) in {Union, UnionType}:
+        annotation = get_args(annotation)[0]
+    if hasattr(annotation, "__metadata__"):
+        return annotation.__origin__, annotation.__metadata__[0]
+    return annotation, msgspec.Meta()
 
 
 def _plain(error: ValueError) -> str:

@@ -1,8 +1,8 @@
 """Every setting of a node: one struct, from which flags, environment variables and the file follow.
 
 The field `max_num_seqs` is the flag `--max-num-seqs`, the variable `DRAFTGATE_MAX_NUM_SEQS` and the
-key `max_num_seqs` of the YAML file. Its annotation holds bounds and help. The settings of workers
-are inherited from `backends.worker_config`.
+key `max_num_seqs` of the YAML file. Its type holds the bounds, and its docstring is the help text.
+The settings of workers are inherited from `backends.worker_config`.
 """
 
 from __future__ import annotations
@@ -10,219 +10,113 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Final
 
+from msgspec import Meta
+
 from draftgate.backends.worker_config import (
-    BATCHING,
-    CLUSTER,
-    DEVICES,
-    MODEL,
-    SIMULATOR,
-    SPECULATION,
-    UPSTREAMS,
+    Amount,
+    Count,
+    Share,
+    Size,
     WorkerConfig,
     WorkerSettings,
-    setting,
+    choices,
+    kind,
 )
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
-
-QUEUE: Final = "Queueing and routing"
-HTTP: Final = "HTTP and limits"
-OBSERVABILITY: Final = "Observability"
-
-MODEL_PANELS: Final = (MODEL, SPECULATION, BATCHING, DEVICES, SIMULATOR)
-"""The panels of settings that `draftgate generate` takes too; all others concern the server."""
-
-PANELS: Final = (
-    *(MODEL, HTTP, SPECULATION, BATCHING, QUEUE, DEVICES, CLUSTER, UPSTREAMS, OBSERVABILITY),
-    SIMULATOR,
-)
-"""All panels, in the order of help pages."""
 
 
 class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Every setting of a node."""
 
-    backend: Annotated[
-        str,
-        setting(
-            "What runs requests: engine, sim, openai, peer, or an installed plugin.",
-            MODEL,
-            kind="backend",
-        ),
-    ] = "engine"
-    served_model_name: (
-        Annotated[str, setting("Model name for clients (default: the model's own).", HTTP)] | None
-    ) = None
-    devices: Annotated[
-        tuple[int, ...],
-        setting("Indices of devices, such as 0,1; each runs a worker.", DEVICES, kind="indices"),
-    ] = (0,)
-    decisions_file: (
-        Annotated[
-            str, setting("Append each speculation decision to this JSON lines file.", SPECULATION)
-        ]
-        | None
-    ) = None
-    ordering: Annotated[
-        str,
-        setting(
-            "Ordering policy, which picks the next queued request: fair, edf, fcfs, ...",
-            QUEUE,
-            kind="ordering",
-        ),
-    ] = "fair"
-    admission: Annotated[
-        str,
-        setting(
-            "Admission policy: deadline rejects requests that would finish late; "
-            "also bounded, none, ...",
-            QUEUE,
-            kind="admission",
-        ),
-    ] = "deadline"
-    routing: Annotated[
-        str,
-        setting(
-            "Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity, "
-            "power_of_two, round_robin, weighted:prefix=2,load=1, ...",
-            QUEUE,
-            kind="routing",
-        ),
-    ] = "least_cost"
-    max_queued: Annotated[int, setting("Maximum queued prompts.", QUEUE, ge=0)] = 1024
-    queue_timeout_s: Annotated[
-        float, setting("Maximum time that a request may queue, in seconds.", QUEUE, gt=0)
-    ] = 60.0
-    shed_priority: (
-        Annotated[
-            int,
-            setting(
-                "Reject requests with this priority or a higher number whenever others are queued.",
-                QUEUE,
-            ),
-        ]
-        | None
-    ) = None
-    max_resumes: Annotated[
-        int,
-        setting(
-            "How often a request whose worker is lost may continue on another one.", QUEUE, ge=0
-        ),
-    ] = MOST_RESUMES
-    upstream: Annotated[
-        tuple[str, ...],
-        setting(
-            "Address of a server that runs requests, for the backends openai and peer; repeatable.",
-            UPSTREAMS,
-            kind="urls",
-        ),
-    ] = ()
-    upstream_speculates: Annotated[
-        tuple[str, ...],
-        setting(
-            "An --upstream that drafts for every request; repeatable (default: as metrics say).",
-            UPSTREAMS,
-            kind="urls",
-        ),
-    ] = ()
-    upstream_retry_share: Annotated[
-        float,
-        setting(
-            "Retries allowed, as a share of the upstream requests of the last 10 s.",
-            UPSTREAMS,
-            ge=0,
-            le=1,
-        ),
-    ] = RETRY_SHARE
-    upstream_retries_per_s: Annotated[
-        float,
-        setting("Retries allowed per second in addition to that share.", UPSTREAMS, ge=0),
-    ] = LEAST_PER_S
-    join: (
-        Annotated[
-            str,
-            setting(
-                "Join the cluster of this Redis: redis://HOST:6379, rediss://, "
-                "redis+sentinel://HOST:26379/SERVICE or redis+cluster:// (default: none).",
-                CLUSTER,
-                kind="store",
-            ),
-        ]
-        | None
-    ) = None
-    pool: Annotated[
-        str,
-        setting(
-            "Name of the pool in that Redis; nodes of one pool form a cluster.",
-            CLUSTER,
-            kind="pool",
-        ),
-    ] = "default"
-    no_worker: Annotated[
-        bool, setting("Run only a gateway for the workers of the pool.", CLUSTER)
-    ] = False
-    advertise: (
-        Annotated[
-            str,
-            setting(
-                "Address at which other nodes reach this one, such as http://10.0.0.5:8000 "
-                "(default: where it listens).",
-                CLUSTER,
-                kind="url",
-            ),
-        ]
-        | None
-    ) = None
-    host: Annotated[str, setting("Address to listen on; 0.0.0.0 is every interface.", HTTP)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int, setting("Port to listen on; 0 picks a free one.", HTTP, ge=0, le=65535)
-    ] = 8000
-    api_keys_file: (
-        Annotated[str, setting("YAML file of API keys and their limits.", HTTP)] | None
-    ) = None
-    api_keys: Annotated[
-        tuple[str, ...],
-        setting(
-            "API keys without limits; prefer the environment variable.",
-            HTTP,
-            kind="list",
-            secret=True,
-        ),
-    ] = ()
-    max_body_bytes: Annotated[
-        int, setting("Largest request body, such as 8MiB.", HTTP, kind="bytes", ge=1)
-    ] = 8 << 20
-    drain_timeout_s: Annotated[
-        float, setting("Seconds that open streams get to finish on SIGTERM.", HTTP, ge=0)
-    ] = 30.0
-    log_level: Annotated[
-        str,
-        setting(
-            "Least severity to log.", OBSERVABILITY, choices=("debug", "info", "warning", "error")
-        ),
-    ] = "info"
-    log_format: Annotated[
-        str,
-        setting(
-            "Format of log lines: key=value pairs or JSON.",
-            OBSERVABILITY,
-            choices=("line", "json"),
-        ),
-    ] = "line"
-    otlp_endpoint: (
-        Annotated[
-            str,
-            setting(
-                "Send a trace of each request to this OTLP/HTTP collector, such as "
-                "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none).",
-                OBSERVABILITY,
-                kind="url",
-            ),
-        ]
-        | None
-    ) = None
+    backend: Annotated[str, kind("backend")] = "engine"
+    """What runs requests: engine, sim, openai, peer, or an installed plugin."""
+
+    devices: Annotated[tuple[int, ...], kind("indices")] = (0,)
+    """Indices of devices, such as 0,1; each runs a worker."""
+
+    decisions_file: str | None = None
+    """Append each speculation decision to this JSON lines file."""
+
+    ordering: Annotated[str, kind("ordering")] = "fair"
+    """Ordering policy, which picks the next queued request: fair, edf, fcfs, ..."""
+
+    admission: Annotated[str, kind("admission")] = "deadline"
+    """Admission policy: deadline rejects requests that would finish late; also bounded, none,
+    ..."""
+
+    routing: Annotated[str, kind("routing")] = "least_cost"
+    """Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity,
+    power_of_two, round_robin, weighted:prefix=2,load=1, ..."""
+
+    max_queued: Count = 1024
+    """Maximum queued prompts."""
+
+    queue_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Maximum time that a request may queue, in seconds."""
+
+    shed_priority: int | None = None
+    """Reject requests with this priority or a higher number whenever others are queued."""
+
+    max_resumes: Count = MOST_RESUMES
+    """How often a request whose worker is lost may continue on another one."""
+
+    upstream: Annotated[tuple[str, ...], kind("urls")] = ()
+    """Address of a server that runs requests, for the backends openai and peer; repeatable."""
+
+    upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
+    """An --upstream that drafts for every request; repeatable (default: as metrics say)."""
+
+    upstream_retry_share: Share = RETRY_SHARE
+    """Retries allowed, as a share of the upstream requests of the last 10 s."""
+
+    upstream_retries_per_s: Amount = LEAST_PER_S
+    """Retries allowed per second in addition to that share."""
+
+    join: Annotated[str, kind("store")] | None = None
+    """Join the cluster of this Redis: redis://HOST:6379, rediss://,
+    redis+sentinel://HOST:26379/SERVICE or redis+cluster:// (default: none)."""
+
+    pool: Annotated[str, kind("pool")] = "default"
+    """Name of the pool in that Redis; nodes of one pool form a cluster."""
+
+    no_worker: bool = False
+    """Run only a gateway for the workers of the pool."""
+
+    advertise: Annotated[str, kind("url")] | None = None
+    """Address at which other nodes reach this one, such as http://10.0.0.5:8000 (default: where it
+    listens)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface."""
+
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 picks a free one."""
+
+    served_model_name: str | None = None
+    """Model name for clients (default: the model's own)."""
+
+    api_keys_file: str | None = None
+    """YAML file of API keys and their limits."""
+
+    api_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
+    """API keys without limits; prefer the environment variable."""
+
+    max_body_bytes: Size = 8 << 20
+    """Largest request body, such as 8MiB."""
+
+    drain_timeout_s: Amount = 30.0
+    """Seconds that open streams get to finish on SIGTERM."""
+
+    log_level: Annotated[str, choices("debug", "info", "warning", "error")] = "info"
+    """Least severity to log."""
+
+    log_format: Annotated[str, choices("line", "json")] = "line"
+    """Format of log lines: key=value pairs or JSON."""
+
+    otlp_endpoint: Annotated[str, kind("url")] | None = None
+    """Send a trace of each request to this OTLP/HTTP collector, such as http://127.0.0.1:4318
+    (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)."""
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
         """Return the configurations of this node's workers, one per upstream or device.
@@ -265,3 +159,29 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_PANELS: Final = {
+    "Model": "model backend max_model_len dtype exact",
+    "HTTP and limits": "host port served_model_name api_keys_file api_keys max_body_bytes "
+    "drain_timeout_s",
+    "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
+    "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
+    "Batching": "batching max_num_seqs max_step_tokens",
+    "Queueing and routing": "ordering admission routing max_queued queue_timeout_s shed_priority "
+    "max_resumes",
+    "Devices and memory": "device devices kv_bytes gpu_memory_utilization threads own_process",
+    "Cluster": "join pool no_worker advertise peer_secret_env",
+    "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
+    "upstream_retry_share upstream_retries_per_s",
+    "Observability": "log_level log_format otlp_endpoint",
+    "Simulator": "profile sim_service_ms sim_acceptance",
+}
+
+PANELS: Final = {panel: tuple(names.split()) for panel, names in _PANELS.items()}
+"""The settings under each heading of the help page, in its order."""
+
+MODEL_PANELS: Final = frozenset(
+    {"Model", "Speculation", "Batching", "Devices and memory", "Simulator"}
+)
+"""The panels of settings that `draftgate generate` takes too; all others concern the server."""
