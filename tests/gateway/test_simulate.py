@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,15 @@ from statistics import median
 
 import pytest
 from msgspec import structs
+from rich.console import Console
 from typer.testing import CliRunner
 
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.cli.simulate.conversion import COUNTER, RECORDED, token_ids
-from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
+from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup, run_experiment
 from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
-from draftgate.gateway.cli.simulate.report import as_json, page
+from draftgate.gateway.cli.simulate.report import as_json, page, render
 from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.plan import Load
@@ -266,6 +268,39 @@ def test_command_writes_json_html_and_table(tmp_path) -> None:
         assert policy in result.output
     assert "per CPU second" in result.output
     assert html.read_text().startswith("<!")
+
+
+def test_progress_is_printed_without_a_terminal(tmp_path) -> None:
+    """Each run prints a line when it starts: seeds are named if there are several."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"at_s": 0.0, "prompt_tokens": 40, "output_tokens": 20}))
+    flags = ["--trace", str(trace), "--speculation", "off,auto", "--repeat", "2"]
+    result = CliRunner().invoke(app, ["simulate", *flags])
+    assert result.exit_code == 0, result.output
+    for line in ("run 1 of 4: off, seed 0", "run 4 of 4: auto, seed 1"):
+        assert line in result.output
+
+
+def test_table_fits_80_columns() -> None:
+    """Headers and figures are complete at 80 columns; only a long policy name is folded."""
+    distribution = {"mean": 123.456, "p99": 234.567}
+    summary = {"requests": 1, "valid": True, "errors": {}, "goodput_rps": 1.0, "attainment": 1.0}
+    summary |= {"accepted_tokens_per_s": 123_456.0}
+    summary |= dict.fromkeys(("latency_s", "ttft_s", "tpot_s"), distribution)
+    samples = {"latency_s.mean": [123.0, 124.0, 129.0]}
+    others = {"latency_s.mean": [223.0, 244.0, 229.0]}
+    outcomes = [
+        Outcome("off", [summary], samples=samples),
+        Outcome("a_third_party_policy:with=many,long=options", [summary], samples=others),
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(render(Results(outcomes, 1, 1.0)))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "…" not in text
+    for word in ("latency", "tokens", "TPOT", "SLO", "vs first", "123456", "234567", "±"):
+        assert word in text
 
 
 def test_intervals_have_their_nominal_coverage() -> None:
