@@ -1,4 +1,4 @@
-"""The system's Chromium, driven for tests and screenshots. Never a downloaded one."""
+"""The system's Chromium for tests and screenshots; it is never downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chromium_path() -> str:
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A headless browser; as root it runs without its sandbox, which root cannot have."""
+    """A headless browser, as root without its sandbox."""
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
@@ -58,7 +58,7 @@ class Visit:
         page.on("request", self._watch)
 
     def check(self) -> None:
-        """Fail if anything went wrong or strayed."""
+        """Fail on errors and on requests to other servers."""
         assert (self.problems, self.strangers) == ([], [])
 
     def _note(self, message) -> None:
@@ -72,7 +72,7 @@ class Visit:
 
 @asynccontextmanager
 async def visiting(browser: Browser, url: str, **context) -> AsyncIterator[Visit]:
-    """Open a node's page and wait until it knows its node."""
+    """Open the page of a node and wait until it shows the model."""
     opened = await browser.new_context(**context)
     opened.set_default_timeout(PATIENCE_S * 1e3)
     visit = Visit(await opened.new_page(), url)

@@ -1,4 +1,4 @@
-"""A browser for a module's tests, and the page of a node for each."""
+"""A browser for each module, and the page of a node for each test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ collect_ignore_glob = [] if HAS_PLAYWRIGHT or IN_CI else ["test_*.py"]
 
 @dataclass
 class Scene:
-    """A page, the node it came from, and the worker that the test plays."""
+    """A page, its node, and the worker that the test plays."""
 
     visit: Any
     where: Listening
@@ -31,7 +31,7 @@ class Scene:
         return self.visit.page
 
     def deliver(self, request: GenerationRequest, *deltas: Delta) -> None:
-        """Let the worker finish some steps at once."""
+        """Deliver deltas at once."""
         for delta in deltas:
             self.backend.streams.deliver([(request.request_id, delta)])
 
@@ -47,7 +47,7 @@ async def browser() -> AsyncIterator:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def scene(browser) -> AsyncIterator[Scene]:
-    """The page of a node whose worker the test plays; nothing may go wrong or stray on it."""
+    """The page of a node with a worker that the test plays; the test fails on any page error."""
     from tests.browser.browse import visiting
 
     backend = ScriptedBackend()

@@ -1,4 +1,4 @@
-"""A worker for the page: text in steps whose drafts, prices and proposers a test decides."""
+"""A worker for the page whose steps, drafts, prices and proposers a test sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRONG = " wrong"
 def in_steps(
     tokenizer: Tokenizer, text: str, pattern: Sequence[StepTrace] = PATTERN
 ) -> list[Delta]:
-    """A text as the deltas of steps that go round a pattern; the last one finishes the choice."""
+    """Return a text as deltas of steps that repeat a pattern; the last one ends the choice."""
     ids = tokenizer.encode(text)
     texts = TextStream(tokenizer.decode)
     wrong = tokenizer.encode(WRONG)[0]

@@ -37,7 +37,7 @@ PROMPTS: Final = (
 
 
 async def load(where: Listening) -> None:
-    """Send the changing load, round after round of prompts, until its phases are over."""
+    """Send the changing load until its phases are over."""
     async with httpx.AsyncClient(base_url=where.url, timeout=60.0) as http:
         sent = 0
 
@@ -56,13 +56,13 @@ async def load(where: Listening) -> None:
 
 @asynccontextmanager
 async def engine():
-    """A node with the shipped model, as `draftgate serve` starts it."""
+    """A node with the shipped model and the settings of `draftgate serve`."""
     async with running(backend="engine", threads=1) as where:
         yield where
 
 
 async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> None:
-    """Run the page's own example and take its picture, with the card of a drafted token."""
+    """Run the page's example and save a picture with the card of a drafted token."""
     async with visiting(
         browser, where.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
     ) as visit:
@@ -77,7 +77,7 @@ async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> 
 
 
 async def point_at_a_draft(page: Page) -> None:
-    """Open the card of a step whose draft was accepted in part and leaves the rest in view."""
+    """Open the card of a step whose draft was accepted in part."""
     tokens = page.locator("#said-completion .token")
     card = page.get_by_role("tooltip")
     for index in range(await tokens.count()):

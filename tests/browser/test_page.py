@@ -1,4 +1,4 @@
-"""The live page in a real browser, before a worker whose every step the test decides."""
+"""The live page in a browser, with a worker whose steps the test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def said(scene: Scene, kind: str = "completion"):
 
 
 async def play(scene: Scene, text: str = TEXT) -> list[Delta]:
-    """Press the button and let the worker answer, to the end."""
+    """Press the button and let the worker answer."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     deltas = in_steps(scene.backend.tokenizer, text)
@@ -40,8 +40,8 @@ async def play(scene: Scene, text: str = TEXT) -> list[Delta]:
     return deltas
 
 
-async def test_coloured_tokens_arrive_in_order_and_are_the_text(scene: Scene) -> None:
-    """After each step the page shows exactly the text so far, each token marked by its source."""
+async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
+    """After each step the page shows exactly the text so far."""
     await scene.page.get_by_label("Prompt").fill("class Box:\n")
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
@@ -66,8 +66,8 @@ async def test_coloured_tokens_arrive_in_order_and_are_the_text(scene: Scene) ->
     assert classes[: len(expected)] == expected
 
 
-async def test_a_card_shows_the_step_on_hover_and_on_focus(scene: Scene) -> None:
-    """Drafts with survivals and verdicts, the price, and the reason in words; Escape closes it."""
+async def test_card_shows_the_step_on_hover_and_focus(scene: Scene) -> None:
+    """It has drafts with survivals, price and reason; Escape closes it."""
     await play(scene)
     card = scene.page.get_by_role("tooltip")
     await expect(card).to_be_hidden()
@@ -94,7 +94,7 @@ async def test_a_card_shows_the_step_on_hover_and_on_focus(scene: Scene) -> None
 
 
 async def test_stop_cancels_the_request(scene: Scene) -> None:
-    """The worker is told at once, what came stays on the page, and another run may start."""
+    """The text so far stays on the page, and another run may start."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     first = in_steps(scene.backend.tokenizer, TEXT)[0]
@@ -108,7 +108,7 @@ async def test_stop_cancels_the_request(scene: Scene) -> None:
 
 
 async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
-    """From the skip link to the last run's tokens, without a pointer."""
+    """The test goes from the skip link to the tokens of the run without a pointer."""
     keyboard = scene.page.keyboard
     focused = scene.page.locator("*:focus")
     await keyboard.press("Tab")
@@ -143,7 +143,7 @@ async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
 
 
 async def test_settings_reach_the_worker(scene: Scene) -> None:
-    """Temperature, length, seed, mode and form are those of the request; all of it is traced."""
+    """Temperature, length, seed, mode and format are those of the request, which is traced."""
     page = scene.page
     await page.get_by_label("Temperature").fill("0.5")
     await page.get_by_label("Max tokens").fill("12")
@@ -161,8 +161,8 @@ async def test_settings_reach_the_worker(scene: Scene) -> None:
     await expect(page.locator("#run-state")).to_have_text(DONE)
 
 
-async def test_a_conversation_goes_on(scene: Scene) -> None:
-    """A second message is sent with what was said before; a new conversation forgets it."""
+async def test_second_message_is_sent_with_the_conversation(scene: Scene) -> None:
+    """A new conversation starts without it."""
     page = scene.page
     await page.get_by_role("tab", name="Chat").click()
     prompts = []
@@ -180,8 +180,8 @@ async def test_a_conversation_goes_on(scene: Scene) -> None:
     await expect(page.locator("#said-chat .turn")).to_have_count(0)
 
 
-async def test_figures_of_the_run_are_those_of_the_answer(scene: Scene) -> None:
-    """Tokens, accepted drafts and the decision's reason come from usage and metrics."""
+async def test_statistics_of_the_run_come_from_usage_and_metrics(scene: Scene) -> None:
+    """Tokens, accepted drafts and the reason are shown."""
     deltas = await play(scene)
     outcome = deltas[-1].outcome
     tokens = sum(len(delta.token_ids) for delta in deltas)
@@ -193,8 +193,8 @@ async def test_figures_of_the_run_are_those_of_the_answer(scene: Scene) -> None:
     await expect(scene.page.locator("#reason")).to_contain_text(decision.plan.reason)
 
 
-async def test_charts_move_and_say_what_they_show(scene: Scene) -> None:
-    """A run changes the lines, and each line's latest value is in its text alternative."""
+async def test_charts_are_updated_and_have_text_alternatives(scene: Scene) -> None:
+    """Each text alternative has the latest values."""
     live, charts = scene.where.node.live, scene.page.locator("#charts svg")
     await expect(charts).to_have_count(9)
     live.take()
@@ -213,8 +213,8 @@ async def test_charts_move_and_say_what_they_show(scene: Scene) -> None:
         await expect(chart).to_have_count(1)
 
 
-async def test_what_moves_can_be_paused(scene: Scene) -> None:
-    """While paused no sample is drawn; afterwards those that came are."""
+async def test_charts_can_be_paused(scene: Scene) -> None:
+    """The samples received meanwhile are drawn afterwards."""
     live = scene.where.node.live
     live.take()
     button, line = scene.page.get_by_role("button", name="Pause"), scene.page.locator(".line").first
@@ -231,7 +231,7 @@ async def test_what_moves_can_be_paused(scene: Scene) -> None:
 
 
 async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
-    """The newest first, with policy, proposer, cap, price, reason and load; or the last run's."""
+    """The table is newest first and can be limited to the last run."""
     rows = scene.page.locator("#decisions tr")
     await play(scene)
     await expect(rows).to_have_count(1)
@@ -250,8 +250,8 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
     await expect(rows).to_contain_text(decision.request_id[:8])
 
 
-async def test_a_refusal_is_shown_in_the_nodes_words(scene: Scene) -> None:
-    """What the node says stands on the page as an alert, and the box can be used again."""
+async def test_refusal_is_shown_as_an_alert(scene: Scene) -> None:
+    """The form can be used again."""
     await scene.page.get_by_label("Max tokens").fill("9999")
     await scene.page.get_by_role("button", name="Generate").click()
     await expect(scene.page.get_by_role("alert")).to_contain_text("fit, not")
@@ -261,8 +261,8 @@ async def test_a_refusal_is_shown_in_the_nodes_words(scene: Scene) -> None:
     await expect(scene.page.get_by_role("alert")).to_be_hidden()
 
 
-async def test_a_message_without_an_answer_can_be_sent_again(scene: Scene) -> None:
-    """A refused message goes back into its field, and is no part of the conversation."""
+async def test_refused_message_returns_to_its_field(scene: Scene) -> None:
+    """It is not part of the conversation."""
     page, message = scene.page, scene.page.get_by_label("Message")
     await page.get_by_role("tab", name="Chat").click()
     await page.get_by_label("Max tokens").fill("9999")
@@ -278,8 +278,8 @@ async def test_a_message_without_an_answer_can_be_sent_again(scene: Scene) -> No
     scene.visit.problems.clear()  # browsers log every 400
 
 
-async def test_a_worker_that_breaks_is_told(scene: Scene) -> None:
-    """An error event ends the run with its message; what came before stays."""
+async def test_worker_failure_is_shown(scene: Scene) -> None:
+    """The text before the failure stays."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     first = in_steps(scene.backend.tokenizer, TEXT)[0]
@@ -289,8 +289,8 @@ async def test_a_worker_that_breaks_is_told(scene: Scene) -> None:
     await expect(scene.page.get_by_role("alert")).to_contain_text("the device is gone")
 
 
-async def test_a_missing_key_is_explained(scene: Scene) -> None:
-    """A 401 tells how a browser gives a key."""
+async def test_missing_key_is_explained(scene: Scene) -> None:
+    """The message says how to enter the key."""
     answer = {"error": {"message": "no key", "type": "x", "param": None, "code": None}}
     await scene.page.route(
         "**/v1/completions", lambda route: route.fulfill(status=401, body=json.dumps(answer))
@@ -300,8 +300,8 @@ async def test_a_missing_key_is_explained(scene: Scene) -> None:
     scene.visit.problems.clear()  # browsers log every 401
 
 
-async def test_a_page_that_is_left_frees_its_request(scene: Scene) -> None:
-    """Closing the tab is a disconnect like any other."""
+async def test_closing_the_page_frees_its_request(scene: Scene) -> None:
+    """Closing the tab is a disconnect."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     await scene.page.close()

@@ -1,4 +1,4 @@
-"""Text and tokens on the page: `align.js` cuts what came at the borders of tokens."""
+"""`align.js`: text is cut at the borders of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STREAMS = 300
 
 
 def chunks_of(tokenizer: Tokenizer, text: str, rng: random.Random, stop: str) -> list[dict]:
-    """A text as chunks of a stream, of random steps, with what the stop text holds back."""
+    """Return a text as chunks of random steps, with text held back for stop strings."""
     ids, texts = tokenizer.encode(text), TextStream(tokenizer.decode, (stop,))
     chunks: list[dict[str, Any]] = []
     while ids and not texts.stopped:
@@ -42,8 +42,8 @@ def chunks_of(tokenizer: Tokenizer, text: str, rng: random.Random, stop: str) ->
     return chunks
 
 
-async def test_nothing_is_lost_or_doubled(scene: Scene) -> None:
-    """Whatever is held back, split over tokens or cut off, the pieces join to the chunks' text."""
+async def test_pieces_join_to_the_text_of_the_chunks(scene: Scene) -> None:
+    """Text that is held back, split or cut off is neither lost nor doubled."""
     rng = random.Random(8)
     tokenizer = scene.backend.tokenizer
     texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 40))) for _ in range(STREAMS)]
@@ -54,8 +54,8 @@ async def test_nothing_is_lost_or_doubled(scene: Scene) -> None:
             assert all(text for text, _ in cut)
 
 
-async def test_whole_characters_are_cut_at_their_tokens(scene: Scene) -> None:
-    """Where every token is text by itself, each piece is one token of its own step."""
+async def test_each_token_with_whole_characters_is_one_piece(scene: Scene) -> None:
+    """The piece belongs to the token's own step."""
     rng = random.Random(9)
     tokenizer = scene.backend.tokenizer
     texts = ["".join(rng.choices("ab (\n.=x'", k=rng.randint(1, 60))) for _ in range(STREAMS)]
@@ -77,8 +77,8 @@ async def test_whole_characters_are_cut_at_their_tokens(scene: Scene) -> None:
         ([{"text": "ab", "steps": [["a", "<|end|>", "b"]]}], [["a", 0], ["b", 0]]),
     ],
 )
-async def test_cases_by_hand(scene: Scene, chunks: list[dict], pieces: list) -> None:
-    """Untold text, held-back text, a stripped space, half characters, tokens without text."""
+async def test_special_cases(scene: Scene, chunks: list[dict], pieces: list) -> None:
+    """Unknown steps, held-back text, a stripped space, split characters, empty tokens."""
     number = 0
     for chunk in chunks:
         told = []

@@ -1,4 +1,4 @@
-"""The page for everybody: names, landmarks, contrasts in light and dark, narrow screens, motion."""
+"""Accessibility of the page: names, landmarks, contrasts, narrow screens, reduced motion."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ async def play(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_everything_can_be_read_in_light_and_dark(scene: Scene, scheme: str) -> None:
-    """Text has 4.5:1 on its ground and lines that carry meaning 3:1, the card's included."""
+async def test_contrast_is_sufficient_in_light_and_dark(scene: Scene, scheme: str) -> None:
+    """Text has 4.5:1 and meaningful lines have 3:1, also on the card."""
     await scene.page.emulate_media(color_scheme=scheme)
     await play(scene)
     scene.where.node.live.take()
@@ -123,8 +123,8 @@ async def test_everything_can_be_read_in_light_and_dark(scene: Scene, scheme: st
     assert [item for item in found["graphics"] if item[1] < LEAST_GRAPHIC_CONTRAST] == []
 
 
-async def test_the_schemes_differ(scene: Scene) -> None:
-    """The page follows the system from light to dark and back."""
+async def test_page_follows_the_systems_colour_scheme(scene: Scene) -> None:
+    """The colours change from light to dark and back."""
     grounds = []
     for scheme in ("light", "dark", "light"):
         await scene.page.emulate_media(color_scheme=scheme)
@@ -134,8 +134,8 @@ async def test_the_schemes_differ(scene: Scene) -> None:
     assert grounds[0] == grounds[2] != grounds[1]
 
 
-async def test_sources_differ_by_more_than_colour(scene: Scene) -> None:
-    """Each source in the legend has an underline of its own style; the target's has none."""
+async def test_sources_differ_by_underline_too(scene: Scene) -> None:
+    """The target's tokens have no underline."""
     styles = await scene.page.locator("#legend .token").evaluate_all(
         "spans => spans.map((span) => { const s = getComputedStyle(span);"
         " return s.textDecorationLine === 'none' && !span.matches('.from-untold')"
@@ -144,14 +144,14 @@ async def test_sources_differ_by_more_than_colour(scene: Scene) -> None:
     assert len(styles) == len(set(styles)) == 7
 
 
-async def test_everything_has_a_name(scene: Scene) -> None:
-    """Labels, alternatives and references are there, and the order of focus is the page's."""
+async def test_all_controls_have_accessible_names(scene: Scene) -> None:
+    """References are valid, and the focus order is the order of the page."""
     await play(scene)
     assert await scene.page.evaluate(NAMELESS) == []
 
 
-async def test_the_page_has_landmarks_and_headings(scene: Scene) -> None:
-    """Who listens finds a banner, one main part, its named regions, and headings in order."""
+async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
+    """There is a banner, one main region with named sections, and headings in order."""
     page = scene.page
     await expect(page.get_by_role("banner")).to_have_count(1)
     await expect(page.get_by_role("main")).to_have_count(1)
@@ -163,8 +163,8 @@ async def test_the_page_has_landmarks_and_headings(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 768, 1020, 1440])
-async def test_nothing_is_cut_off(scene: Scene, width: int) -> None:
-    """The page never scrolls sideways, with an answer and its card on it."""
+async def test_page_never_scrolls_sideways(scene: Scene, width: int) -> None:
+    """This includes an answer and its card."""
     await scene.page.set_viewport_size({"width": width, "height": 800})
     await play(scene)
     for spot in ("first", "last"):
@@ -176,8 +176,8 @@ async def test_nothing_is_cut_off(scene: Scene, width: int) -> None:
         assert box["x"] + box["width"] <= width
 
 
-async def test_who_wants_no_motion_gets_none(scene: Scene) -> None:
-    """With reduced motion nothing is animated and nothing moves over."""
+async def test_reduced_motion_disables_animations(scene: Scene) -> None:
+    """No element has an animation or a transition."""
     await scene.page.emulate_media(reduced_motion="reduce")
     await play(scene)
     moving = await scene.page.evaluate(
@@ -189,8 +189,8 @@ async def test_who_wants_no_motion_gets_none(scene: Scene) -> None:
     assert moving == 0
 
 
-async def test_focus_can_be_seen(scene: Scene) -> None:
-    """Every stop of the Tab key shows a ring."""
+async def test_focus_is_visible(scene: Scene) -> None:
+    """Every stop of the Tab key has a ring."""
     await play(scene)
     await scene.page.locator("#prompt").focus()
     for _ in range(11):  # to the last one, the table

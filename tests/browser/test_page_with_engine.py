@@ -1,4 +1,4 @@
-"""The live page before the real engine and the shipped model, and before the simulator."""
+"""The live page with the real engine and the shipped model, and with the simulator."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DONE = re.compile("^Done in")
 
 
 @pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
-async def test_a_prompt_is_answered_and_charts_move(browser, settings) -> None:
-    """The page shows the text that the same request gives any client, and draws its figures."""
+async def test_page_shows_the_answer_and_updates_charts(browser, settings) -> None:
+    """The text equals that of the same request by another client."""
     async with running(**settings) as where, visiting(browser, where.url) as visit:
         page, live = visit.page, where.node.live
         live.take()
@@ -46,7 +46,7 @@ async def test_a_prompt_is_answered_and_charts_move(browser, settings) -> None:
 
 @pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
 async def test_drafted_tokens_are_marked(browser, settings) -> None:
-    """Accepted drafts bear their proposer's mark, as many as the answer's figures say."""
+    """The number of marked tokens equals the accepted tokens in the answer's metrics."""
     async with running(**settings) as where, visiting(browser, where.url) as visit:
         page = visit.page
         await page.get_by_label("Speculation").select_option("ngram")

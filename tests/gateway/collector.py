@@ -1,4 +1,4 @@
-"""An OTLP/HTTP collector that a test runs, and the spans it was sent."""
+"""An OTLP/HTTP collector for tests, and the spans that it received."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 @dataclass(frozen=True)
 class Sent:
-    """A span as it came over the wire."""
+    """A span as it was received."""
 
     span: Span
     resource: dict[str, Any]
@@ -47,7 +47,7 @@ class Sent:
         return [event.name for event in self.span.events]
 
     def attributes_of(self, event: str) -> dict[str, Any]:
-        """What the only event of that name says."""
+        """The attributes of the only event of that name."""
         (found,) = (one for one in self.span.events if one.name == event)
         return _plain(found.attributes)
 
@@ -56,14 +56,14 @@ class Sent:
         return self.span.status.code == Status.STATUS_CODE_ERROR
 
     def within(self, other: Sent) -> bool:
-        """Whether it runs while the other one does."""
+        """Whether it runs only while the other one runs."""
         begin_ns, end_ns = self.span.start_time_unix_nano, self.span.end_time_unix_nano
         outer = other.span
         return outer.start_time_unix_nano <= begin_ns <= end_ns <= outer.end_time_unix_nano
 
 
 class Collector:
-    """What was sent, in the order of its coming."""
+    """The received spans, in order."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -91,7 +91,7 @@ class Collector:
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[Collector]:
-    """Take spans at `/v1/traces` of a free port of this machine."""
+    """Accept spans at `/v1/traces` on a free port of this machine."""
     collector = Collector()
     app = web.Application()
     app.add_routes([web.post("/v1/traces", collector.take)])

@@ -1,4 +1,4 @@
-"""What takes long runs beside the event loop: nothing large is worked on in its thread."""
+"""Long work runs beside the event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LONG = MEGABYTE // 8
 
 
 class ThreadWatch:
-    """Notes for calls of wrapped functions how large their work was, and in which thread."""
+    """Records the size of the work of wrapped functions, and the thread it ran in."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -51,7 +51,7 @@ class ThreadWatch:
         self.large: list[tuple[str, int]] = []
 
     def wrap(self, owner: Any, name: str, size: Callable[..., int]) -> None:
-        """Watch a function; `size` is asked about its arguments and its result, the last one."""
+        """Watch a function; `size` gets its arguments and, last, its result."""
         wrapped = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class ThreadWatch:
         self._monkeypatch.setattr(owner, name, watched)
 
     def names(self) -> set[str]:
-        """Return what large work was done; fails if any of it was in the loop's thread."""
+        """Return the functions that did large work; fails if any of it ran in the loop's thread."""
         assert self.loop not in {thread for _, thread in self.large}, self.large
         return {name for name, _ in self.large}
 
@@ -74,7 +74,7 @@ def _size(value: Any) -> int:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> ThreadWatch:
-    """Watch everything that can take long between a body and its answer."""
+    """Watch everything that may take long between a body and its answer."""
     found = ThreadWatch(monkeypatch)
     largest = lambda *values: max(map(_size, values))  # noqa: E731 - as short as its meaning
     for owner, name in (
@@ -109,21 +109,21 @@ IDS = [1000 + n % 1000 for n in range(MEGABYTE // 6)]
         ("/detokenize", {"tokens": IDS}, {"decode"}),
     ],
 )
-async def test_a_megabyte_is_worked_on_beside_the_loop(
+async def test_megabyte_body_is_processed_in_other_threads(
     watch: ThreadWatch, sim: Listening, http: httpx.AsyncClient, path, body, worked
 ) -> None:
-    """Parsing, templates, tokenising, spelling and large answers run in other threads."""
+    """Parsing, templates, tokenising and rendering run in other threads."""
     answer = await http.post(path, json=body)
     assert answer.status_code in {200, 400}  # too long a prompt is refused, but only once counted
     assert worked <= watch.names()
 
 
 class CallCount:
-    """Counts the functions, in Python and C, that each callback of this thread's loop calls.
+    """Counts the Python and C functions that each callback of this thread's loop calls.
 
     Attributes:
-        most: calls of one callback.
-        last: the function that the longest callback was in when it was found to be longest.
+        most: calls of the longest callback.
+        last: the function that the longest callback called when its count became the highest.
     """
 
     def __init__(self) -> None:
@@ -167,13 +167,13 @@ STREAMS = 8
         ("/detokenize", {"tokens": IDS}),
     ],
 )
-async def test_a_megabyte_beside_live_streams_makes_no_long_callback(
+async def test_megabyte_body_beside_streams_makes_no_long_callback(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """New or known to the cache, a megabyte's request leaves each callback of the loop short.
+    """New or cached, a request of a megabyte keeps each callback of the loop short.
 
-    Calls are counted, which no machine changes. That what is worked on within a single call of C is
-    short, too, or beside the loop, is what the tests around this one are for.
+    The test counts calls, because their number does not depend on the machine. The other tests
+    here check the work within single calls of C functions.
     """
     counted = CallCount()
     settings = {"model": str(long_model(tmp_path)), "profile": str(paced_profile(tmp_path))}
@@ -192,10 +192,10 @@ async def test_a_megabyte_beside_live_streams_makes_no_long_callback(
     assert counted.most < MOST_CALLS, counted.last
 
 
-async def test_small_requests_wait_for_no_thread(
+async def test_small_bodies_are_parsed_in_the_loop(
     monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
 ) -> None:
-    """A body below the bound is parsed where it arrives: a thread would cost it latency."""
+    """A thread would add latency."""
     seen: list[int] = []
     decode = validation.decode
 
@@ -209,11 +209,10 @@ async def test_small_requests_wait_for_no_thread(
     assert seen[0] == threading.get_ident() != seen[1]
 
 
-async def test_long_prompts_are_checked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker looks at each of their tokens, and the fingerprint at each byte, in a thread.
-
-    The blocks of the prompt are hashed there, too, once for all.
-    """
+async def test_long_prompts_are_checked_and_hashed_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks, fingerprint and block hashes run in a thread; the blocks are hashed once."""
     found = ThreadWatch(monkeypatch)
     found.wrap(placement, "extend_chain", lambda *values: len(values[2]))
     found.wrap(context, "fingerprint", lambda _tenant, body, _result: len(body))
@@ -231,10 +230,10 @@ async def test_long_prompts_are_checked_beside_the_loop(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_with_logprobs_are_spelled_beside_the_loop(
+async def test_answers_with_many_logprobs_are_rendered_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """500 tokens with 20 alternatives each, whole or merged, become JSON in a thread."""
+    """The test has 500 tokens with 20 alternatives each, whole and merged."""
     found = ThreadWatch(monkeypatch)
     found.wrap(rendering, "encode", lambda *values: LONG * (_size(values[-1]) > 100_000))
     backend = ScriptedBackend()
@@ -250,8 +249,8 @@ async def test_answers_with_logprobs_are_spelled_beside_the_loop(
     assert found.names() == {"encode"}
 
 
-async def test_grammars_are_compiled_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema of thousands of fields is compiled in a thread, and only looked up in the loop's."""
+async def test_grammars_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema with hundreds of fields is only looked up in the loop's thread."""
     pytest.importorskip("llguidance")
     found = ThreadWatch(monkeypatch)
     found.wrap(grammar.LlGrammars, "_compile", lambda *_: LONG)
@@ -275,8 +274,8 @@ async def test_grammars_are_compiled_beside_the_loop(monkeypatch: pytest.MonkeyP
     assert found.names() == {"_compile"}
 
 
-async def test_collections_pass_over_what_the_start_left(sim: Listening) -> None:
-    """Modules, vocabularies and models are not walked through again beside the streams."""
+async def test_garbage_collection_skips_objects_of_the_start(sim: Listening) -> None:
+    """Modules, vocabularies and models are frozen."""
     thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     try:
         settle_interpreter()

@@ -1,4 +1,4 @@
-"""How events leave: framed as the client's HTTP version asks, and no faster than it reads."""
+"""Framing and back-pressure of event streams."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DELTAS, CHARACTERS = 128, 1 << 18
 """32 MB: several times what the sockets of both ends hold."""
 
 
-async def test_a_client_of_http_1_0_gets_plain_events(sim: Listening) -> None:
-    """It knows no chunks: events come bare, and the end of the connection is their end."""
+async def test_http_1_0_client_gets_events_without_chunks(sim: Listening) -> None:
+    """The end of the connection ends the stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
     body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
     writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -25,8 +25,8 @@ async def test_a_client_of_http_1_0_gets_plain_events(sim: Listening) -> None:
     assert sent.endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_reader_that_stops_is_waited_for() -> None:
-    """What it does not take waits, merged; once it reads, nothing is missing."""
+async def test_stopped_reader_loses_nothing() -> None:
+    """Its deltas are merged and sent once it reads again."""
     backend = ScriptedBackend()
     async with running(backends=[backend]) as where:
         asked = {"prompt": "a", "max_tokens": 400, "stream": True}
@@ -58,7 +58,7 @@ def _text(number: int) -> str:
 
 
 def _body(got: bytes) -> str:
-    """Return what the chunks of an answer hold."""
+    """Return the content of the chunks of an answer."""
     left, body = got.partition(b"\r\n\r\n")[2], b""
     while left:
         size, _, left = left.partition(b"\r\n")

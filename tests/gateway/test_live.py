@@ -1,4 +1,4 @@
-"""`/live`: samples of the node, figures of the last minute, and the page's files."""
+"""`/live`: samples of the node, values of the last minute, and the files of the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = WorkerLoad(3, 2, 6, 8, 0.2, 0.5, ("ngram",))
 
 
 class Clock:
-    """Seconds, as a test says."""
+    """Seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -39,7 +39,7 @@ def live_of(loads: Sequence[WorkerLoad | None], recent: Recent | None = None) ->
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_nearest_ranks(values: list[float]) -> None:
-    """Each is a value of the list, with at least its share of the values at or below it."""
+    """Each percentile is a value of the list with at least its share at or below it."""
     found = percentiles(values)
     assert found is not None
     for share, value in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99)):
@@ -48,8 +48,8 @@ def test_percentiles_are_nearest_ranks(values: list[float]) -> None:
         assert sum(one < value for one in values) < share * len(values)
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
-    """A figure counts for a minute, and then there is none rather than a zero."""
+def test_old_values_are_dropped() -> None:
+    """After a minute there is no value rather than a zero."""
     clock = Clock()
     recent = Recent(clock)
     recent.add_ttft(0.5)
@@ -60,16 +60,16 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert recent.ttft_s() is recent.tpot_s() is recent.chosen_k() is None
 
 
-def test_a_busy_minute_takes_bounded_memory() -> None:
-    """Of more values than are kept, the latest are."""
+def test_number_of_kept_values_is_bounded() -> None:
+    """The latest values are kept."""
     recent = Recent(Clock())
     for value in range(3 * MOST_KEPT):
         recent.add_ttft(value)
     assert recent.ttft_s().p50 == 2 * MOST_KEPT + MOST_KEPT // 2 - 1
 
 
-async def test_workers_are_summed_or_averaged() -> None:
-    """Counts and blocks of all workers that are well add up; price and acceptance are means."""
+async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
+    """Failed workers are left out."""
     other = WorkerLoad(1, 0, 2, 8, 0.4, 0.7, ())
     live = live_of([LOAD, None, other])
     live.take()
@@ -82,8 +82,8 @@ async def test_workers_are_summed_or_averaged() -> None:
     assert sample["workers"] == 2
 
 
-async def test_rates_are_of_the_last_seconds() -> None:
-    """Tokens and requests count from five samples ago on."""
+async def test_rates_are_over_the_last_seconds() -> None:
+    """Tokens and requests count over the last five samples."""
     clock, recent = Clock(), Recent()
     live = Live(lambda: [LOAD], recent, now_s=clock)
     for second in range(8):
@@ -96,8 +96,8 @@ async def test_rates_are_of_the_last_seconds() -> None:
     assert json.loads(samples[-1])["requests_per_s"] == 1.0
 
 
-async def test_a_reader_gets_what_is_kept_and_then_each_new_sample() -> None:
-    """Nothing comes twice; a reader that fell far behind gets what is still there."""
+async def test_reader_gets_kept_samples_then_each_new_one() -> None:
+    """No sample is sent twice; a reader that fell behind gets those still kept."""
     live = live_of([LOAD])
     for _ in range(KEPT + 5):
         live.take()
@@ -112,7 +112,7 @@ async def test_a_reader_gets_what_is_kept_and_then_each_new_sample() -> None:
 
 
 async def test_readers_end_with_the_node() -> None:
-    """Whoever waits is told that nothing follows."""
+    """Waiting readers get an empty list."""
     live = live_of([LOAD])
     waiting = asyncio.ensure_future(live.after(0))
     await asyncio.sleep(0)
@@ -120,8 +120,8 @@ async def test_readers_end_with_the_node() -> None:
     assert await waiting == (0, [])
 
 
-async def test_without_a_worker_there_is_no_sample() -> None:
-    """A node that loads, or whose workers are all broken, has no figures to draw."""
+async def test_no_sample_is_taken_without_a_worker() -> None:
+    """This holds for a node that loads, and for one whose workers have failed."""
     live = live_of([None])
     live.take()
     live.close()
@@ -129,8 +129,8 @@ async def test_without_a_worker_there_is_no_sample() -> None:
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(1, 4), (2, 2)])
-async def test_the_stream_begins_with_the_kept_samples(interval: int, expected: int) -> None:
-    """A page that opens has lines at once; with an interval, one of so many samples."""
+async def test_stream_begins_with_the_kept_samples(interval: int, expected: int) -> None:
+    """With an interval, only every Nth of them is sent."""
     async with running() as where, client(where) as http:
         live = where.node.live
         await until(lambda: live._taken >= 1)
@@ -147,8 +147,8 @@ async def test_the_stream_begins_with_the_kept_samples(interval: int, expected: 
     assert samples == sorted(samples, key=lambda sample: sample["at_s"])
 
 
-async def test_an_open_page_does_not_hold_up_the_stop() -> None:
-    """When the node stops, the stream of samples ends in order, not by being cut."""
+async def test_open_page_does_not_delay_the_shutdown() -> None:
+    """The stream of samples ends in order."""
     async with running() as where, client(where) as http:
         request = http.build_request("GET", "/live")
         response = await http.send(request, stream=True)
@@ -159,8 +159,10 @@ async def test_an_open_page_does_not_hold_up_the_stop() -> None:
 
 
 @pytest.mark.parametrize("interval", ["0", "61", "x", "-1", "1.5", "9999999999"])
-async def test_a_bad_interval_is_refused(http: httpx.AsyncClient, interval: str) -> None:
-    """The parameter is named."""
+async def test_invalid_interval_is_refused_and_named(
+    http: httpx.AsyncClient, interval: str
+) -> None:
+    """The error names the parameter."""
     response = await http.get("/live", params={"interval": interval})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "interval"
@@ -171,8 +173,8 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-async def test_every_file_of_the_page_is_served(http: httpx.AsyncClient, name: str) -> None:
-    """With its type, a policy that allows our own only, and a tag that saves the second copy."""
+async def test_page_files_have_type_policy_and_etag(http: httpx.AsyncClient, name: str) -> None:
+    """The policy allows the node's own resources only."""
     url = "/" if name == "index.html" else f"/web/{name}"
     response = await http.get(url)
     assert response.status_code == 200
@@ -184,13 +186,13 @@ async def test_every_file_of_the_page_is_served(http: httpx.AsyncClient, name: s
 
 
 @pytest.mark.parametrize("name", ["missing.js", "..%2Fapp.py", "%2e%2e%2fapp.py", "app.py", "."])
-async def test_nothing_else_is_served(http: httpx.AsyncClient, name: str) -> None:
-    """Names lead to the page's own files and nowhere else."""
+async def test_other_names_below_web_are_404(http: httpx.AsyncClient, name: str) -> None:
+    """Names lead to the page's own files only."""
     assert (await http.get(f"/web/{name}")).status_code == 404
 
 
-def test_the_page_names_nothing_beyond_its_node() -> None:
-    """No file holds an address of another host, an inline script, or an inline style."""
+def test_page_has_no_foreign_addresses_and_no_inline_code() -> None:
+    """This holds for every file of the page."""
     for path in WEB.iterdir():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"(?:src|href|from|url\(|import\()\s*=?\s*[\"']?(?:https?:)?//", text)
@@ -198,8 +200,8 @@ def test_the_page_names_nothing_beyond_its_node() -> None:
         assert "innerHTML" not in text
 
 
-async def test_a_request_moves_the_figures(sim: Listening, http: httpx.AsyncClient) -> None:
-    """After a request the next sample has its times, its tokens and its drafts."""
+async def test_request_appears_in_the_next_sample(sim: Listening, http: httpx.AsyncClient) -> None:
+    """The sample has its latencies, tokens and drafts."""
     live = sim.node.live
     live.take()
     answer = await http.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 8})

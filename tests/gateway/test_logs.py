@@ -1,4 +1,4 @@
-"""Logs: one line per event, of one form, that says which request it is about and no text of it."""
+"""Logs: one line per event, with the request's id and none of its text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.gateway.harness import ScriptedBackend, client, port_of, running
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
 
 
-async def test_logs_have_the_request_and_not_its_text(
+async def test_log_line_has_the_request_and_not_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One line per request with its id and figures; the prompt and the answer stay out."""
+    """Each request has one line with its id and figures."""
     logger = logging.getLogger("draftgate")
     with caplog.at_level(logging.INFO, logger="draftgate"):
         async with running() as where, client(where) as http:
@@ -51,10 +51,10 @@ async def test_logs_have_the_request_and_not_its_text(
     assert "\n" not in line
 
 
-async def test_a_refusal_is_logged_without_what_it_quotes(
+async def test_refusal_is_logged_without_its_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The client reads what was wrong with its words; the log has the parameter and the kind."""
+    """The log has the parameter and the error type, because the message quotes the request."""
     body = {"messages": [{"role": "tell nobody", "content": "x"}]}
     with caplog.at_level(logging.INFO, logger="draftgate"):
         async with running() as where, client(where) as http:
@@ -73,14 +73,14 @@ def record_of(fields: dict[str, object], error: BaseException | None = None) -> 
     return record
 
 
-def test_a_log_line_stays_one_line() -> None:
-    """Values with quotes and line breaks cannot forge a second line."""
+def test_values_cannot_forge_a_second_line() -> None:
+    """Quotes and line breaks are escaped."""
     record = record_of({"a": 'x"\ny', "b": None, "c": 1.5})
     assert LineFormatter().format(record).endswith(r'INFO event a="x\"\ny" c=1.5')
 
 
-def test_a_json_line_is_one_object_whatever_it_holds() -> None:
-    """Line breaks, numbers that JSON does not have, objects and tracebacks: one line, parsable."""
+def test_json_line_is_one_object() -> None:
+    """Line breaks, infinite numbers, objects and tracebacks stay on one parsable line."""
     fields = {"a": 'x"\ny\udc80', "b": None, "c": math.inf, "d": 1.5, "e": KeyError("k"), "f": True}
     line = JsonFormatter().format(record_of(fields, ValueError("two\nlines")))
     assert "\n" not in line
@@ -95,7 +95,7 @@ def test_a_json_line_is_one_object_whatever_it_holds() -> None:
 
 @pytest.fixture
 def own_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test configures is undone."""
+    """Undo the logging configuration of a test."""
     for name in ("draftgate", "aiohttp", "asyncio", "opentelemetry"):
         logger = logging.getLogger(name)
         for attribute in ("handlers", "propagate", "level"):
@@ -104,10 +104,8 @@ def own_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_loggers")
 @pytest.mark.parametrize("form", ["line", "json"])
-def test_the_form_is_a_setting_and_holds_for_libraries_too(
-    capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    """`--log-format` decides the form of all lines on stderr, one for each event."""
+def test_log_format_applies_to_libraries_too(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """`--log-format` sets the format of all lines on stderr."""
     configure("error", "line")
     configure("info", form)
     log(logging.INFO, "hello", a=1)
@@ -123,10 +121,10 @@ def test_the_form_is_a_setting_and_holds_for_libraries_too(
 
 
 @pytest.mark.usefixtures("own_loggers")
-async def test_what_is_no_http_leaves_nothing_in_the_log(
+async def test_malformed_http_is_not_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Bytes that are no request get their 400, and nobody's traceback fills the log."""
+    """The client gets a 400, and no traceback fills the log."""
     async with running() as where:
         configure("info")
         for sent in (b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
@@ -137,8 +135,8 @@ async def test_what_is_no_http_leaves_nothing_in_the_log(
     assert capsys.readouterr().err == ""
 
 
-async def test_every_line_within_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:
-    """Also in its tasks; nothing of one request is on the lines of another, or outside."""
+async def test_log_lines_of_a_request_have_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    """Lines of its tasks have it too; lines of other requests do not."""
 
     async def request(name: str) -> None:
         with about_request(id=name):
@@ -157,8 +155,10 @@ async def test_every_line_within_a_request_names_it(caplog: pytest.LogCaptureFix
     assert told == [{"id": "a", "tenant": "A"}, {"id": "b", "tenant": "B"}, {}]
 
 
-async def test_a_traced_request_logs_its_trace(caplog: pytest.LogCaptureFixture) -> None:
-    """From a log line one finds the trace: the line of the end and that of an error have its id."""
+async def test_log_lines_of_a_traced_request_have_the_trace_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The line at the end and the line of an error have it."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     broken = ScriptedBackend()

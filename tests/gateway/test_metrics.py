@@ -1,4 +1,4 @@
-"""Figures: declared once, told in several dialects, bounded whoever calls."""
+"""Metrics: defined once, shown under several names, bounded in number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEMCONV = {
 
 
 class Clock:
-    """Time that a test moves."""
+    """Time that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -42,14 +42,14 @@ class Clock:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """Figures of a node without workers."""
+    """The metrics of a node without workers."""
     return Metrics(list, lambda: "m")
 
 
 def samples(
     metrics: Metrics, accept: str = ""
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by name and labels, but for the model's name."""
+    """Every sample by name and labels, without the model's name."""
     write, content_type = metrics.page(accept)
     read: Any = read_openmetrics if "openmetrics" in content_type else read_text
     return {
@@ -66,7 +66,7 @@ def _labels(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def total(found: dict[Any, float], name: str, **labels: str) -> float:
-    """The sum of a name's samples that have these labels."""
+    """The sum of the samples of a name with these labels."""
     return sum(v for (n, has), v in found.items() if n == name and set(labels.items()) <= set(has))
 
 
@@ -74,8 +74,8 @@ def watched(metrics: Metrics, clock: Clock) -> RequestWatch:
     return RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion", clock)
 
 
-def test_every_name_is_declared_once_with_help_and_unit() -> None:
-    """No two figures share a name, in any dialect; each says what it is and in what unit."""
+def test_every_name_is_defined_once_with_help_and_unit() -> None:
+    """No two metrics share a name."""
     names = [name for figure in METRICS for name in (figure.name, *figure.aliases)]
     assert len(names) == len(set(names))
     assert all(figure.text and figure.unit for figure in METRICS)
@@ -86,13 +86,13 @@ def test_every_name_is_declared_once_with_help_and_unit() -> None:
 
 @pytest.mark.parametrize("name", SEMCONV)
 def test_buckets_include_those_of_the_conventions(name: str) -> None:
-    """A dashboard made for the conventions finds the bounds it asks for, and finer ones."""
+    """Dashboards made for the conventions find their bounds."""
     (figure,) = (figure for figure in METRICS if name in figure.aliases)
     assert {round(bound, 9) for bound in SEMCONV[name]} <= set(figure.buckets)
 
 
-def test_both_formats_tell_the_same(metrics: Metrics) -> None:
-    """Who accepts OpenMetrics gets it, well-formed, with the figures of the text format."""
+def test_text_and_openmetrics_have_the_same_samples(metrics: Metrics) -> None:
+    """Clients that accept OpenMetrics get valid OpenMetrics."""
     for figure in METRICS:
         if figure.of_worker is None:
             values = ["x"] * len(figure.labels)
@@ -107,8 +107,8 @@ def test_both_formats_tell_the_same(metrics: Metrics) -> None:
 @pytest.mark.parametrize(
     "figure", [f for f in METRICS if f.aliases and f.of_worker is None], ids=lambda f: f.name
 )
-def test_an_alias_tells_the_same_figure(metrics: Metrics, figure: MetricDefinition) -> None:
-    """Under each of its names a figure has the same values."""
+def test_alias_has_the_same_values(metrics: Metrics, figure: MetricDefinition) -> None:
+    """A metric has the same values under each of its names."""
     values = ["" if label == "error_type" else "x" for label in figure.labels]
     if figure.kind is Kind.HISTOGRAM:
         metrics.observe(figure, 3.0, *values)
@@ -123,8 +123,8 @@ def test_an_alias_tells_the_same_figure(metrics: Metrics, figure: MetricDefiniti
             assert total(found, shown_name(figure, alias) + suffix) == own > 0
 
 
-def test_labels_are_bounded_and_nothing_is_lost(metrics: Metrics) -> None:
-    """A thousand values of a label make a bounded number of series, whose sum is the whole."""
+def test_label_values_are_bounded_and_none_is_lost(metrics: Metrics) -> None:
+    """Later values are counted as `other`."""
     for number in range(1000):
         for _ in range(2):
             metrics.add(metric.REQUESTS, 1, f"/{number}", "finished")
@@ -138,8 +138,8 @@ def test_labels_are_bounded_and_nothing_is_lost(metrics: Metrics) -> None:
     assert total(found, "draftgate_requests_total", endpoint=OTHER) == 2 * (1000 - MOST_VALUES)
 
 
-def test_a_figure_without_labels_begins_at_zero(metrics: Metrics) -> None:
-    """What has not happened yet is 0, not missing: rates are right from the first event on."""
+def test_metric_without_labels_starts_at_zero(metrics: Metrics) -> None:
+    """Rates are right from the first event on."""
     found = samples(metrics)
     for figure in METRICS:
         if not figure.labels:
@@ -147,8 +147,8 @@ def test_a_figure_without_labels_begins_at_zero(metrics: Metrics) -> None:
             assert found[shown_name(figure, figure.name) + suffix, ()] == 0
 
 
-def test_gaps_are_those_between_deliveries_of_a_choice(metrics: Metrics) -> None:
-    """Each choice has its own gaps; a delivery of several tokens ends one gap."""
+def test_inter_token_latency_is_between_deliveries_of_a_choice(metrics: Metrics) -> None:
+    """A delivery of several tokens ends one gap."""
     clock = Clock()
     watch = watched(metrics, clock)
     for choice, at_s in ((0, 101.0), (1, 101.5), (0, 102.0), (1, 104.5)):
@@ -162,8 +162,8 @@ def test_gaps_are_those_between_deliveries_of_a_choice(metrics: Metrics) -> None
     assert total(found, "draftgate_time_to_first_token_seconds_sum") == pytest.approx(1.0)
 
 
-def test_phases_of_a_choice_are_the_times_dashboards_read(metrics: Metrics) -> None:
-    """Queue, prefill and decode come from the instants that the worker noted."""
+def test_queue_prefill_and_decode_times_come_from_the_worker(metrics: Metrics) -> None:
+    """They are computed from the instants that the worker recorded."""
     clock = Clock()
     watch = watched(metrics, clock)
     phases = Phases(100.0, 100.25, ((101.0, 7),), 101.0)
@@ -177,8 +177,8 @@ def test_phases_of_a_choice_are_the_times_dashboards_read(metrics: Metrics) -> N
     assert total(found, "vllm:request_decode_time_seconds_sum") == pytest.approx(2.0)
 
 
-async def test_the_way_to_the_worker_is_timed(scripted: ScriptedBackend) -> None:
-    """Every prompt's time from arrival to its worker is told, also by vLLM's name."""
+async def test_time_to_worker_is_observed_for_every_prompt(scripted: ScriptedBackend) -> None:
+    """vLLM's name has the same values."""
     body = {"prompt": ["a", "b"], "max_tokens": 5, "stream": True}
     async with running(backends=[scripted]) as where:
         _, writer = await post_raw(where, "/v1/completions", body)
@@ -191,8 +191,8 @@ async def test_the_way_to_the_worker_is_timed(scripted: ScriptedBackend) -> None
         assert total(found, name + "_sum") > 0
 
 
-def test_errors_have_a_duration_of_their_own(metrics: Metrics) -> None:
-    """Refusals in a millisecond do not make the latencies of what was served look better."""
+def test_failed_requests_have_durations_of_their_own(metrics: Metrics) -> None:
+    """Refusals within a millisecond do not improve the latencies of served requests."""
     clock = Clock()
     served, broken = watched(metrics, clock), watched(metrics, clock)
     broken.end(Ending.FAILED, 500, KeyError("x"))
@@ -207,8 +207,8 @@ def test_errors_have_a_duration_of_their_own(metrics: Metrics) -> None:
     assert total(found, "vllm:e2e_request_latency_seconds_sum") == pytest.approx(2.0)
 
 
-async def test_choices_are_counted_by_how_they_ended(scripted: ScriptedBackend) -> None:
-    """vLLM's `request_success` by reason: stop, and abort when the client left."""
+async def test_choices_are_counted_by_finish_reason(scripted: ScriptedBackend) -> None:
+    """A choice whose client left counts as `abort`, as in vLLM."""
     body = {"prompt": "x", "max_tokens": 5, "stream": True}
     async with running(backends=[scripted]) as where, client(where) as http:
         for last in (True, False):

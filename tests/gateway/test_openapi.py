@@ -1,4 +1,4 @@
-"""The OpenAPI document: complete, true in its bounds, and its examples work."""
+"""The OpenAPI document: complete, with the enforced bounds and working examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = {"ChatBody": {"max_tokens": 1}, "CompletionBody": {"max_tokens": 1},
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def where() -> AsyncIterator[Listening]:
-    """A node with the simulator, which answers each request in a millisecond."""
+    """A node with a simulator that answers each request in a millisecond."""
     async with running(sim_service_ms=1.0) as listening:
         yield listening
 
@@ -50,12 +50,12 @@ async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def told(http: httpx.AsyncClient) -> dict[str, Any]:
-    """The document as it is served."""
+    """The document as served."""
     return (await http.get("/openapi.json")).json()
 
 
-async def test_every_route_is_an_operation_and_every_operation_a_route(where: Listening) -> None:
-    """What clients are served is documented, and what is documented is served."""
+async def test_routes_and_operations_are_the_same(where: Listening) -> None:
+    """All served paths are documented, and the reverse."""
     routes = {
         (route.method, route.resource.canonical)
         for route in build_app(where.node).router.routes()
@@ -66,8 +66,8 @@ async def test_every_route_is_an_operation_and_every_operation_a_route(where: Li
     assert len({one.name for one in OPERATIONS}) == len(OPERATIONS)
 
 
-async def test_the_document_is_sound(told: dict[str, Any]) -> None:
-    """Every reference leads somewhere, every schema is one, and every answer has its id."""
+async def test_document_has_valid_schemas_and_references(told: dict[str, Any]) -> None:
+    """Every response has the `x-request-id` header."""
     assert told["openapi"] == "3.1.0"
     schemas = told["components"]["schemas"]
     for schema in schemas.values():
@@ -81,10 +81,8 @@ async def test_the_document_is_sound(told: dict[str, Any]) -> None:
                 assert "x-request-id" in response["headers"]
 
 
-async def test_the_model_is_a_bound_once_it_is_there(
-    told: dict[str, Any], where: Listening
-) -> None:
-    """Before the model is loaded the document is the same without its name and vocabulary."""
+async def test_loaded_model_becomes_a_bound(told: dict[str, Any], where: Listening) -> None:
+    """Before, the document is the same without name and vocabulary."""
     backend = ScriptedBackend()
     backend.gate.clear()
     async with running(backends=[backend], start=False) as starting, client(starting) as early:
@@ -98,7 +96,7 @@ async def test_the_model_is_a_bound_once_it_is_there(
 
 
 async def test_every_example_works(http: httpx.AsyncClient, told: dict[str, Any]) -> None:
-    """Examples satisfy their own schema, are answered with 200, and as the document says."""
+    """Examples satisfy their schema, and their answers satisfy the reply's schema."""
     schemas = {"components": told["components"]}
     count = 0
     for path, methods in told["paths"].items():
@@ -121,7 +119,7 @@ async def test_every_example_works(http: httpx.AsyncClient, told: dict[str, Any]
 
 
 def check_events(path: str, text: str, schemas: dict[str, Any]) -> None:
-    """Hold the data of every event to the struct that the operation names."""
+    """Validate the data of every event against the operation's struct."""
     (operation,) = (one for one in OPERATIONS if one.path == path)
     schema = {"$ref": f"#/components/schemas/{operation.events.__name__}", **schemas}
     found = [data for data in events(text) if data != "[DONE]"]
@@ -181,10 +179,10 @@ def _sizes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
             yield {"x": value}, False
 
 
-async def test_every_bound_in_the_document_is_the_one_that_is_enforced(
+async def test_every_documented_bound_is_enforced(
     http: httpx.AsyncClient, told: dict[str, Any]
 ) -> None:
-    """At a bound a field is taken, and beyond it refused by name: for each field of each body."""
+    """A value at the bound is accepted; a value beyond it is refused by name."""
     wrong, count = [], 0
     for name, (path, least) in BODIES.items():
         for field, schema in told["components"]["schemas"][name]["properties"].items():
@@ -205,13 +203,13 @@ async def test_every_bound_in_the_document_is_the_one_that_is_enforced(
 
 
 def _needs(field: str, value: Any) -> bool:
-    """Whether a field is refused for want of another one, at a value that is within its bounds."""
+    """Whether a value within its bounds is refused because another field is missing."""
     needs_other = {"top_logprobs": RANGES["top_logprobs"].most, "tool_choice": "required"}
     return field in needs_other and value == needs_other[field]
 
 
-async def test_no_number_is_without_a_bound(told: dict[str, Any]) -> None:
-    """Every number of a request has a least value in the document, and no table entry is idle."""
+async def test_every_number_has_a_documented_bound(told: dict[str, Any]) -> None:
+    """No entry of the bounds' tables is unused."""
     schemas = told["components"]["schemas"]
     bounded = set()
     for name in (*BODIES, "SpeculationOptions"):
@@ -226,8 +224,8 @@ async def test_no_number_is_without_a_bound(told: dict[str, Any]) -> None:
     assert set(KEYWORDS) | REQUIRED <= fields | dotted
 
 
-async def test_nested_bounds_are_enforced_too(http: httpx.AsyncClient) -> None:
-    """Of the speculation wish and of names of functions."""
+async def test_nested_bounds_are_enforced(http: httpx.AsyncClient) -> None:
+    """These are bounds of `speculation` and of function names."""
     path, least = BODIES["ChatBody"]
     for fields, param in (
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
@@ -238,10 +236,10 @@ async def test_nested_bounds_are_enforced_too(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_type_is_demanded_only_where_it_tells_kinds_apart(
+async def test_type_is_required_only_to_distinguish_kinds(
     http: httpx.AsyncClient, told: dict[str, Any]
 ) -> None:
-    """A tool is a function anyway; a format is not known without its type."""
+    """A tool is always a function; a format needs its type."""
     path, least = BODIES["ChatBody"]
     schemas = told["components"]["schemas"]
     assert "type" not in schemas["Tool"]["required"]
@@ -251,8 +249,8 @@ async def test_a_type_is_demanded_only_where_it_tells_kinds_apart(
         assert (await http.post(path, json={**least, **fields})).status_code == status
 
 
-async def test_a_wrong_method_is_told_the_right_ones(http: httpx.AsyncClient) -> None:
-    """A 405 says which methods there are, as RFC 9110 wants."""
+async def test_405_lists_the_allowed_methods(http: httpx.AsyncClient) -> None:
+    """RFC 9110 requires it."""
     answers = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))
     assert [answer.status_code for answer in answers] == [405, 405]
     assert [answer.headers["allow"] for answer in answers] == ["POST", "GET, HEAD"]

@@ -25,7 +25,7 @@ COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
 
 
 async def test_probes_answer_while_the_model_loads(scripted: ScriptedBackend) -> None:
-    """The node listens first: alive but not ready, and requests learn when to come back."""
+    """The node is alive but not ready, and requests get a Retry-After."""
     scripted.gate.clear()
     async with running(backends=[scripted], start=False) as where, client(where) as http:
         loading = asyncio.create_task(start_workers(where.node))
@@ -44,8 +44,8 @@ async def test_probes_answer_while_the_model_loads(scripted: ScriptedBackend) ->
         assert (await http.get("/ready")).status_code == 200
 
 
-async def test_metrics_have_the_names_that_dashboards_read(http: httpx.AsyncClient) -> None:
-    """Our figures and vLLM's spellings of them agree, in a format Prometheus parses."""
+async def test_metrics_have_the_names_dashboards_use(http: httpx.AsyncClient) -> None:
+    """Our names and vLLM's have the same values, in a format that Prometheus parses."""
     await http.post("/v1/completions", json=COMPLETION)
     await http.post("/v1/chat/completions", json={"messages": []})
     answer = await http.get("/metrics")
@@ -78,8 +78,8 @@ async def test_metrics_have_the_names_that_dashboards_read(http: httpx.AsyncClie
     assert all(f.documentation for f in families.values())
 
 
-async def test_the_error_of_step_costs_is_a_gauge_of_each_worker() -> None:
-    """What the scheduler knows of its forecasts is on the page, finite, by worker."""
+async def test_step_cost_error_is_a_gauge_of_each_worker() -> None:
+    """Its value is finite."""
     async with running(devices=(0, 1)) as where, client(where) as http:
         for _ in range(2):
             await http.post("/v1/completions", json=COMPLETION)
@@ -97,8 +97,8 @@ async def test_the_error_of_step_costs_is_a_gauge_of_each_worker() -> None:
     assert all(0.0 < error < math.inf for error in known)
 
 
-async def test_accepted_tokens_per_position_add_up(http: httpx.AsyncClient) -> None:
-    """The counts by position sum to the accepted tokens and never rise with the position."""
+async def test_accepted_tokens_per_position_sum_to_accepted_tokens(http: httpx.AsyncClient) -> None:
+    """The counts never increase with the position."""
     body = {**COMPLETION, "max_tokens": 200}
     decoding = (await http.post("/v1/completions", json=body)).json()["metrics"][
         "speculative_decoding"
@@ -111,8 +111,8 @@ async def test_accepted_tokens_per_position_add_up(http: httpx.AsyncClient) -> N
     assert sum(decoding["acceptance_histogram"]) == decoding["num_spec_steps"]
 
 
-async def test_one_request_id_may_be_used_twice_at_once(sim: Listening) -> None:
-    """Clients' ids are for logs: two requests of the same id run side by side."""
+async def test_two_requests_may_have_the_same_request_id(sim: Listening) -> None:
+    """Ids of clients are for logs only."""
     async with client(sim) as http:
         headers = {"x-request-id": "same"}
         answers = await asyncio.gather(
@@ -122,7 +122,7 @@ async def test_one_request_id_may_be_used_twice_at_once(sim: Listening) -> None:
 
 
 async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> None:
-    """Any text survives the round trip, special tokens and partial characters included."""
+    """Any text survives, including special tokens and partial characters."""
     for text in ("def f(x):\n\treturn 'ü🙂'\n", "<|endoftext|>x", " "):
         told = (await http.post("/tokenize", json={"prompt": text})).json()
         assert told["count"] == len(told["tokens"])
@@ -131,8 +131,8 @@ async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> N
         assert back.json()["prompt"] == text
 
 
-async def test_tokenize_takes_messages(http: httpx.AsyncClient) -> None:
-    """Messages are tokenised as a chat completion would, so clients can count."""
+async def test_tokenize_accepts_messages(http: httpx.AsyncClient) -> None:
+    """They are tokenised as in a chat completion."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     told = (await http.post("/tokenize", json={"messages": messages})).json()
     body = {"messages": messages, "max_tokens": 1}
@@ -144,17 +144,17 @@ async def test_tokenize_takes_messages(http: httpx.AsyncClient) -> None:
     assert answer.json()["error"]["param"] == "tokens[1]"
 
 
-async def test_tokenize_takes_tools_with_messages_alone(http: httpx.AsyncClient) -> None:
-    """A prompt's text shows no tools, so that they are not silently dropped."""
+async def test_tokenize_accepts_tools_only_with_messages(http: httpx.AsyncClient) -> None:
+    """The text of a prompt would silently drop them."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     answer = await http.post("/tokenize", json={"prompt": "a", "tools": tools})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
-async def test_long_bodies_are_parsed_off_the_loop(
+async def test_long_bodies_are_parsed_in_a_thread(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would hold the event loop runs in a thread; what is short does not pay for one."""
+    """Short bodies do not wait for a thread."""
     threads = []
 
     async def spy(work: Any, *arguments: Any) -> Any:
@@ -171,8 +171,8 @@ async def test_long_bodies_are_parsed_off_the_loop(
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_accepted_sockets_do_not_wait_to_fill_packets(loop: Any) -> None:
-    """TCP_NODELAY is on: without it, a router adds 44 ms to the first chunk of a stream."""
+def test_accepted_sockets_have_tcp_nodelay(loop: Any) -> None:
+    """Without it, a router adds 44 ms to the first chunk of a stream."""
     seen = []
 
     async def look(request: web.Request) -> web.Response:
@@ -192,8 +192,8 @@ def test_accepted_sockets_do_not_wait_to_fill_packets(loop: Any) -> None:
     assert seen[0] != 0
 
 
-async def test_every_route_is_served(sim: Listening) -> None:
-    """The surface of the design is there."""
+async def test_all_endpoints_are_routed(sim: Listening) -> None:
+    """The paths are those of the API."""
     paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
@@ -204,8 +204,8 @@ async def test_every_route_is_served(sim: Listening) -> None:
     }  # fmt: skip
 
 
-async def test_the_chosen_name_is_the_only_one() -> None:
-    """--served-model-name renames the model for clients."""
+async def test_served_model_name_replaces_the_model_id() -> None:
+    """`--served-model-name` renames the model for clients."""
     async with running(served_model_name="org/mine") as where, client(where) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "org/mine"
         assert (await http.get("/v1/models/org/mine")).status_code == 200
@@ -214,7 +214,7 @@ async def test_the_chosen_name_is_the_only_one() -> None:
             assert answer.status_code == status
 
 
-async def test_health_counts_what_is_in_flight(scripted: ScriptedBackend) -> None:
+async def test_health_counts_requests_in_flight(scripted: ScriptedBackend) -> None:
     """A request counts from its arrival to its last byte."""
     async with running(backends=[scripted]) as where, client(where) as http:
         _, writer = await post_raw(where, "/v1/completions", COMPLETION)

@@ -55,7 +55,7 @@ ENDS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
 
 
 class QwenTokenizer:
-    """As much of a tokenizer as parsing a request needs, with Qwen's template."""
+    """The part of a tokenizer that parsing a request needs, with Qwen's template."""
 
     vocab_size = 9
     tool_template = (
@@ -129,8 +129,8 @@ def test_chunk_is_json_with_the_fields_of_delta_and_request(
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_stream_adds_up_to_the_whole(kind: str) -> None:
-    """Text, calls with their ids, and the reason are the same, whatever the deltas were."""
+def test_stream_adds_up_to_the_whole_answer(kind: str) -> None:
+    """Text, calls with their ids and finish reason do not depend on the deltas."""
 
     @given(parts=TEXTS, end=ENDS)
     def check(parts: list[str], end: FinishReason) -> None:
@@ -158,8 +158,8 @@ def test_a_stream_adds_up_to_the_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_failure_is_one_event_that_says_why(kind: str) -> None:
-    """Whatever was sent before, it is the last event, and nobody takes it for a good end."""
+def test_failure_is_the_last_event(kind: str) -> None:
+    """Whatever was sent before, no client takes it for a regular end."""
     for parts in ([], ["half an ans"], ['<tool_call>\n{"name": "now", "arguments": {"a']):
         rendering = maker(kind)()
         for part in parts:

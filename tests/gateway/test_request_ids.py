@@ -1,4 +1,4 @@
-"""`x-request-id`: whatever is answered carries the id that its logs have."""
+"""`x-request-id`: every response has the id of its log lines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("case", REQUESTS)
-async def test_every_answer_echoes_the_clients_id(http: httpx.AsyncClient, case: str) -> None:
-    """Answers, streams and errors of every kind carry the id that the client sent."""
+async def test_every_response_has_the_clients_id(http: httpx.AsyncClient, case: str) -> None:
+    """This holds for answers, streams and errors."""
     method, path, body, status = REQUESTS[case]
     answer = await http.request(method, path, json=body, headers={"x-request-id": OF_CLIENT})
     assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
@@ -49,10 +49,10 @@ async def test_every_answer_echoes_the_clients_id(http: httpx.AsyncClient, case:
     ],
     ids=["no json", "no gzip", "a bomb", "too large", "expectation"],
 )
-async def test_malformed_requests_echo_it_too(
+async def test_refused_requests_have_the_clients_id(
     content: bytes, headers: dict[str, str], status: int
 ) -> None:
-    """Also what is refused before it is read has its id."""
+    """Requests that are refused before they are read have it too."""
     async with running(max_body_bytes=1000) as where, httpx.AsyncClient() as http:
         sent = {"x-request-id": OF_CLIENT, **headers}
         url = f"{where.url}/v1/completions"
@@ -60,10 +60,10 @@ async def test_malformed_requests_echo_it_too(
     assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
 
 
-async def test_what_is_no_http_is_refused_and_the_node_lives(
+async def test_malformed_http_is_refused_and_the_node_continues(
     sim: Listening, http: httpx.AsyncClient
 ) -> None:
-    """Bytes that are no request get a 400 and a closed connection."""
+    """The client gets a 400 and a closed connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
     writer.write(b"no such\x00 protocol\r\n\r\n")
     answer = await reader.read()
@@ -74,8 +74,8 @@ async def test_what_is_no_http_is_refused_and_the_node_lives(
 
 
 @pytest.mark.parametrize("sent", ["", "x" * 129, "caf\u00e9"])
-async def test_an_id_that_cannot_be_logged_is_replaced(http: httpx.AsyncClient, sent: str) -> None:
-    """Ids that are empty, long or beyond ASCII give way to one of ours, each time a new one."""
+async def test_unprintable_or_long_id_is_replaced(http: httpx.AsyncClient, sent: str) -> None:
+    """Each such request gets a new id."""
     headers = {"x-request-id": sent.encode("latin-1")}
     made = [(await http.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]

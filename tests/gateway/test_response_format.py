@@ -1,4 +1,4 @@
-"""`response_format` over HTTP: OpenAI's client and plain bodies, against the engine and without."""
+"""`response_format` over HTTP, with OpenAI's client and plain bodies, on engine and simulator."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA, 
 
 
 class Function(pydantic.BaseModel):
-    """What `.parse` returns."""
+    """The model that `.parse` returns."""
 
     kind: Literal["function", "method"]
     is_pure: bool
@@ -81,7 +81,7 @@ async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 def model(where: Listening) -> str:
-    """The name under which the model is served."""
+    """The model's name for clients."""
     return where.node.served.name
 
 
@@ -89,8 +89,8 @@ def is_valid(text: str, schema: dict[str, Any] = SCHEMA) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
 
 
-async def test_a_chat_answers_in_its_schema(api: AsyncOpenAI, model: str) -> None:
-    """Every choice is valid; streamed, not streamed and undrafted, it is the same text."""
+async def test_chat_satisfies_its_schema(api: AsyncOpenAI, model: str) -> None:
+    """Every choice is valid, and the text does not depend on streaming or drafts."""
     ask = {"model": model, "messages": ASK, "n": 3, "seed": 5, "max_tokens": 120,
            "response_format": FORMAT}  # fmt: skip
     whole = await api.chat.completions.create(**ask)
@@ -108,8 +108,8 @@ async def test_a_chat_answers_in_its_schema(api: AsyncOpenAI, model: str) -> Non
     assert drafted["num_accepted_tokens"] > 0  # what stands between values is certain
 
 
-async def test_a_pydantic_model_comes_back(api: AsyncOpenAI, model: str) -> None:
-    """`parse` sends a model's schema and gets an instance of it."""
+async def test_parse_returns_a_pydantic_model(api: AsyncOpenAI, model: str) -> None:
+    """`parse` sends the schema of a model and returns an instance."""
     parsed = await api.chat.completions.parse(
         model=model, messages=ASK, response_format=Function, seed=2, max_tokens=120
     )
@@ -122,8 +122,8 @@ async def test_a_pydantic_model_comes_back(api: AsyncOpenAI, model: str) -> None
         )
 
 
-async def test_any_object_is_an_object(api: AsyncOpenAI, model: str) -> None:
-    """`json_object` gives one object, or the beginning of one."""
+async def test_json_object_gives_one_object(api: AsyncOpenAI, model: str) -> None:
+    """An answer cut by its length is the beginning of one."""
     for seed in range(3):
         answer = await api.chat.completions.create(
             model=model, messages=ASK, seed=seed, max_tokens=60,
@@ -137,8 +137,8 @@ async def test_any_object_is_an_object(api: AsyncOpenAI, model: str) -> None:
             assert choice.finish_reason == "length"
 
 
-async def test_completions_match_an_expression(http: httpx.AsyncClient) -> None:
-    """`regex` holds each of several prompts to it, whole and streamed."""
+async def test_completions_match_the_regex(http: httpx.AsyncClient) -> None:
+    """Each of several prompts matches, whole and streamed."""
     pattern = r"(add|sub)\([a-z], [a-z]\)"
     body = {"prompt": ["x = ", "y = "], "max_tokens": 30, "seed": 1,
             "response_format": {"type": "regex", "pattern": pattern}}  # fmt: skip
@@ -184,8 +184,8 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_bad_formats_are_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
-    """Whatever is wrong with a format is a 400 that names the field, before any stream begins."""
+async def test_malformed_format_is_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
+    """The error is sent before any stream begins."""
     wrong = []
     for value, param in BAD:
         for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
@@ -197,8 +197,8 @@ async def test_bad_formats_are_400_and_named(http: httpx.AsyncClient, stream: bo
     assert wrong == []
 
 
-async def test_a_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None:
-    """Bytes that are no text are no schema."""
+async def test_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None:
+    """The error names the schema."""
     body = (b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
             b'{"name": "x", "schema": {"\xff": 1}}}}')  # fmt: skip
     answer = await http.post(TEXT, content=body)
@@ -206,8 +206,8 @@ async def test_a_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
-async def test_what_the_refusal_says_helps(http: httpx.AsyncClient) -> None:
-    """The message names the kinds there are, and the keyword that is not supported."""
+async def test_error_lists_known_formats_or_names_the_keyword(http: httpx.AsyncClient) -> None:
+    """A user can act on the message."""
     ask = {"prompt": "x", "response_format": {"type": "xml"}}
     assert "json_schema" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
     schema = {"type": "array", "uniqueItems": True}
@@ -215,10 +215,10 @@ async def test_what_the_refusal_says_helps(http: httpx.AsyncClient) -> None:
     assert "uniqueItems" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
 
 
-async def test_a_schema_is_compiled_once_and_off_the_event_loop(
+async def test_schema_is_compiled_once_in_a_thread(
     where: Listening, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling may take half a second: it is done in a thread, for all choices and requests."""
+    """Compiling may take half a second, and serves all choices and requests."""
     compiled_in = []
     compile_spec = LlGrammars._compile
 
@@ -239,8 +239,8 @@ async def test_a_schema_is_compiled_once_and_off_the_event_loop(
     await until(lambda: is_idle(where.node))
 
 
-async def test_the_simulator_refuses_formats_with_words() -> None:
-    """Without logits nothing can be held to a format, and nobody is told otherwise."""
+async def test_simulator_refuses_formats() -> None:
+    """It has no logits, so no format can be enforced."""
     async with running() as where, client(where) as http:
         for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
             for wanted in (FORMAT, {"type": "json_object"}, {"type": "regex", "pattern": "a"}):

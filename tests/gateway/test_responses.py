@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's client, its types held strictly, and a worker that the test plays."""
+"""`/v1/responses` through OpenAI's client and its strict types; the test plays the worker."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ask(http: httpx.AsyncClient, **fields: Any) -> asyncio.Task[httpx.Response]:
 
 
 def told(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, each of which OpenAI's types accept, under the name of its type."""
+    """The events of a stream; OpenAI's types must accept each of them."""
     events = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -88,7 +88,7 @@ def told(text: str) -> list[dict[str, Any]]:
 async def streamed(
     backend: ScriptedBackend, http: httpx.AsyncClient, steps: list[str], **fields: Any
 ) -> list[dict[str, Any]]:
-    """The events of an answer that comes in these steps."""
+    """The events of an answer with these steps."""
     answer = ask(http, stream=True, **fields)
     request = await backend.submitted.get()
     for step in steps:
@@ -97,10 +97,10 @@ async def streamed(
     return told((await answer).text)
 
 
-async def test_a_text_streams_as_openais_events(
+async def test_streamed_text_has_openais_sequence_of_events(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """The order of events is OpenAI's, numbers have no gap, and the last one has it all."""
+    """Sequence numbers have no gap, and the last event has the whole response."""
     events = await streamed(qwen, http, ["Good ", "day."])
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
@@ -117,10 +117,10 @@ async def test_a_text_streams_as_openais_events(
     assert events[3]["part"]["text"] == ""  # as it was then, not as it became
 
 
-async def test_a_whole_response_is_openais_type(
+async def test_whole_response_satisfies_openais_type(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Every field that the type demands is there; the request is repeated, storing is denied."""
+    """It repeats fields of the request, and `store` is false."""
     answer = ask(http, store=True, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
                  instructions="Be brief.", max_output_tokens=9)  # fmt: skip
     request = await qwen.submitted.get()
@@ -136,10 +136,10 @@ async def test_a_whole_response_is_openais_type(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_an_answer_cut_by_its_length_is_incomplete(
+async def test_response_cut_by_its_length_is_incomplete(
     qwen: ScriptedBackend, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The end says that it is not whole, and why; so does its item."""
+    """The response has the reason, and its item is incomplete too."""
     answer = ask(http, stream=stream, max_output_tokens=1)
     request = await qwen.submitted.get()
     last = Delta(0, (1,), "Half", (), FinishReason.LENGTH)
@@ -156,10 +156,10 @@ async def test_an_answer_cut_by_its_length_is_incomplete(
     assert body["output"][0]["status"] == "incomplete"
 
 
-async def test_a_worker_that_breaks_is_one_failed_event(
+async def test_worker_failure_ends_the_stream_with_response_failed(
     qwen: ScriptedBackend, api: AsyncOpenAI
 ) -> None:
-    """Behind the first event a failure is the response's own ending, and the only one."""
+    """It is the only ending."""
     opening = asyncio.create_task(api.responses.create(model="scripted", input="x", stream=True))
     request = await qwen.submitted.get()
     qwen.emit(request, "half")
@@ -176,8 +176,10 @@ async def test_a_worker_that_breaks_is_one_failed_event(
     assert refused.value.code == "worker_failed"
 
 
-async def test_calls_are_items_of_their_own(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
-    """Text, call and call are three items, each opened, told and closed before the next one."""
+async def test_text_and_calls_are_separate_items(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """Each item is completed before the next one begins."""
     steps = ["Well. <tool", CALL[5:40], CALL[40:] + CALL]
     events = await streamed(qwen, http, steps, tools=TOOLS)
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -197,8 +199,10 @@ async def test_calls_are_items_of_their_own(qwen: ScriptedBackend, http: httpx.A
     assert len({c["call_id"] for c in calls}) == 2
 
 
-async def test_openais_stream_helper_follows(qwen: ScriptedBackend, api: AsyncOpenAI) -> None:
-    """The client's accumulator, which checks every event against the state before, agrees."""
+async def test_openais_stream_helper_accepts_the_events(
+    qwen: ScriptedBackend, api: AsyncOpenAI
+) -> None:
+    """The client's accumulator checks every event against its state."""
 
     async def helped() -> Any:
         async with api.responses.stream(model="scripted", input="x", tools=TOOLS) as stream:
@@ -215,10 +219,10 @@ async def test_openais_stream_helper_follows(qwen: ScriptedBackend, api: AsyncOp
     assert final.output[1].name == "weather"
 
 
-async def test_a_conversation_is_what_a_chat_would_be(
+async def test_input_items_make_the_prompt_of_the_equivalent_chat(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Items of the input make the prompt which the same messages make of a chat."""
+    """The template gets the same messages."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
         {"type": "message", "role": "assistant",
@@ -305,10 +309,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_what_is_wrong_is_named_as_the_client_knows_it(
+async def test_malformed_field_is_400_under_the_endpoints_own_name(
     http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """Every malformed or unsupported field is a 400 that names it in this endpoint's words."""
+    """Malformed and unsupported fields have the names of this endpoint."""
     wrong = []
     for fields, param in BAD:
         answer = await http.post(PATH, json={"input": "x", "stream": stream, **fields})
@@ -319,8 +323,8 @@ async def test_what_is_wrong_is_named_as_the_client_knows_it(
     assert wrong == []
 
 
-async def test_neutral_values_pass(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
-    """What asks for nothing that is not done is no error."""
+async def test_neutral_values_are_accepted(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
+    """Values that do not change the output are not errors."""
     answer = ask(
         http, background=False, include=[], previous_response_id=None, truncation="disabled",
         reasoning={"effort": None, "summary": None}, text={"format": {"type": "text"}},
@@ -331,22 +335,22 @@ async def test_neutral_values_pass(qwen: ScriptedBackend, http: httpx.AsyncClien
 
 
 @given(st.text(max_size=30))
-def test_names_that_are_no_others_stay(name: str) -> None:
-    """Only parameters that this endpoint calls otherwise are renamed."""
+def test_other_parameter_names_are_unchanged(name: str) -> None:
+    """Only parameters with another name at this endpoint are renamed."""
     if not name.startswith((*PARAMS, "tools[", "tool_choice.function")):
         assert client_name(name, PARAMS) == name
     assert client_name(name, {}) == name
 
 
 class Port(BaseModel):
-    """What `parse` returns."""
+    """The model that `parse` returns."""
 
     port: int
 
 
 @needs_engine
-async def test_a_pydantic_model_comes_back() -> None:
-    """`responses.parse` gets an instance, and a schema that cannot be kept names `text.format`."""
+async def test_responses_parse_returns_a_pydantic_model() -> None:
+    """A schema that cannot be enforced is refused as `text.format`."""
     async with (
         running(backend="engine", kv_bytes=32 << 20, threads=1) as where,
         AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as api,

@@ -1,7 +1,7 @@
-"""Requests made of the OpenAPI document, sound ones and broken ones, against a node on a socket.
+"""Valid and invalid requests generated from the OpenAPI document, against a node on a socket.
 
-Whatever comes is answered as the document says: never with a 5xx, always with a status, content
-type, headers and body that it knows; and what it forbids is refused.
+No answer is a 5xx, and each has a status, content type, headers and body that are documented.
+Requests that the document forbids are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVENTS = {one.path: one.events.__name__ for one in OPERATIONS if one.events is n
 
 
 class Count(NamedTuple):
-    """Cases of an operation: sound ones, broken ones."""
+    """Valid and invalid cases of an operation."""
 
     sound: int
     broken: int
@@ -61,7 +61,7 @@ LONG_WITHOUT_INPUT = Count(200, 0)
 
 
 class Tally:
-    """What was answered, and what of it the document does not know."""
+    """The answers, and which of them the document does not allow."""
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
@@ -78,7 +78,7 @@ class Tally:
 
 @contextmanager
 def node_in_a_thread(**settings: Any) -> Iterator[str]:
-    """A node with a loop of its own, so that a client that blocks can talk to it; gives its URL."""
+    """Run a node in a thread, so that a blocking client can talk to it; yields its URL."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
@@ -102,7 +102,7 @@ def node_in_a_thread(**settings: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A node whose model knows tools, and whose answers take no time."""
+    """A node whose model supports tools, with immediate answers."""
     model: Path = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
     fast = {"sim_service_ms": 0.05, "model": str(model), "max_model_len": 512}
     with node_in_a_thread(**fast) as where:
@@ -110,7 +110,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def sent(url: str, counts: dict[str, Count], otherwise: Count) -> Tally:
-    """Send so many cases of every operation."""
+    """Send this many cases of every operation."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     schema.config.max_stream_events = 10_000  # by default it leaves before a stream ends
     document = requests.get(f"{url}/openapi.json", timeout=30).json()
@@ -130,7 +130,7 @@ def sent(url: str, counts: dict[str, Count], otherwise: Count) -> Tally:
 
 
 def _has_input(operation: Any) -> bool:
-    """Whether a request can be broken: any header at all is a request's id."""
+    """Whether a request can be invalid; the header for its id accepts any value."""
     return operation.body is not None or bool(operation.parameters)
 
 
@@ -166,7 +166,7 @@ def _send(
 
 
 def _check_events(path: str, answer: Any, document: dict[str, Any]) -> None:
-    """Hold every event of a stream to its schema; it ends once, by a word or by its last type."""
+    """Check every event of a stream against its schema, and that the stream ends once."""
     kind = "".join(answer.headers.get("content-type", []))
     if not kind.startswith("text/event-stream"):
         return
@@ -186,8 +186,8 @@ def _check_events(path: str, answer: Any, document: dict[str, Any]) -> None:
         validator.validate(json.loads(event))
 
 
-def test_some_hundred_cases_are_answered_as_the_document_says(url: str) -> None:
-    """Every operation, sound and broken: no 5xx, nothing undocumented, a good share succeeds."""
+def test_hundreds_of_cases_are_answered_as_documented(url: str) -> None:
+    """No case gets a 5xx or an undocumented answer, and a good share succeeds."""
     tally = sent(url, {}, QUICK)
     assert tally.wrong == []
     assert tally.cases >= 200
@@ -195,15 +195,15 @@ def test_some_hundred_cases_are_answered_as_the_document_says(url: str) -> None:
     assert max(tally.statuses) < 500
 
 
-def test_no_operation_is_forgotten_at_length() -> None:
-    """Whatever takes input has its number of sound and of broken cases."""
+def test_long_run_covers_every_operation_with_input() -> None:
+    """Each has a number of valid and of invalid cases."""
     taking = {f"{one.method} {one.path}" for one in OPERATIONS if _has_input(one)}
     assert taking <= LONG.keys() | ENDLESS
 
 
 @pytest.mark.long
-def test_twenty_thousand_cases_are_answered_as_the_document_says(url: str) -> None:
-    """The same at length: at least 20,000 cases, of which at least 30% reach a 2xx."""
+def test_twenty_thousand_cases_are_answered_as_documented(url: str) -> None:
+    """At least 30% of the cases reach a 2xx."""
     tally = sent(url, LONG, LONG_WITHOUT_INPUT)
     assert tally.wrong == []
     assert tally.cases >= 20_000

@@ -1,4 +1,4 @@
-"""Back-pressure: who reads slowly costs bounded memory, gives way, and gets every token."""
+"""Back-pressure: a slow reader costs bounded memory, slows down, and gets every token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ asked for and fills it with its own book-keeping, too."""
 
 
 class StoppedReader:
-    """A client with a small window that reads when it is told to."""
+    """A client with a small window that reads on command."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -51,7 +51,7 @@ class StoppedReader:
         await loop.sock_sendall(self._socket, head.encode() + data)
 
     async def read(self) -> str:
-        """Read to the end; return the answer's events."""
+        """Read to the end; return the events of the answer."""
         loop = asyncio.get_running_loop()
         while chunk := await loop.sock_recv(self._socket, 65536):
             self.received += chunk
@@ -66,7 +66,7 @@ class StoppedReader:
 async def node(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Listening]:
-    """A node whose worker the test plays; to it a second passes between two looks at a reader."""
+    """A node with a worker played by the test; its clock advances by a second per check."""
     seconds = count()
     monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
@@ -80,7 +80,7 @@ async def node(
 async def generated(
     scripted: ScriptedBackend, request: GenerationRequest, enough: Callable[[], bool]
 ) -> int:
-    """Emit steps until it is enough; return how many these were."""
+    """Emit steps until a condition holds; return their number."""
     steps = 0
     async with asyncio.timeout(PATIENCE_S):
         while not enough():
@@ -91,14 +91,14 @@ async def generated(
 
 
 def paces(scripted: ScriptedBackend) -> list[Pace]:
-    """What the worker was asked for, in turn."""
+    """The paces that the worker was set to, in order."""
     return [pace for _, pace in scripted.paces]
 
 
-async def test_a_reader_that_stops_gives_way_step_by_step_and_gets_everything(
+async def test_stopped_reader_is_slowed_then_paused_and_gets_every_token(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Its sequence is spared, then paused, goes on when it reads again, and no token is lost."""
+    """Its sequence continues when it reads again."""
     reader = StoppedReader()
     await reader.ask(node, BODY)
     request = await scripted.submitted.get()
@@ -117,10 +117,10 @@ async def test_a_reader_that_stops_gives_way_step_by_step_and_gets_everything(
     reader.leave()
 
 
-async def test_what_is_held_for_a_stopped_reader_is_bounded(
+async def test_buffers_of_a_stopped_reader_are_bounded(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """However much is generated, the connection holds no more; the rest waits as merged tokens."""
+    """Further output waits as merged tokens."""
     reader = StoppedReader()
     await reader.ask(node, {**BODY, "max_tokens": 400})
     request = await scripted.submitted.get()
@@ -137,10 +137,10 @@ async def test_what_is_held_for_a_stopped_reader_is_bounded(
     assert scripted.abandoned.get_nowait() == request.request_id
 
 
-async def test_a_paused_reader_that_leaves_frees_everything(
+async def test_disconnect_of_a_paused_reader_frees_everything(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Leaving is noticed at any pace."""
+    """The disconnect is noticed at any pace."""
     reader = StoppedReader()
     await reader.ask(node, BODY)
     request = await scripted.submitted.get()
@@ -150,10 +150,8 @@ async def test_a_paused_reader_that_leaves_frees_everything(
     assert scripted.abandoned.get_nowait() == request.request_id
 
 
-async def test_a_reader_that_keeps_up_is_left_alone(
-    node: Listening, scripted: ScriptedBackend
-) -> None:
-    """A client that reads what comes never changes the pace, however long the answer."""
+async def test_fast_reader_keeps_the_full_pace(node: Listening, scripted: ScriptedBackend) -> None:
+    """The length of the answer does not matter."""
     reader = StoppedReader()
     await reader.ask(node, BODY)
     reading = asyncio.create_task(reader.read())

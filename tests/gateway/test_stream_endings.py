@@ -1,4 +1,4 @@
-"""Whatever happens to a stream, in whatever order: one typed ending, and nothing is left behind."""
+"""Streams under random interleavings of events: one typed ending, and everything is freed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MUCH = "x" * 200_000
 
 
 class Act(StrEnum):
-    """What can happen while a stream is open."""
+    """An event that can happen while a stream is open."""
 
     EMIT = "a step of one token"
     EMIT_MORE = "a step of several tokens"
@@ -42,7 +42,7 @@ class Act(StrEnum):
 
 @dataclass(frozen=True)
 class Api:
-    """A way to ask for a stream."""
+    """An endpoint that streams."""
 
     path: str
     body: dict[str, Any]
@@ -73,7 +73,7 @@ class Client:
         self.received = b""
 
     async def ask(self, where: Listening, api: Api) -> None:
-        """Connect, send the request, and read from then on."""
+        """Connect, send the request, and start reading."""
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._socket, ("127.0.0.1", port_of(where)))
         data = json.dumps({**api.body, "stream": True}).encode()
@@ -92,11 +92,11 @@ class Client:
             self.received += data
 
     def stop(self) -> None:
-        """Read nothing more, but for what is under way."""
+        """Stop reading, apart from data already under way."""
         self._reading.clear()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         self._reading.set()
 
     async def leave(self) -> None:
@@ -118,11 +118,11 @@ class Client:
 
 @dataclass
 class Play:
-    """One stream, what happened to it, and what its client should see of that.
+    """One stream, the events played on it, and what its client should receive.
 
     Attributes:
         texts: emitted so far, by prompt.
-        ended: prompts that have had their last step.
+        ended: prompts whose last step was emitted.
     """
 
     where: Listening
@@ -138,11 +138,11 @@ class Play:
 
     @property
     def complete(self) -> bool:
-        """Whether the worker has done all that was asked."""
+        """Whether the worker has finished all choices."""
         return len(self.ended) == len(self.requests)
 
     async def act(self, act: Act, prompt: int) -> None:
-        """Let something happen, if it still can."""
+        """Play an event, if it is still possible."""
         prompt %= len(self.requests)
         texts = {Act.EMIT: "one ", Act.EMIT_MORE: "two or three ", Act.EMIT_MUCH: MUCH}
         if act in texts:
@@ -176,7 +176,7 @@ class Play:
             self.ended.add(prompt)
 
     async def finish(self) -> None:
-        """Let the worker do the rest, and hold what the client saw against what happened."""
+        """Let the worker finish, and check what the client received."""
         for prompt in range(len(self.requests)):
             self.emit(prompt, "end", last=True)
         if not self.left:
@@ -188,7 +188,7 @@ class Play:
 
 
 def parsed(raw: bytes) -> tuple[int, str]:
-    """Return status and body of an answer, which is whole."""
+    """Return status and body of a whole answer."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     if b"chunked" not in head.lower():
@@ -205,7 +205,7 @@ def parsed(raw: bytes) -> tuple[int, str]:
 
 
 def check(play: Play, status: int, body: str) -> None:
-    """Hold an answer against what happened: its one ending says how it went."""
+    """Check that the only ending of an answer matches what happened."""
     if status != 200:
         assert play.crashed
         assert (status, json.loads(body)["error"]["code"]) == (503, "worker_failed")
@@ -233,13 +233,13 @@ def is_choices(play: Play) -> bool:
 
 
 def finish_reasons(told: list[Any]) -> list[str]:
-    """Return the reasons with which choices finished."""
+    """Return the finish reasons of the choices."""
     choices = [choice for e in told if e != "[DONE]" for choice in e.get("choices", [])]
     return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
 
 
 def shown(api: Api, told: list[Any]) -> list[str]:
-    """Return the texts that a client has, by choice."""
+    """Return the texts that a client received, by choice."""
     texts = [""] * api.prompts
     for event in told:
         if event == "[DONE]":
@@ -253,14 +253,14 @@ def shown(api: Api, told: list[Any]) -> list[str]:
 
 
 def check_balanced(node: Node) -> None:
-    """Nothing is reserved any more, and what was is either settled or released."""
+    """Check that every reservation is settled or released."""
     totals = node.dispatcher.admission.ledger.totals("")
     assert totals.open == 0
     assert totals.reserved == totals.settled + totals.released > 0
 
 
 async def played(api: Api, acts: list[tuple[Act, int, int]]) -> None:
-    """Open a stream and let things happen to it."""
+    """Open a stream and play events on it."""
     scripted = ScriptedBackend()
     async with running(backends=[scripted]) as where:
         client = Client()
@@ -284,11 +284,13 @@ async def played(api: Api, acts: list[tuple[Act, int, int]]) -> None:
 @example(acts=[(Act.STOP, 0, 1), (Act.EMIT_MUCH, 0, 3), (Act.LAST, 0, 3), (Act.CRASH, 0, 0)])
 @example(acts=[(Act.EMIT_MUCH, 0, 0), (Act.CRASH, 0, 0), (Act.DRAIN, 0, 0)])
 @example(acts=[(Act.LAST, 0, 3), (Act.LEAVE, 0, 0), (Act.DRAIN, 0, 0)])
-def test_any_interleaving_ends_once_and_leaves_nothing_behind(
+def test_any_interleaving_ends_once_and_frees_everything(
     api: Api, acts: list[tuple[Act, int, int]]
 ) -> None:
-    """Steps, slow reading, leaving, a broken worker and a drain, in any order: the client that
-    stayed gets one typed ending that tells the truth, and everything is free and accounted for."""
+    """Steps, slow reading, leaving, a failed worker and a drain happen in any order.
+
+    A client that stays gets one typed ending that matches what happened.
+    """
     seconds = count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)

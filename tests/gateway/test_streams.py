@@ -1,4 +1,4 @@
-"""Delta streams: what a backend promises its readers."""
+"""Delta streams: what a backend guarantees its readers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def delta(*tokens: int, choice: int = 0, end: FinishReason | None = None) -> Del
     return Delta(choice, tokens, "".join(f"<{t}>" for t in tokens), logprobs, end)
 
 
-async def test_a_reader_gets_the_deltas_of_its_own_request_only() -> None:
-    """Deltas go to the request they are addressed to; those of strangers are dropped."""
+async def test_reader_gets_only_deltas_of_its_request() -> None:
+    """Deltas of unknown requests are dropped."""
     streams = DeltaStreams(lambda _: None)
     one, two = streams.open(request(request_id="1")), streams.open(request(request_id="2"))
     streams.deliver([("1", delta(1, end=DONE)), ("2", delta(2, end=DONE)), ("3", delta(3))])
@@ -42,8 +42,8 @@ async def test_a_reader_gets_the_deltas_of_its_own_request_only() -> None:
     assert [d.token_ids async for d in two] == [(2,)]
 
 
-async def test_waiting_deltas_of_a_choice_merge_into_one() -> None:
-    """A reader that is behind gets one delta per choice: nothing lost, order kept."""
+async def test_waiting_deltas_of_a_choice_are_merged() -> None:
+    """A slow reader gets one delta per choice, in order and without loss."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request(n=2))
     streams.deliver([("r", delta(1)), ("r", delta(7, choice=1))])
@@ -55,8 +55,8 @@ async def test_waiting_deltas_of_a_choice_merge_into_one() -> None:
     ]
 
 
-async def test_what_steps_did_merges_too() -> None:
-    """A reader that is behind misses no step, nor how its choice began."""
+async def test_traced_steps_are_merged_too() -> None:
+    """A slow reader gets every step and the phases of the choice."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request())
     phases = Phases(0.0, 1.0, ((2.0, 3),), 2.0)
@@ -67,8 +67,8 @@ async def test_what_steps_did_merges_too() -> None:
     assert (merged.steps, merged.phases) == (tuple(steps), phases)
 
 
-async def test_tokens_that_wait_for_a_reader_are_counted() -> None:
-    """Over all choices, until they are read; none where the worker owes nothing or never did."""
+async def test_unread_tokens_are_counted() -> None:
+    """They are summed over the choices until they are read."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request(n=2))
     assert streams.unread_tokens("r") == streams.unread_tokens("nobody") == 0
@@ -81,8 +81,8 @@ async def test_tokens_that_wait_for_a_reader_are_counted() -> None:
     assert [d.token_ids async for d in stream] == [(7, 8), (4,)]
 
 
-async def test_a_stream_that_was_never_read_is_abandoned_when_closed() -> None:
-    """Closing before the first read still tells the worker, which native generators would not."""
+async def test_closing_an_unread_stream_abandons_it() -> None:
+    """Native generators would not run their cleanup."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -93,8 +93,8 @@ async def test_a_stream_that_was_never_read_is_abandoned_when_closed() -> None:
     assert [d async for d in stream] == []
 
 
-async def test_a_complete_stream_is_not_abandoned() -> None:
-    """Once the worker has delivered every finish reason, closing tells it nothing."""
+async def test_closing_a_complete_stream_does_not_abandon_it() -> None:
+    """The worker has delivered every finish reason."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -104,8 +104,8 @@ async def test_a_complete_stream_is_not_abandoned() -> None:
     assert abandoned == []
 
 
-async def test_a_cancelled_reader_abandons_its_stream() -> None:
-    """Cancelling the task that reads frees the request without an explicit close."""
+async def test_cancelling_the_reader_abandons_its_stream() -> None:
+    """No explicit close is needed."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -116,8 +116,8 @@ async def test_a_cancelled_reader_abandons_its_stream() -> None:
     assert abandoned == ["r"]
 
 
-async def test_a_failure_ends_every_stream_after_what_was_delivered() -> None:
-    """What the worker delivered before it broke is still read; then comes the error."""
+async def test_failure_ends_every_stream_after_delivered_deltas() -> None:
+    """Readers get the error after the deltas."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -130,8 +130,8 @@ async def test_a_failure_ends_every_stream_after_what_was_delivered() -> None:
     assert len(streams) == 0
 
 
-async def test_a_request_id_cannot_run_twice_at_once() -> None:
-    """A second open stream of the same id would steal deltas, so it is refused."""
+async def test_second_stream_of_a_request_id_is_refused() -> None:
+    """It would receive deltas of the first one."""
     streams = DeltaStreams(lambda _: None)
     first = streams.open(request())
     with pytest.raises(ValueError, match="already running"):

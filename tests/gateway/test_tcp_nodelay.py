@@ -1,4 +1,4 @@
-"""Small events leave at once: Nagle's algorithm is off on every accepted socket."""
+"""Accepted sockets send small events at once, without Nagle's algorithm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks sockets u
 
 
 def _accepted(peer: tuple[str, int]) -> socket.socket:
-    """Return this process' end of the connection that a client of it opened from `peer`."""
+    """Return this process' end of the connection from `peer`."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found = socket.socket(fileno=os.dup(int(entry.name)))
@@ -48,7 +48,7 @@ async def _nagle_is_off() -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_accepted_sockets_send_small_events_at_once(new_loop) -> None:
-    """TCP_NODELAY is set while a stream runs, on asyncio's loop and on the server's own."""
+def test_tcp_nodelay_is_set_while_a_stream_runs(new_loop) -> None:
+    """This holds on asyncio's loop and on uvloop."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_nagle_is_off())

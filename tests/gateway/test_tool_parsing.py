@@ -1,4 +1,4 @@
-"""Calls in texts: found whatever way the text comes, and nothing else is."""
+"""Function calls in texts: found however the text is cut."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def read(
     return "".join(piece.content for piece in pieces), calls, pieces
 
 
-def test_every_published_template_has_its_dialect() -> None:
-    """What a template's text says of tools tells how its model calls them, or that it cannot."""
+def test_published_templates_have_the_expected_dialects() -> None:
+    """Templates without tools, or with another layout, have none."""
     found = {p.stem: dialect_of(p.read_text(encoding="utf-8")) for p in TEMPLATES.glob("*.jinja")}
     assert found == EXPECTED
 
@@ -67,8 +67,8 @@ def test_every_published_template_has_its_dialect() -> None:
         "{{ tools }}[TOOL_CALLS]name[ARGS]{}",
     ],
 )
-def test_a_template_whose_calls_are_not_known_has_no_dialect(template: str | None) -> None:
-    """Layouts that the parser does not read are never taken for those which it does."""
+def test_template_with_an_unsupported_layout_has_no_dialect(template: str | None) -> None:
+    """It is never taken for a supported one."""
     assert dialect_of(template) is None
 
 
@@ -115,10 +115,10 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("dialect", "text", "content", "calls"), TEXTS)
-def test_calls_and_content_are_told_apart(
+def test_calls_are_separated_from_content(
     dialect: Dialect, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    """Calls of functions on offer are found, and what is none is content; so in single letters."""
+    """Only functions on offer are called; single letters give the same result."""
     assert read(dialect, [text])[:2] == (content, calls)
     assert read(dialect, text)[:2] == (content, calls)
 
@@ -142,10 +142,10 @@ FRAGMENTS = st.lists(
     several=st.booleans(),
 )
 @example(HERMES, " " * 200 + '<tool_call>{"name": "now", "arguments": {}}', [5, 80, 190], True)
-def test_any_split_gives_the_same_and_nothing_is_lost(
+def test_any_split_of_the_text_gives_the_same_calls(
     dialect: Dialect, text: str, cuts: list[int], several: bool
 ) -> None:
-    """Content and calls are a function of the text, and every character is accounted for once."""
+    """Every character is in exactly one piece."""
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]
     content, calls, pieces = read(dialect, parts, several=several)
@@ -159,22 +159,22 @@ def test_any_split_gives_the_same_and_nothing_is_lost(
 
 
 @given(text=st.text(alphabet=st.characters(exclude_characters="<{[ \t\r\n")))
-def test_plain_text_is_never_held_back(text: str) -> None:
-    """What cannot be the beginning of a call is passed on at once."""
+def test_plain_text_is_passed_on_at_once(text: str) -> None:
+    """Only text that may begin a call is held back."""
     for dialect in DIALECTS:
         parser = CallParser(dialect, NAMES)
         assert "".join(piece.content for piece in parser.add(text)) == text
 
 
-def test_only_one_call_where_one_was_asked_for() -> None:
-    """Without parallel calls the second one is text: it is not carried out, and not lost."""
+def test_second_call_is_text_without_parallel_calls() -> None:
+    """It is neither called nor lost."""
     one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     content, calls, _ = read(HERMES, [one + one], several=False)
     assert (content, calls) == (one, [("now", "{}")])
 
 
-def test_long_white_space_is_not_held_for_ever() -> None:
-    """A model that writes spaces without end is streamed: what waits is bounded."""
+def test_held_back_white_space_is_bounded() -> None:
+    """A model may write spaces without end."""
     parser = CallParser(HERMES, NAMES)
     given_out = "".join(piece.content for _ in range(500) for piece in parser.add(" "))
     assert len(given_out) > 400
@@ -182,8 +182,8 @@ def test_long_white_space_is_not_held_for_ever() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("several", [False, True])
-def test_what_is_forced_is_what_is_read(dialect: Dialect, several: bool) -> None:
-    """The form of forced calls, filled in, parses as those calls; its markers are optional."""
+def test_forced_calls_are_parsed_as_calls(dialect: Dialect, several: bool) -> None:
+    """The forced form, filled in, parses with and without its markers."""
     form = json.loads(calls_grammar(dialect, {"get": {"type": "object"}}, several=several).text)
     call = form["functions"][0]["head"] + '{"a": 1}' + form["functions"][0]["tail"]
     count = 3 if form["between"] is not None else 1

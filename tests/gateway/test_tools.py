@@ -1,4 +1,4 @@
-"""Function calls over HTTP: a scripted worker for what is parsed, the engine for what is forced."""
+"""Function calls over HTTP: parsed from a scripted worker, forced on the engine."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def play(backend: ScriptedBackend, steps: list[str], **options: Any) -> None:
-    """Answer the next request in these steps."""
+    """Answer the next request with these steps."""
     request = await backend.submitted.get()
     for step in steps:
         backend.emit(request, step, last=step is steps[-1], **options)
         await asyncio.sleep(0)
 
 
-async def test_calls_come_as_openais_client_expects_them(
+async def test_whole_answer_has_text_calls_and_finish_reason(
     qwen: ScriptedBackend, api: AsyncOpenAI
 ) -> None:
-    """A whole answer has its text, its calls with ids and JSON arguments, and their own reason."""
+    """Calls have ids and JSON arguments, and the finish reason is `tool_calls`."""
     answer = asyncio.create_task(api.chat.completions.create(model="scripted", **ASK))
     await play(qwen, ANSWER)
     (choice,) = (await answer).choices
@@ -86,8 +86,10 @@ async def test_calls_come_as_openais_client_expects_them(
     assert len({weather.id, now.id}) == 2
 
 
-async def test_streamed_calls_add_up_to_the_whole(qwen: ScriptedBackend, api: AsyncOpenAI) -> None:
-    """OpenAI's own accumulator makes of the stream what the whole answer says."""
+async def test_clients_accumulator_rebuilds_streamed_calls(
+    qwen: ScriptedBackend, api: AsyncOpenAI
+) -> None:
+    """The result equals the whole answer."""
 
     async def streamed() -> Any:
         async with api.chat.completions.stream(model="scripted", **ASK) as stream:
@@ -106,10 +108,10 @@ async def test_streamed_calls_add_up_to_the_whole(qwen: ScriptedBackend, api: As
     ]
 
 
-async def test_a_call_streams_its_name_first_and_then_its_arguments(
+async def test_streamed_call_begins_with_id_and_name(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Index, id and name come with the first piece; the rest are arguments as they are written."""
+    """Further parts have arguments as they are written."""
     answer = asyncio.create_task(http.post(CHAT, json={**ASK, "stream": True}))
     await play(qwen, ANSWER)
     chunks = events((await answer).text)[:-1]
@@ -123,8 +125,10 @@ async def test_a_call_streams_its_name_first_and_then_its_arguments(
     assert arguments == '{"city": "Paris", "days": 2}'
 
 
-async def test_what_is_no_call_is_text(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
-    """A function that is not on offer, half a tag and JSON alone are content; the end is `stop`."""
+async def test_text_that_is_not_a_call_is_content(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """Unknown functions, half a tag and bare JSON are content, and the finish reason is `stop`."""
     text = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call> {"name": "now"} <tool_ca'
     for stream in (False, True):
         answer = asyncio.create_task(http.post(CHAT, json={**ASK, "stream": stream}))
@@ -140,10 +144,10 @@ async def test_what_is_no_call_is_text(qwen: ScriptedBackend, http: httpx.AsyncC
         assert (said, reason) == (text, "stop")
 
 
-async def test_each_choice_has_its_own_calls(
+async def test_choices_have_separate_calls_and_ids(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Choices are parsed apart, and their calls have ids of their own."""
+    """Each choice is parsed separately."""
     answer = asyncio.create_task(http.post(CHAT, json={**ASK, "n": 2}))
     request = await qwen.submitted.get()
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -156,10 +160,10 @@ async def test_each_choice_has_its_own_calls(
     assert calls[0][0]["id"] != calls[1][0]["id"]
 
 
-async def test_the_template_shows_tools_calls_and_their_results(
+async def test_prompt_has_tools_calls_and_results_in_qwens_format(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Tools, an assistant's calls and the tool's answers stand in the prompt as Qwen knows them."""
+    """The template renders tools, the assistant's calls and their results."""
     function = {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}
     call = {"id": "c1", "type": "function", "function": function}
     messages = [
@@ -192,10 +196,10 @@ SAID = {
 
 
 @pytest.mark.parametrize("template", SAID)
-async def test_a_call_and_its_result_go_back_into_the_template(
+async def test_returned_call_can_be_sent_back(
     scripted: ScriptedBackend, tmp_path: Path, template: str
 ) -> None:
-    """What was answered can be sent back as it came: every dialect's template takes our ids."""
+    """The template of every dialect accepts our ids."""
     scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", template))
     scripted.kv_tokens = 1000
     async with running(backends=[scripted]) as where, client(where) as http:
@@ -216,10 +220,10 @@ async def test_a_call_and_its_result_go_back_into_the_template(
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-async def test_none_leaves_tools_out(
+async def test_tool_choice_none_hides_the_tools(
     qwen: ScriptedBackend, http: httpx.AsyncClient, choice: str | None
 ) -> None:
-    """With `none` the model sees no tools and nothing it says is a call; else both."""
+    """The answer is then never parsed for calls."""
     answer = asyncio.create_task(http.post(CHAT, json={**ASK, "tool_choice": choice}))
     request = await qwen.submitted.get()
     prompt = qwen.tokenizer.decode(request.prompt_ids)
@@ -263,8 +267,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_what_is_wrong_with_tools_is_named(http: httpx.AsyncClient) -> None:
-    """Every malformed tool, choice and call of the history is a 400 that names its place."""
+async def test_malformed_tool_is_400_and_named(http: httpx.AsyncClient) -> None:
+    """Tools, choices and earlier calls are named by their path."""
     wrong = []
     for fields, param in BAD:
         answer = await http.post(CHAT, json={**ASK, **fields})
@@ -274,8 +278,8 @@ async def test_what_is_wrong_with_tools_is_named(http: httpx.AsyncClient) -> Non
     assert wrong == []
 
 
-async def test_a_model_without_tools_refuses_them_by_name() -> None:
-    """A template that shows no tools would ignore them in silence: a 400 says so instead."""
+async def test_model_without_tools_refuses_them() -> None:
+    """Its template would silently ignore them."""
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     cases = [
         ({"tools": TOOLS}, "tools"),
@@ -294,8 +298,8 @@ async def test_a_model_without_tools_refuses_them_by_name() -> None:
         assert (await http.post(CHAT, json=fine)).status_code == 200
 
 
-async def test_a_worker_without_logits_cannot_be_made_to_call(tmp_path: Path) -> None:
-    """The simulator offers tools, but a call that must come is refused, and named."""
+async def test_simulator_refuses_forced_calls(tmp_path: Path) -> None:
+    """It has no logits; tools themselves are accepted."""
     model = with_template(tmp_path / "model", "qwen2_5")
     async with running(model=str(model)) as where, client(where) as http:
         if where.node.served.tokenizer.tool_template is None:
@@ -308,8 +312,8 @@ async def test_a_worker_without_logits_cannot_be_made_to_call(tmp_path: Path) ->
 
 @needs_engine
 @pytest.mark.parametrize("template", ["qwen2_5", "mistral_v3_tekken", "llama3_1"])
-async def test_a_forced_call_parses_and_satisfies_its_schema(tmp_path: Path, template: str) -> None:
-    """Whatever the model would say, `required` and a named function give calls that can be made."""
+async def test_forced_call_satisfies_its_schema(tmp_path: Path, template: str) -> None:
+    """Both `required` and a named function force valid calls."""
     model = with_template(tmp_path / "model", template)
     named = {"type": "function", "function": {"name": "weather"}}
     settings = {"backend": "engine", "model": str(model), "kv_bytes": 32 << 20, "threads": 1}
@@ -334,8 +338,8 @@ async def test_a_forced_call_parses_and_satisfies_its_schema(tmp_path: Path, tem
 
 
 @needs_engine
-async def test_schemas_that_cannot_be_forced_are_refused(tmp_path: Path) -> None:
-    """What a schema asks for is kept or refused: the tools are at fault, before a stream begins."""
+async def test_schema_that_cannot_be_enforced_is_refused(tmp_path: Path) -> None:
+    """The error names the tool before a stream begins."""
     model = with_template(tmp_path / "model", "qwen2_5")
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

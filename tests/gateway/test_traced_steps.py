@@ -1,4 +1,4 @@
-"""`speculation.trace`: each step told to the client who asked, in words that hold."""
+"""`speculation.trace`: what each step did, with a description."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ ENDPOINTS = {
         ),
     ],
 )
-def test_a_step_is_explained_by_its_own_figures(step: StepTrace, words: str) -> None:
-    """The reason says what was verified, what kept the next slot out, and what was accepted."""
+def test_step_description_states_the_deciding_survival_and_price(
+    step: StepTrace, words: str
+) -> None:
+    """It says what was verified, what excluded the next slot, and what was accepted."""
     assert describe_step(step) == words
 
 
@@ -78,8 +80,8 @@ def steps_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_traced_answer_tells_each_step(path: str, stream: bool) -> None:
-    """Tokens and drafts come as texts, by step, streamed or not, also where text is held back."""
+async def test_traced_answer_has_every_step(path: str, stream: bool) -> None:
+    """Tokens and drafts are texts, streamed or whole, even if the text is held back."""
     backend = ScriptedBackend()
     a, b, c = backend.tokenizer.encode("def f")[0], *backend.tokenizer.encode(" g(")[:2]
     text = [backend.tokenizer.token_text(token) for token in (a, b, c)]
@@ -111,8 +113,8 @@ async def test_a_traced_answer_tells_each_step(path: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_nobody_is_told_steps_unasked(path: str) -> None:
-    """Without the wish the request is not traced and no choice has the field."""
+async def test_steps_are_absent_without_trace(path: str) -> None:
+    """The request is not traced, and no choice has the field."""
     backend = ScriptedBackend()
     body = {**ENDPOINTS[path], "stream": True, "speculation": {"trace": False}}
     async with running(backends=[backend]) as where, client(where) as http:

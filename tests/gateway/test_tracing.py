@@ -1,4 +1,4 @@
-"""One trace per request, ended at the last byte, and none where nobody asked for it."""
+"""One trace per request, ended at the last byte, and none by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT = "b7ad6b7169203331"
 
 @pytest.fixture
 def exporter() -> InMemorySpanExporter:
-    """Where spans end up."""
+    """Collects the ended spans."""
     return InMemorySpanExporter()
 
 
@@ -41,10 +41,10 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_a_request_is_one_trace_below_its_clients(
+async def test_request_has_one_trace_below_the_clients(
     traced: Listening, exporter: InMemorySpanExporter, stream: bool
 ) -> None:
-    """The server span continues the client's trace and has the decision and the outcome."""
+    """The SERVER span has the decision and the outcome."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     async with client(traced) as http:
         await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
@@ -67,10 +67,10 @@ async def test_a_request_is_one_trace_below_its_clients(
     assert "tell nobody" not in str(found)
 
 
-async def test_a_span_ends_when_its_client_leaves(
+async def test_span_ends_when_its_client_leaves(
     traced: Listening, exporter: InMemorySpanExporter
 ) -> None:
-    """A cancelled request's trace is complete and says so."""
+    """The trace is complete and marked as cancelled."""
     body = {**BODY, "max_tokens": 8000, "stream": True}
     _, writer = await post_raw(traced, "/v1/completions", body)
     await until(lambda: load_of(traced.node).running == 1)
@@ -79,10 +79,10 @@ async def test_a_span_ends_when_its_client_leaves(
     assert by_name(exporter)["POST /v1/completions"].attributes["draftgate.ending"] == "cancelled"
 
 
-async def test_a_rejected_request_is_traced(
+async def test_rejected_request_has_a_span_without_an_error(
     traced: Listening, exporter: InMemorySpanExporter
 ) -> None:
-    """Bad requests have a span, too, which is no error of ours."""
+    """A bad request is not a server error."""
     async with client(traced) as http:
         await http.post("/v1/completions", json={"prompt": 5})
     (span,) = exporter.get_finished_spans()
@@ -90,8 +90,8 @@ async def test_a_rejected_request_is_traced(
     assert span.status.is_unset
 
 
-def test_without_an_endpoint_there_is_no_exporter() -> None:
-    """Tracing costs nothing unless it is asked for."""
+def test_tracing_is_off_without_an_endpoint() -> None:
+    """Nothing is recorded by default."""
     tracing = open_tracing(None, {})
     assert type(tracing) is Tracing
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN

@@ -1,4 +1,4 @@
-"""Validation by itself: whatever bytes come in, a valid call or a named error goes out."""
+"""Validation alone: any bytes give a parsed request or a client error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PARSERS = [
 
 @pytest.fixture(scope="module", params=["without tools", "with tools"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """The shipped model, and the same with a template that knows tools."""
+    """The shipped model, and the same with a template that supports tools."""
     if request.param == "without tools":
         return SERVED
     model = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
@@ -70,8 +70,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("parse", "schema"), PARSERS)
-def test_any_object_is_a_call_or_a_named_error(parse, schema, served: ServedModel) -> None:
-    """No JSON object makes validation raise anything but a client error."""
+def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: ServedModel) -> None:
+    """Validation raises nothing else."""
 
     @given(bodies(schema))
     @settings(max_examples=300)
@@ -99,29 +99,29 @@ def test_any_object_is_a_call_or_a_named_error(parse, schema, served: ServedMode
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_call_or_a_client_error(body: bytes) -> None:
-    """No byte string makes the decoder raise anything else."""
+def test_any_bytes_are_parsed_or_a_client_error(body: bytes) -> None:
+    """Decoding raises nothing else."""
     for parse, _ in PARSERS:
         with pytest.raises(InvalidRequest):
             parse(body, SERVED, "id")
 
 
-def test_a_generated_seed_survives_javascript() -> None:
-    """Seeds we make up stay below 2^53, and differ from request to request."""
+def test_generated_seeds_differ_and_fit_a_double() -> None:
+    """JavaScript keeps seeds below 2^53."""
     body = b'{"prompt": "a"}'
     seeds = {parse_completion(body, SERVED, "id").job.sampling.seed for _ in range(50)}
     assert len(seeds) == 50
     assert max(seeds) < 1 << GENERATED_SEED_BITS
 
 
-def test_an_empty_text_starts_from_the_beginning() -> None:
-    """OpenAI's default prompt is the start of a document, so an empty text is one."""
+def test_empty_prompt_becomes_the_beginning_token() -> None:
+    """It stands for the start of a document, as in OpenAI's API."""
     (prompt,) = parse_completion(b'{"prompt": ""}', SERVED, "id").job.prompts
     assert prompt.tolist() == [SERVED.tokenizer.special_id("bos_token")]
 
 
-def test_developer_messages_are_system_messages() -> None:
-    """OpenAI's newer role reaches templates, which know the older one."""
+def test_developer_role_becomes_system() -> None:
+    """Templates know only the older name."""
     calls = [
         parse_chat(
             json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(), SERVED, "id"
@@ -131,8 +131,8 @@ def test_developer_messages_are_system_messages() -> None:
     assert calls[0].job.prompts == calls[1].job.prompts
 
 
-def test_the_newer_name_of_max_tokens_wins() -> None:
-    """A client that sends both names means the newer one."""
+def test_max_completion_tokens_overrides_max_tokens() -> None:
+    """It is the newer of the two names."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     body["max_completion_tokens"] = 7
     assert parse_chat(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7

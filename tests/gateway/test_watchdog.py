@@ -11,7 +11,7 @@ from msgspec import structs
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import GenerationRequest, Pace, Phases
-from draftgate.gateway.dispatch.watchdog import CHECK_INTERVAL_S, Reading
+from draftgate.gateway.dispatch.watchdog import LOOK_S, Reading
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S, RETRY_S
 from tests.gateway.harness import ScriptedBackend
@@ -34,7 +34,7 @@ from tests.gateway.troubles import (
     texts,
 )
 
-LATEST_S = LEAST_PATIENCE_S + 2.5 * CHECK_INTERVAL_S
+LATEST_S = LEAST_PATIENCE_S + 2.5 * LOOK_S
 """By when a silence has been found too long that began just behind a look."""
 
 DECODING = Phases(0.0, 0.0, (), 0.0)
@@ -110,7 +110,7 @@ def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
 
 def test_a_slow_worker_is_no_hung_one() -> None:
     """Steps of almost the patience each: every one of them shows that it lives."""
-    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * CHECK_INTERVAL_S)
+    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * LOOK_S)
 
     async def scenario() -> None:
         told = Told()
@@ -301,7 +301,7 @@ def test_a_hung_worker_that_breaks_and_comes_back_is_well() -> None:
             await answering
             assert there.fleet.workers[0].hung
             one.crash("gone")
-            await asyncio.sleep(2 * CHECK_INTERVAL_S)
+            await asyncio.sleep(2 * LOOK_S)
             one.failure = None  # as a peer's may
             assert there.fleet.workers[0] in there.fleet.open
 

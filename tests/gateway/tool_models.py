@@ -1,4 +1,4 @@
-"""The shipped model with chat templates that know tools: calls are as random as its weights."""
+"""The shipped model with chat templates that support tools; its calls are random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 
 
 def with_template(directory: Path, name: str) -> Path:
-    """Write a checkpoint: the shipped one, with a published template in place of its own."""
+    """Write a checkpoint: the shipped one with a published template."""
     directory.mkdir()
     for path in SHIPPED_MODEL.iterdir():
         if path.name != "tokenizer_config.json":
