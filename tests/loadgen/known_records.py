@@ -1,4 +1,4 @@
-"""Records whose figures can be worked out by hand."""
+"""Records whose metrics can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(
     n: int = 1,
     **fields,
 ) -> Record:
-    """Scheduled at `at_s`, sent 10 ms later; text `first_s` after the schedule, then at `gaps_s`.
+    """Return a record scheduled at `at_s` and sent 10 ms later, with text after `first_s`.
 
     The stream ends 20 ms after its last text. `told` has the tokens of each chunk.
     """
@@ -55,13 +55,13 @@ def record(
 
 
 def failed(index: int, verdict: str = "cut", at_s: float = 1.0, **fields) -> Record:
-    """A request that got two chunks, and then nothing more."""
+    """Return a request that received two chunks and then nothing more."""
     values = {"gaps_s": (0.1,), "tokens": None, "detail": f"<{verdict}>"} | fields
     return record(index, at_s, verdict=verdict, **values)
 
 
 def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> dict:
-    """What the gateway reports."""
+    """Return the metrics that the gateway reports."""
     told = {
         "policy": "auto",
         "mode": "auto",
@@ -78,7 +78,7 @@ def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> di
 
 
 def a_run(records=None, **fields) -> LoadRun:
-    """A valid run of two classes, one failed request and decisions, unless told otherwise."""
+    """Return a valid run of two classes with one failed request and speculation reports."""
     interactive = Slo(ttft_s=0.6, tpot_s=0.055)
     if records is None:
         records = [
@@ -93,6 +93,6 @@ def a_run(records=None, **fields) -> LoadRun:
 
 
 def accept_any_health(monkeypatch) -> None:
-    """Let runs be valid however busy this machine is."""
+    """Make runs valid however busy this machine is."""
     for name in ("MAX_P99_LAG_S", "MAX_LAG_S", "MAX_LOOP_STALL_S", "MAX_CPU_SHARE"):
         monkeypatch.setattr(health, name, inf)

@@ -1,4 +1,4 @@
-"""A server whose capacity is known: one request at a time, each for as long (M/D/1)."""
+"""An M/D/1 server, whose capacity is known: one request at a time, each of the same length."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from draftgate.loadgen.search.types import ProbeResult, SearchGoal, SearchProbe
 
 
 def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:
-    """The share of answers within a limit, in equilibrium.
+    """Return the share of answers within a limit, in equilibrium.
 
     `(1 - r) sum_k (r (k - t))^k / k! exp(-r (k - t))` over k up to t, the longest wait in services
-    (Crommelin, Telephone power plants, 1934). Its terms alternate: 60 digits bear that.
+    (Crommelin, Telephone power plants, 1934). Its terms alternate, which takes 60 digits.
     """
     with localcontext() as context:
         context.prec = 60
@@ -33,7 +33,7 @@ def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:
 
 
 def capacity(share: float, service_s: float, limit_s: float) -> float:
-    """The rate at which just that share is within the limit, by bisection."""
+    """Return the rate at which exactly that share is within the limit, by bisection."""
     low, high = 0.0, 1.0 / service_s
     for _ in range(50):
         middle = (low + high) / 2
@@ -45,7 +45,7 @@ def capacity(share: float, service_s: float, limit_s: float) -> float:
 
 
 def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
-    """Instants of Poisson arrivals, and how long each waits, by Lindley's recursion."""
+    """Return the instants of Poisson arrivals and their waits, by Lindley's recursion."""
     random = np.random.default_rng(seed)
     at_s = np.cumsum(random.exponential(1.0 / rate_rps, requests))
     backlog = np.concatenate([[0.0], np.cumsum(service_s - np.diff(at_s))])
@@ -53,7 +53,7 @@ def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
 
 
 def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
-    """Search a virtual server: of each probe, instants of requests, and which were in time."""
+    """Search a virtual server, given the instants of each probe's requests and their outcomes."""
     search = RateSearch(aim)
     while (probe := search.propose()) is not None:
         watch, sent = SequentialTest(probe, aim), 0
@@ -66,7 +66,7 @@ def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
 
 
 def md1(service_s: float, limit_s: float) -> Callable[[SearchProbe], tuple]:
-    """Such a server."""
+    """Return the outcomes of an M/D/1 server."""
 
     def answers(probe: SearchProbe) -> tuple:
         at_s, waited = waits(probe.rate_rps, service_s, probe.longest, probe.seed)

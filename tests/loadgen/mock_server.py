@@ -1,6 +1,6 @@
-"""A server of known truth: what each answer brings, when, and what is wrong with it, is scripted.
+"""A server whose answers are scripted: their tokens, their timing and their faults.
 
-A request chooses its script by the field `mock` of its body, so one server plays all of them.
+A request chooses its script by the field `mock` of its body, so one server plays all scripts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Script:
     """One answer.
 
     Attributes:
-        tokens, per_chunk: how many come, and how many in each chunk.
+        tokens, per_chunk: how many are sent, and how many per chunk.
         ttft_s, gap_s: before the first chunk with text, and between two.
-        role: whether an empty delta with the role comes at once.
+        role: whether an empty delta with the role is sent first.
         continuous: whether each chunk counts the tokens so far.
         fault: a key of `EVENT_FAULTS` or `TRANSPORT_FAULTS`.
-        lossy: whether speculation changes the text: a broken verification.
-        plan: what is said where a form is asked for, in place of the words.
+        lossy: whether speculation changes the text, as a broken verification would.
+        plan: the text sent if a `response_format` is requested.
     """
 
     tokens: int = 8
@@ -50,12 +50,12 @@ class Script:
 
     @property
     def chunks(self) -> int:
-        """How many chunks with text come."""
+        """The number of chunks with text."""
         return -(-self.tokens // self.per_chunk)
 
 
 def question(script: Script | None = None, seed: int = 1, **fields) -> RequestSpec:
-    """A question that chooses its script."""
+    """Return a request that chooses its script."""
     values = {"prompt": "x", "messages": (), "max_tokens": 8, "seed": seed} | fields
     extra = values.pop("extra", ())
     return RequestSpec(**values, extra=(("mock", asdict(script or Script())), *extra))
@@ -64,17 +64,17 @@ def question(script: Script | None = None, seed: int = 1, **fields) -> RequestSp
 def planned(
     index: int, at_s: float | None, script: Script | None = None, **fields
 ) -> PlannedRequest:
-    """A request of a plan, of its own seed."""
+    """Return a planned request with its own seed."""
     return PlannedRequest(index, at_s, question(script, **{"seed": index} | fields))
 
 
 def text_of(seed: int, tokens: int) -> list[str]:
-    """The true answer: a function of the seed, as under greedy or seeded sampling."""
+    """Return the true answer, a function of the seed as under seeded sampling."""
     return [f" {WORDS[(seed * 7 + i * i) % len(WORDS)]}{i}" for i in range(tokens)]
 
 
 def events_of(script: Script, body: dict, answer_id: str) -> list[str]:
-    """The events of an answer, faults of its content included."""
+    """Return the events of an answer, including the faults of its content."""
     seed, drafting = body["seed"], body.get("speculation", {}).get("mode") != "off"
     words = text_of(seed, script.tokens)
     if script.plan and "response_format" in body:
@@ -160,11 +160,11 @@ EVENT_FAULTS = {
     "no_choices": lambda e: [e[0], "{}", *e[1:]],
     "wrong_type": lambda e: [_first_choice(e[0], text=7), *e[1:]],
 }
-"""What may be wrong with events: from the lines of an intact completion to those sent instead."""
+"""Faults of content: functions from the lines of an intact completion to those that are sent."""
 
 
 def vector_of(text: str) -> list[float]:
-    """The true vector of a text: how often words of each of 1,024 kinds stand in it."""
+    """Return the true vector of a text: counts of words by their hash, modulo 1,024."""
     counts = [0.0] * 1024
     for word in re.findall(r"\w+", text.lower()):
         counts[crc32(word.encode()) % 1024] += 1.0
@@ -175,9 +175,11 @@ TRANSPORT_FAULTS = ("status", "no_stream", "hang_up", "reset", "cut", "silent", 
 
 
 class Mock:
-    """The server. `sent_s` has, by seed, the monotonic instants just before each event is sent.
+    """The server.
 
-    `embeds` says how many requests for vectors are answered before the rest are refused.
+    Attributes:
+        sent_s: by seed, the monotonic instant before each event is sent.
+        embeds: how many embeddings requests are answered before the rest are refused.
     """
 
     def __init__(self, embeds: float = math.inf) -> None:
@@ -187,7 +189,7 @@ class Mock:
         self.sent_s: dict[int, list[float]] = {}
 
     def application(self) -> web.Application:
-        """The routes a load generator uses."""
+        """Return the routes that a load generator uses."""
         app = web.Application()
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
@@ -200,7 +202,7 @@ class Mock:
         return web.json_response({"data": [{"id": "mock", "max_model_len": 8192}]})
 
     async def _embed(self, request: web.Request) -> web.Response:
-        """Base64 where it is asked for, in another order than that of the inputs."""
+        """Answer in base64 if requested, in reverse order of the inputs."""
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
@@ -218,7 +220,7 @@ class Mock:
         return web.json_response({"data": data[::-1], "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """Four characters are a token."""
+        """Count four characters as a token."""
         count = -(-len((await request.json())["prompt"]) // 4)
         tokens = list(range(count))
         return web.json_response({"count": count, "max_model_len": 8192, "tokens": tokens})
@@ -259,7 +261,7 @@ class Mock:
     async def _break(
         self, request: web.Request, response: web.StreamResponse, how: str
     ) -> web.StreamResponse:
-        """End the connection inside the answer: at once, or in order but without the last chunk."""
+        """End the connection inside the answer, by a reset or normally without the last chunk."""
         if how == "reset":
             request.transport.abort()
         else:
@@ -269,7 +271,7 @@ class Mock:
 
 @asynccontextmanager
 async def serving(mock: Mock):
-    """Serve in this event loop; gives the address."""
+    """Serve in this event loop. Yields the address."""
     runner = web.AppRunner(mock.application(), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -281,7 +283,7 @@ async def serving(mock: Mock):
 
 @contextmanager
 def serving_in_a_thread(mock: Mock):
-    """Serve beside a command that runs its own event loop; gives the address."""
+    """Serve beside a command that runs its own event loop. Yields the address."""
     ready, address = threading.Event(), []
 
     async def main() -> None:

@@ -35,12 +35,12 @@ def command(*arguments: object, app=cli.app):
 
 
 def ended_well(result, summary: dict) -> bool:
-    """Every stream intact; the machine may have been too busy for a valid run, and says so."""
+    """Return whether every stream was intact; a busy machine may make the run INVALID."""
     return result.exit_code == (0 if summary["valid"] else 3)
 
 
 def of_script(monkeypatch, **fields) -> None:
-    """Let the server answer by a script."""
+    """Make the server answer by one script."""
     script = Script(**fields)
     original = Mock._stream
 

@@ -23,7 +23,7 @@ from tests.loadgen.test_report import BEHIND
 
 
 def written(path: Path, run: LoadRun) -> Path:
-    """A run's events, in a file."""
+    """Write the events of a run to a file."""
     with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
             events.record(one)
@@ -32,7 +32,7 @@ def written(path: Path, run: LoadRun) -> Path:
 
 
 def compared(*arguments: object):
-    """What the command line says of two files."""
+    """Run the command line on two files."""
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
 
@@ -83,7 +83,7 @@ def test_few_of_a_hundred_identical_pairs_regress(paired: bool) -> None:
 
 
 def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
-    """How many of so many pairs of runs regress; of each 200 requests."""
+    """Return how many of that many pairs of runs of 200 requests regress."""
     found = 0
     for seed in range(seeds):
         other = seed if paired else 1000 + seed

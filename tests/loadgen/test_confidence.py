@@ -16,7 +16,7 @@ from draftgate.loadgen.measuring.confidence import (
 
 
 def autoregressive(correlation: float, count: int, seed: int) -> np.ndarray:
-    """A series whose neighbours correlate so much, lag by lag the power of it."""
+    """Return a first-order autoregressive series."""
     rng = np.random.default_rng(seed)
     values = [0.0]
     for shock in rng.standard_normal(count - 1):

@@ -27,7 +27,7 @@ WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_
 
 
 class ManualClock:
-    """Time that passes when somebody sleeps, or when told to."""
+    """A clock that advances when a task sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -40,7 +40,7 @@ class ManualClock:
 
 
 async def starts(instants, clock: ManualClock, busy_s=()):
-    """When each request started, if starting the i-th takes busy_s[i]."""
+    """Return when each request started, if starting the i-th takes busy_s[i]."""
     started, busy = [], iter(busy_s)
 
     def send(planned: PlannedRequest, at_s: float) -> None:

@@ -22,7 +22,7 @@ from tests.loadgen.mock_server import Mock, Script, question, serving, text_of
 
 
 class Echo:
-    """A flow of scripts: each request continues the text of the one before it."""
+    """A flow of scripts in which each request continues the text of the previous one."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = scripts
@@ -130,7 +130,7 @@ async def test_events_restore_every_hop(tmp_path) -> None:
 
 
 def of_hops(*kinds, deadline_s: float | None = None):
-    """The record of a question whose requests are those."""
+    """Return the record of a flow with these hops."""
     requests = tuple(
         replace(one, planned=replace(one.planned, request=replace(one.planned.request, **fields)))
         for one, fields in kinds

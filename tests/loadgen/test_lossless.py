@@ -21,7 +21,7 @@ from tests.loadgen.mock_server import Mock, Script, planned, serving
 
 
 async def checked(scripts: list[Script], count: int, mock: Mock | None = None, **fields):
-    """Run the scripts, then verify `count` of the answers."""
+    """Run the scripts, then replay `count` of the answers."""
     plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
     async with serving(mock or Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=2)

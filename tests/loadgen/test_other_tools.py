@@ -14,30 +14,30 @@ from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.known_records import a_run, failed, record
 
 PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)
-"""Sent at 0.01, after 4 ms of connecting; text at 0.51, 0.61, 0.71, 0.91; over at 0.93."""
+"""Sent at 0.01 after 4 ms of connecting, with text at 0.51, 0.61, 0.71 and 0.91; ends at 0.93."""
 
 ONE_TOKEN = record(1, 1.0, first_s=0.31, gaps_s=(), tokens=1)
-"""Sent at 1.01, text at 1.31, over at 1.33."""
+"""Sent at 1.01, with text at 1.31; ends at 1.33."""
 
 
 def said(name: str, *records, **fields) -> ToolReport:
-    """What a tool says of a run of these records."""
+    """Return what a tool reports about a run of these records."""
     return TOOLS[name](a_run(list(records), **fields))
 
 
 def count_of(account: ToolReport, name: str) -> float | None:
-    """A single figure."""
+    """Return a single value."""
     return next(one.value for one in account.counts if one.name == name)
 
 
 def values_of(account: ToolReport, name: str) -> dict[str, float] | None:
-    """A distribution, in milliseconds."""
+    """Return a distribution in milliseconds."""
     found = next(one.values for one in account.distributions if one.name == name)
     return None if found is None else dict(found)
 
 
 def mean_of(account: ToolReport, name: str) -> float:
-    """The mean of a distribution, in milliseconds."""
+    """Return the mean of a distribution in milliseconds."""
     values = values_of(account, name)
     assert values is not None
     return values[account.columns[0]]
@@ -50,10 +50,10 @@ def mean_of(account: ToolReport, name: str) -> float:
         ("vllm", "E2EL", 904),  # to the last chunk
         ("vllm", "TPOT", (904 - 504) / 4),
         ("vllm", "ITL", 400 / 3),
-        ("guidellm", "TTFT", 500),  # from the head's writing
+        ("guidellm", "TTFT", 500),  # from writing the head
         ("guidellm", "Request latency", 920),  # to the end of the stream
         ("guidellm", "Scheduled latency", 930),
-        ("guidellm", "TPOT", 900 / 5),  # with the time to the first token in it
+        ("guidellm", "TPOT", 900 / 5),  # includes the time to the first token
         ("guidellm", "ITL", 400 / 4),
         ("aiperf", "Time to First Token", 504),
         ("aiperf", "Request Latency", 904),

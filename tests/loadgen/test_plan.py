@@ -31,7 +31,7 @@ ROWS = [
 
 @pytest.fixture
 def trace(tmp_path) -> Path:
-    """A trace of three requests within four seconds."""
+    """Return a trace of three requests within four seconds."""
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path

@@ -45,13 +45,13 @@ FOUR = Load(requests=4, concurrency=4, max_tokens=8)
 
 
 def job_of(url: str, load: Load = FOUR) -> SenderJob:
-    """A job of two processes."""
+    """Return a job of two processes."""
     return SenderJob(load, Target(url, processes=2), ServerInfo("mock"))
 
 
 @pytest.fixture
 def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
-    """The processes that are started, in order."""
+    """Return the processes that are started, in order."""
     started, spawn = [], asyncio.create_subprocess_exec
 
     async def spy(*arguments, **options):
@@ -63,7 +63,7 @@ def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
 
 
 def by_seed(monkeypatch, script_of) -> None:
-    """Let the server answer each seed by a script of its own."""
+    """Make the server answer each seed by its own script."""
     original = Mock._stream
 
     async def stream(self, request, _, body):

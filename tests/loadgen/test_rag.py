@@ -139,7 +139,7 @@ def test_queries_are_parsed_only_from_valid_plans(text: str, queries) -> None:
 
 
 def passages_of(path):
-    """The passages that an index of a text file holds."""
+    """Return the passages that an index of a text file holds."""
     return indexed_passages(WorkloadSettings(0, COUNTER, open_corpus(path)))
 
 
@@ -226,7 +226,7 @@ def test_a_question_always_has_a_subject(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    """Words of which few stand in two places, so that their counts find a passage."""
+    """Write words that rarely repeat, so that their counts find a passage."""
     rng, path = Random(0), tmp_path_factory.mktemp("text") / "words.txt"
     words = ["".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(100_000)]
     path.write_text("".join(f"{word}\n" for word in words))
@@ -234,7 +234,7 @@ def text_file(tmp_path_factory):
 
 
 async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
-    """The run of some questions and their flows; the mock knows what came after the index."""
+    """Run some questions and return their flows. The mock records only what follows the index."""
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
     passages = passages_of(text_file)
     async with serving(mock) as url, open_session() as session:

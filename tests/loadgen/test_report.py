@@ -37,24 +37,24 @@ LOSSY = LosslessCheck(2, 1, (Difference(1, 0, 5, "<a>", "<b>"),), ((2, "cut: gon
 
 
 def in_words(renderable, width: int = 160) -> str:
-    """The text of something rich renders."""
+    """Return the text that rich renders."""
     console = Console(width=width, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()
 
 
 def page(run, lossless=None) -> str:
-    """The page of one run."""
+    """Return the page of one run."""
     return page_of([RunReport("server", run, lossless)])
 
 
 def charts(run):
-    """The plots of one run."""
+    """Return the charts of one run."""
     return charts_of([RunReport("server", run)])
 
 
 def own_part(text: str) -> str:
-    """The page without plotly's own bundle."""
+    """Return the page without plotly's bundle."""
     return text.replace(get_plotlyjs(), "")
 
 
@@ -284,7 +284,7 @@ def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
 
 
 def at_rate(rate: float, name: str = "auto", **fields) -> RunReport:
-    """A run at a rate."""
+    """Return the report of a run at a rate."""
     run = a_run(**fields)
     run.settings["rate_rps"] = rate
     return RunReport(name, run)

@@ -23,13 +23,13 @@ SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95
 
 
 def found_by(seed: int):
-    """One search of an M/D/1 server whose SLO is five services long, begun at 15 requests/s."""
+    """Search an M/D/1 server with an SLO of five services, starting at 15 requests/s."""
     aim = SearchGoal(15.0, LIMIT_S, share=SHARE, seed=1000 * seed)
     return run(aim, md1(SERVICE_S, LIMIT_S)).result()
 
 
 def hits(seeds: range) -> int:
-    """How many searches end with the truth in an interval that is narrow enough."""
+    """Return how many searches end with the truth in a narrow interval."""
     truth = capacity(SHARE, SERVICE_S, LIMIT_S)
     all_found = map(found_by, seeds)
     return sum(
@@ -58,7 +58,7 @@ def test_the_search_finds_the_known_capacity_in_95_of_100() -> None:
 
 
 def sharp(rate_rps: float):
-    """A server which meets every SLO up to a rate, and none beyond."""
+    """Return a server that meets every SLO up to a rate and none beyond."""
 
     def answers(probe: SearchProbe):
         at_s = np.arange(probe.longest) / probe.rate_rps

@@ -12,7 +12,7 @@ from tests.loadgen.test_cli import command, of_script
 
 
 def search(url: str, path, *flags: object):
-    """A search that needs no time to settle, as nothing is promised of the first text."""
+    """Search without a TTFT limit, so that no warm-up is needed."""
     given = ("--rate", 200, "--max-rate", 400, "--slo-tpot-ms", 60_000, "--max-tokens", 8)
     return command("search", url, *given, "--json", path, *flags)
 

@@ -32,7 +32,7 @@ SLO = Slo(ttft_s=0.6)
 
 
 def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
-    """A cell of which so many requests were met, late ones last."""
+    """Return a run in which `met` of `of` requests met their SLO, the late ones last."""
     records = [record(i, float(i), 0.5 if i < met else 0.7, slo=SLO) for i in range(of)]
     run = a_run(records)
     run.settings["rate_rps"] = rate
@@ -40,7 +40,7 @@ def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
 
 
 def cells_of(*shares: tuple[float, int, int]):
-    """Points at rates, with so many met of so many."""
+    """Return points at rates, each with a number of met requests."""
     return points([point(met, of, rate) for rate, met, of in shares])
 
 
@@ -144,7 +144,7 @@ def test_invalid_runs_are_left_out() -> None:
 
 
 def swept(url: str, *flags: object):
-    """The command line before a server."""
+    """Run the command line against a server."""
     rates = ["--rates", "40,80", "--duration", "0.25", "--max-tokens", "4", "--warm-up", "2"]
     return CliRunner().invoke(cli.app, ["sweep", url, *rates, *map(str, flags)])
 

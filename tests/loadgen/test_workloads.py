@@ -40,13 +40,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTER = TokenEstimator(4.0)
 SLO = Slo(ttft_s=0.25, tpot_s=0.06)
 LEAST_P = 1e-3
-"""Seeds are fixed: a test of a right distribution passes always, of a wrong one fails always."""
+"""Seeds are fixed, so tests of distributions are deterministic."""
 
 by_name = pytest.mark.parametrize("name", WORKLOADS)
 
 
 class WordCounter:
-    """A token is a word: an exact counter with no fixed ratio to characters."""
+    """An exact counter that counts words."""
 
     def count(self, text: str) -> int:
         return len(text.split())
@@ -65,13 +65,13 @@ def asked(name: str, count: int, **more):
 
 
 def settings_of(seed: int, text_file: Path | None = None, **more) -> WorkloadSettings:
-    """Settings with an estimator of four characters a token."""
+    """Return settings with an estimator of four characters per token."""
     more = {"counter": COUNTER} | more
     return WorkloadSettings(seed, corpus=open_corpus(text_file), **more)
 
 
 def row_of(prompt_tokens: int, prefix_ids: tuple[int, ...] = (), **more) -> TraceRow:
-    """A recorded request whose blocks have 64 tokens."""
+    """Return a recorded request whose blocks have 64 tokens."""
     fields = {"output_tokens": 9, "block_tokens": 64} | more
     return TraceRow(0.0, prompt_tokens, prefix_ids=prefix_ids, **fields)
 
