@@ -120,7 +120,7 @@ def _within_s(batch: BatchView, cost: StepCost) -> float:
     return max(batch.within_s / (1.0 + MARGIN_ERRORS * batch.cost_error), LEAST_STRETCH * own_s)
 
 
-def patience_s(due_in_s: float, tpot_s: float) -> float:
+def longest_wait_s(due_in_s: float, tpot_s: float) -> float:
     """Return the seconds that a decode can wait for its next token, never more than its target.
 
     Args:

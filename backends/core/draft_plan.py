@@ -116,7 +116,7 @@ class DraftPlan:
         """
         # With `least_survival` None every proposer is asked whatever it costs: nothing to learn.
         if self._did is not None and self._terms.least_survival is not None:
-            self._meter.observe(self._did, step_s, whole_s)
+            self._meter.add_step(self._did, step_s, whole_s)
             self._drafting.observe_host_time(whole_s - step_s)
         self._did = None
 

@@ -9,7 +9,7 @@ from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.speculation.survival import (
     FORGETTING,
-    Acceptance,
+    AcceptanceRate,
     RequestRecord,
     Row,
     SurvivalModel,
@@ -28,7 +28,7 @@ class DraftScores:
 
     def __init__(self) -> None:
         self._sources: dict[str, SurvivalModel] = {}
-        self.acceptance = Acceptance(forgetting=FORGETTING)
+        self.acceptance = AcceptanceRate(forgetting=FORGETTING)
 
     def best_found(self, source: str) -> float:
         """Return the survival of a first token given the strongest evidence."""

@@ -272,7 +272,7 @@ class Scheduler:
         """Learn from a step's duration and the tokens it produced."""
         size = plan.size
         self._measured = None
-        self._fit.observe(size, result.step_s)
+        self._fit.add_step(size, result.step_s)
         self._ran_s = None if plan.chunks else result.step_s
         decodes = size.sequences - plan.chunks
         drafted = size.tokens - plan.prompt_tokens > decodes

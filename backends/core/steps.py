@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace, TokenLogprob
-from draftgate.policies.batching import patience_s
+from draftgate.policies.batching import longest_wait_s
 from draftgate.policies.costs.step_cost import StepSize
 from draftgate.policies.types import BatchView
 
@@ -189,7 +189,7 @@ class StepBuilder:
             for work in decodes:
                 due_s, tpot_s = work.sequence.next_due_s, work.sequence.request.service.tpot_s
                 if due_s is not None and tpot_s is not None:
-                    left_s.append(max(patience_s(due_s - now_s, tpot_s) - drafting_s, 0.0))
+                    left_s.append(max(longest_wait_s(due_s - now_s, tpot_s) - drafting_s, 0.0))
         return BatchView(
             tokens=sum([work.num_tokens for work in decodes]),
             kv_tokens=sum([work.context_tokens for work in decodes]),

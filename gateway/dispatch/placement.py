@@ -177,7 +177,7 @@ class Placer:
     def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
         """Record the size of a request, to estimate those that other gateways have leased."""
         if reservation.lease is not None:
-            self._usual.add(replace(need_of(request), most_tokens=reservation.lease.tokens))
+            self._usual.add_request(replace(need_of(request), most_tokens=reservation.lease.tokens))
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.

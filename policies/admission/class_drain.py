@@ -109,7 +109,7 @@ class ClassFlows:
         self._since_s: float | None = None
         self._flows: dict[int, _Flow] = {}
 
-    def add(self, priority: int, work_s: float, now_s: float) -> None:
+    def add_request(self, priority: int, work_s: float, now_s: float) -> None:
         """Count the work of a new request."""
         priority = _clamp(priority)
         if self._since_s is None:

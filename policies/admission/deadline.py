@@ -110,7 +110,7 @@ class Deadline:
             share = 1.0
             if refused is not None:
                 share = 0.0 if view.sheddable else self._appointments.kept_share
-            self._flows.add(view.service.priority, predicted.work_s * share, now_s)
+            self._flows.add_request(view.service.priority, predicted.work_s * share, now_s)
         if refused is None:
             if booking is not None:
                 self._appointments.close(booking)
@@ -122,7 +122,7 @@ class Deadline:
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         waited_s = ttft_s - (admitted.ttft_s - admitted.wait_s)
         has_target = admitted.service.ttft_s is not None
-        self._correction.learn(admitted.wait_s, waited_s, has_target=has_target)
+        self._correction.add_wait(admitted.wait_s, waited_s, has_target=has_target)
 
     def _outlook(self, view: AdmissionView, predicted: WaitForecast, drain: Drain) -> _Outlook:
         priority, factor = view.service.priority, self._correction.factor

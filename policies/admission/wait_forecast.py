@@ -108,7 +108,7 @@ class WaitCorrection:
         """The factor by which forecasts are multiplied."""
         return math.exp(self._log)
 
-    def learn(self, predicted_s: float, waited_s: float, *, has_target: bool) -> None:
+    def add_wait(self, predicted_s: float, waited_s: float, *, has_target: bool) -> None:
         """Learn from a wait that was predicted with this correction.
 
         Requests that were to start at once say nothing about the queue and are ignored.

@@ -111,7 +111,7 @@ class DraftingMeter:
         self._found_share = 1.0
         self._measured: list[tuple[StepDrafting, float, float]] = []
 
-    def observe(self, did: StepDrafting, known_s: float, whole_s: float) -> None:
+    def add_step(self, did: StepDrafting, known_s: float, whole_s: float) -> None:
         """Record a step; every `REFIT_STEPS` of them are learned. Invalid durations are ignored.
 
         Args:

@@ -46,9 +46,9 @@ class SpeedMeter:
             decodes, tokens, prompt_tokens = self._last
             step_s = max(now_s - self._begun_s, 0.0)
             if decodes:
-                self._decodes.observe(step_s, tokens / decodes)
+                self._decodes.add_step(step_s, tokens / decodes)
             if prompt_tokens:
-                self._prompts.observe(step_s, prompt_tokens)
+                self._prompts.add_step(step_s, prompt_tokens)
         self._begun_s, self._last = now_s, None
         return step_s
 
@@ -96,7 +96,7 @@ class _Means:
         self.tokens = tokens
         self._steps = SEED_STEPS
 
-    def observe(self, step_s: float, tokens: float) -> None:
+    def add_step(self, step_s: float, tokens: float) -> None:
         """Add a step: a plain mean at first, then older steps fade."""
         self._steps = min(self._steps + 1, LAST_STEPS)
         self.step_s += (step_s - self.step_s) / self._steps

@@ -56,7 +56,7 @@ class StepCostFit:
         """Running median of |measured / predicted - 1|."""
         return self._regression.relative_error
 
-    def observe(self, size: StepSize, step_s: float) -> None:
+    def add_step(self, size: StepSize, step_s: float) -> None:
         """Record a measured step and refit after `REFIT_STEPS`; invalid durations are ignored."""
         if size.tokens > 0 and 0.0 < step_s < math.inf:
             self._measured.append((*size, step_s))

@@ -78,7 +78,7 @@ class MeanNeed:
     _prompt_tokens: float = 0.0
     _most_tokens: float = 0.0
 
-    def add(self, need: CapacityNeed) -> None:
+    def add_request(self, need: CapacityNeed) -> None:
         """Learn from a request that is placed."""
         self._requests = self._requests * FORGETTING + 1.0
         self._sequences += (need.sequences - self._sequences) / self._requests

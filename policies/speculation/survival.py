@@ -68,7 +68,7 @@ MOST_SHIFT: Final = 3.0
 
 
 @dataclass(slots=True)
-class Acceptance:
+class AcceptanceRate:
     """Counts of accepted and rejected draft tokens, with forgetting.
 
     A draft is evidence up to its first rejected token, because slots after it were never tested. So
@@ -248,7 +248,7 @@ class SurvivalModel:
     def add_draft(
         self, record: RequestRecord, evidence: int, accepted: int, *, rejected: bool
     ) -> None:
-        """Learn from a draft, as in `Acceptance.add_draft`."""
+        """Learn from a draft, as in `AcceptanceRate.add_draft`."""
         expected = self.draft(record, evidence)
         record.by_evidence.add_draft(expected, accepted, rejected=rejected)
         self.by_evidence.add_draft(evidence_row(evidence), accepted, rejected=rejected)

@@ -185,7 +185,7 @@ def test_line_drains_with_the_share_that_better_classes_leave() -> None:
     """Strictly, at worst by its own line at a quarter of each, or when their flow has ended."""
     classes = ClassFlows()
     for step in range(300):
-        classes.add(0, 0.06, step / 10)  # 0.6 of the pool
+        classes.add_request(0, 0.06, step / 10)  # 0.6 of the pool
     assert classes.drain(1, 30.0).least == classes.drain(1, 30.0).strict
     drain = classes.drain(1, 30.0, booked={0})
     assert drain.strict == pytest.approx(0.4, abs=0.02)
@@ -198,7 +198,7 @@ def test_line_drains_with_the_share_that_better_classes_leave() -> None:
     assert classes.drain(-1, 30.0).worse == 0.75
     assert classes.drain(1, 300.0).least == 1.0, "no request has arrived for long"
     for priority in range(1000):
-        classes.add(priority, 0.06, 30.0)
+        classes.add_request(priority, 0.06, 30.0)
     assert len(classes._flows) <= 17
 
 
@@ -285,11 +285,11 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
     error = WaitCorrection()
     for _ in range(1000):
         predicted_s = 0.5 * error.factor
-        error.learn(predicted_s, 1.5, has_target=True)
+        error.add_wait(predicted_s, 1.5, has_target=True)
     assert error.factor == pytest.approx(3.0, rel=0.1)
     healed = error.factor
     for _ in range(15):
-        error.learn(0.5, 50.0, has_target=False)
+        error.add_wait(0.5, 50.0, has_target=False)
     assert error.factor == healed, "overtaken requests say nothing"
 
 

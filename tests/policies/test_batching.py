@@ -17,7 +17,7 @@ from draftgate.policies.batching import (
     FixedBudget,
     PrefillFirst,
     Slack,
-    patience_s,
+    longest_wait_s,
 )
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import BatchingPolicy
@@ -114,7 +114,7 @@ def test_uncertain_forecasts_leave_a_margin() -> None:
 @given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0))
 def test_decode_waits_between_half_and_all_of_its_target(due_in_s, tpot_s) -> None:
     """A decode ahead of its target waits for the target at most, a late one for half of it."""
-    waits_s = patience_s(due_in_s, tpot_s)
+    waits_s = longest_wait_s(due_in_s, tpot_s)
     assert LATE_SHARE * tpot_s <= waits_s <= tpot_s
     assert waits_s == due_in_s or due_in_s < LATE_SHARE * tpot_s or due_in_s > tpot_s
 

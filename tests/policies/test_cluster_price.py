@@ -139,11 +139,11 @@ def test_mean_need_follows_placed_requests() -> None:
     """The mean of all at first, later of the last fifty; one token before any."""
     usual = MeanNeed()
     assert usual.need == CapacityNeed(1, 0, 1)
-    usual.add(CapacityNeed(1, 100, 200))
-    usual.add(CapacityNeed(3, 300, 600))
+    usual.add_request(CapacityNeed(1, 100, 200))
+    usual.add_request(CapacityNeed(3, 300, 600))
     assert usual.need == CapacityNeed(2, 201, 402)
     for _ in range(200):
-        usual.add(CapacityNeed(1, 50, 80))
+        usual.add_request(CapacityNeed(1, 50, 80))
     assert usual.need.sequences == 1
     assert usual.need.prompt_tokens == pytest.approx(50, rel=0.1)
     assert usual.need.most_tokens == pytest.approx(80, rel=0.1)

@@ -38,7 +38,7 @@ def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 
     for _ in range(steps):
         size = some_step(rng)
         noise = math.exp(rng.normal(0.0, 0.05)) * (50.0 if rng.random() < outliers else 1.0)
-        fit.observe(size, factor * true_s(size) * noise)
+        fit.add_step(size, factor * true_s(size) * noise)
     return fit
 
 
@@ -77,7 +77,7 @@ def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
     """`StepCost` refuses tables that fall, so a refit that made one would raise."""
     fit = StepCostFit(StepCost((4, 16, 64), (1e-3,) * 3) if flat else seed(1.0))
     for size, step_s in measured:
-        fit.observe(size, step_s)
+        fit.add_step(size, step_s)
     fit.refit()
     cost = fit.cost
     figures = [*cost.step_s, cost.kv_token_s, cost.sequence_s, cost.pair_s, fit.relative_error]
@@ -99,7 +99,7 @@ def test_step_50_times_too_long_moves_predictions_by_less_than_2_percent() -> No
     predictions = []
     for hiccup in (1.0, 50.0):
         fit = fed(StepCostFit(seed(1.0)), 1024)
-        fit.observe(StepSize(8, 4000, 8, 0), hiccup * true_s(StepSize(8, 4000, 8, 0)))
+        fit.add_step(StepSize(8, 4000, 8, 0), hiccup * true_s(StepSize(8, 4000, 8, 0)))
         fed(fit, REFIT_STEPS - 1)
         predictions.append([fit.cost.seconds(n, 500 * n, n) for n in (1, 8, 64)])
     assert predictions[1] == pytest.approx(predictions[0], rel=0.02)
@@ -117,7 +117,7 @@ def test_unmeasured_stairs_follow_measured_ones() -> None:
     truth, fit = seed(1.0), StepCostFit(seed(0.7))
     for _ in range(256):
         for tokens in (1, 4, 16, 32):
-            fit.observe(StepSize(tokens, 0, 0, 0), truth.seconds(tokens))
+            fit.add_step(StepSize(tokens, 0, 0, 0), truth.seconds(tokens))
     assert fit.cost.seconds(256) == pytest.approx(truth.seconds(256), rel=0.15)
 
 
@@ -134,7 +134,7 @@ def test_invalid_durations_are_ignored() -> None:
     """NaN, infinity, zero, and empty steps leave the cost unchanged."""
     fit = StepCostFit(seed(1.0))
     for step_s in (math.nan, math.inf, 0.0, -1.0):
-        fit.observe(StepSize(4, 0, 1, 0), step_s)
-    fit.observe(StepSize(0, 0, 0, 0), 1.0)
+        fit.add_step(StepSize(4, 0, 1, 0), step_s)
+    fit.add_step(StepSize(0, 0, 0, 0), 1.0)
     fit.refit()
     assert fit.cost == seed(1.0)

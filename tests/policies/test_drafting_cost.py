@@ -49,7 +49,7 @@ def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMe
         did, device_s = some_step(rng, sequences), STEP_S * (1 + 0.2 * sequences)
         held_up_s = 20e-3 if rng.random() < stalls else 0.0
         whole_s = device_s + did.computed_s + host_s(did) * math.exp(rng.normal(0.0, noise))
-        meter.observe(did, device_s, whole_s + held_up_s)
+        meter.add_step(did, device_s, whole_s + held_up_s)
     return meter
 
 
@@ -72,7 +72,7 @@ def test_simulated_device_has_no_host_time() -> None:
     rng = np.random.default_rng(4)
     for _ in range(10 * REFIT_STEPS):
         did = some_step(rng, 4)
-        meter.observe(did, STEP_S, STEP_S + did.computed_s)
+        meter.add_step(did, STEP_S, STEP_S + did.computed_s)
     cost = meter.cost
     parts = (cost.look_up_s, cost.sequence_s, cost.verify_s, cost.calling_s("draft_model", 4))
     assert max(parts) < 1e-9
@@ -91,7 +91,7 @@ def test_meter_follows_a_host_that_slows_down() -> None:
     for _ in range(600):
         did = some_step(rng, 4)
         more_s = 9 * SEQUENCE_S * did.looked_up
-        meter.observe(did, 2 * STEP_S, 2 * STEP_S + did.computed_s + host_s(did) + more_s)
+        meter.add_step(did, 2 * STEP_S, 2 * STEP_S + did.computed_s + host_s(did) + more_s)
     assert meter.cost.sequence_s > 4 * before_s
 
 
@@ -101,7 +101,7 @@ def test_costs_stay_finite_and_non_negative(measured) -> None:
     """This holds for any measured durations."""
     meter, rng = DraftingMeter(STEP_S, ["draft_model"]), np.random.default_rng(6)
     for known_s, whole_s in measured:
-        meter.observe(some_step(rng, 3), known_s, whole_s)
+        meter.add_step(some_step(rng, 3), known_s, whole_s)
     cost = meter.cost
     parts = (cost.look_up_s, cost.sequence_s, cost.verify_s, cost.calling_s("draft_model", 2))
     assert all(math.isfinite(part) and part >= 0.0 for part in parts)

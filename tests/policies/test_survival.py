@@ -15,7 +15,7 @@ from draftgate.policies.speculation.survival import (
     EVIDENCE_ROWS,
     OUTCOME_ROWS,
     POSITIONS,
-    Acceptance,
+    AcceptanceRate,
     RequestRecord,
     SurvivalModel,
     SurvivalTable,
@@ -30,7 +30,7 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 @given(drafts, st.floats(0.01, 0.99))
 def test_rate_is_strictly_between_0_and_1(observed, prior) -> None:
     """This holds after any drafts."""
-    acceptance = Acceptance(forgetting=0.998)
+    acceptance = AcceptanceRate(forgetting=0.998)
     for accepted, rejected in observed:
         acceptance.add_draft(accepted, rejected=rejected)
     assert 0.0 < acceptance.rate(prior) < 1.0
@@ -38,7 +38,7 @@ def test_rate_is_strictly_between_0_and_1(observed, prior) -> None:
 
 def test_rate_starts_at_the_prior_and_approaches_the_frequency() -> None:
     """The prior loses its weight as counts grow."""
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     assert acceptance.rate(prior=0.3) == pytest.approx(0.3)
     for _ in range(1000):
         acceptance.add_draft(3, rejected=True)
@@ -47,7 +47,7 @@ def test_rate_starts_at_the_prior_and_approaches_the_frequency() -> None:
 
 def test_old_drafts_lose_their_weight_in_the_rate() -> None:
     """After a change the estimate follows the new drafts within some 500 of them."""
-    acceptance = Acceptance(forgetting=0.998)
+    acceptance = AcceptanceRate(forgetting=0.998)
     for _ in range(5000):
         acceptance.add_draft(4, rejected=False)
     for _ in range(1500):
@@ -141,7 +141,7 @@ def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
     """The truth is logistic in evidence, position and request. Survivals are within 3 points, and
     within 0.01 of the truth's own Brier score; one rate for all is worse."""
     rng = random.Random(5)
-    survivals, overall = SurvivalModel(), Acceptance()
+    survivals, overall = SurvivalModel(), AcceptanceRate()
     said: list[float] = []
     ideal: list[float] = []
     flat: list[float] = []

@@ -172,7 +172,7 @@ class DraftModelProposer:
     def _observe(self, feeds: Many[Feed], seconds: float) -> None:
         """Fit the cost by tokens alone; the contexts are not a term of it."""
         tokens = sum(len(feed.token_ids) for feed in feeds)
-        self._fit.observe(StepSize(tokens, 0, 0, 0), seconds)
+        self._fit.add_step(StepSize(tokens, 0, 0, 0), seconds)
 
     def _valid_tokens(self, sequence: Sequence) -> int:
         """Update and return the number of leading tokens that need no computation."""

@@ -122,7 +122,7 @@ class SparseSelfProposer:
 
     def _observe(self, feeds: Many[Feed], seconds: float) -> None:
         count = len(feeds)
-        self._fit.observe(StepSize(count, count * self._budget_tokens, count, 0), seconds)
+        self._fit.add_step(StepSize(count, count * self._budget_tokens, count, 0), seconds)
 
     def _feed(self, table: array[int], position: int, token: int) -> Feed:
         """Return the feed of one token, which is written to its own slot and reads the sub-list."""
