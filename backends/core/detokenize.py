@@ -19,7 +19,7 @@ _LONGEST_CHARACTER_TOKENS: Final = 4
 class TextStream:
     """Turns tokens into text piece by piece.
 
-    Text is held back while it may be part of a character or the beginning of a stop string, so
+    Text is held back while it may be part of a character or the beginning of a stop string. So
     text that was returned never has to be taken back.
     """
 

@@ -3,8 +3,8 @@
 A draft model's keys and values are smaller, so a borrowed block holds several pages: one per
 *group*, with the number `group * group_pages + block`. Pages of one group in neighbouring blocks
 are neighbours in memory. So a table grows along its group and can be read as a view, while other
-tables use the same blocks in other groups. A group has more pages than the memory has blocks (the
-slack of the pool), so the last page of a group and the first of the next are not neighbours.
+tables use the same blocks in other groups. A group has more pages than the memory has blocks: with
+this slack, the last page of a group and the first of the next are not neighbours.
 
 Draft pages are allocated lazily and given up first: when sequences need the blocks, tables are
 emptied, beginning with the one that grew longest ago. The draft model then computes the missing

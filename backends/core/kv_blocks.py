@@ -1,13 +1,13 @@
 """The allocator of KV blocks. It handles block numbers only, no tensors.
 
-A block is *free*, *used* by one or more sequences (which share the blocks of a common prefix),
-*cached* (unused, but holding a known prefix) or *lent* to draft pages. Cached and lent blocks count
-as free. A sequence that needs blocks gets free ones first, then the least recently used cached
-ones, then lent ones.
+A block is *free*, *used*, *cached* (unused, but holding a known prefix) or *lent* to draft pages.
+Sequences with a common prefix use the same blocks for it. Cached and lent blocks count as free.
+A sequence that needs blocks gets free ones first, then the least recently used cached ones, then
+lent ones.
 
-A sequence gets its blocks in *runs* of neighbouring blocks where possible (`FreeRuns`), so that a
-CPU can read most of its keys and values as a view. Gathering pages there costs more than half a
-step (2.3x at batch 32).
+A sequence gets *runs* of neighbouring blocks where possible (`FreeRuns`). A CPU can then read most
+of its keys and values as a view. Gathering pages there costs more than half a step (2.3x at batch
+32).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Running the steps of a worker: overlapped with the device, or one by one.
 
-A device that works on its own gets its next step before the last one is accounted for, if that step
-can be planned without the last tokens (`Scheduler.plan_ahead`); otherwise right after it. Text is
+A device that works on its own gets its next step before the last one is accounted for, if it can be
+planned without the last tokens (`Scheduler.plan_ahead`). Otherwise it gets it right after. Text is
 rendered and delivered while the next step runs. So a sequence may turn out to have ended, by its
 token or at a stop string, when another step with it has been launched. The tokens of that step are
 dropped, and the text is the same.
 
 The blocks of such a sequence may be reused at once. Steps run in launch order, so a launched step
-writes to the blocks before their next owner does, and no step reads a block before it is written.
+writes to the blocks before their next owner does. No step reads a block before it is written.
 Blocks that are shared by content are full and never written again.
 """
 

@@ -1,6 +1,6 @@
 """Prefix caching: token prefixes by hash, and the KV blocks that hold them.
 
-The hash of a full block covers its tokens and the hash of the previous block, so equal hashes mean
+The hash of a full block covers its tokens and the hash of the previous block. So equal hashes mean
 equal prefixes up to the end of the block. The chain begins with the tenant, so a tenant cannot
 learn from timing what the prompts of another one contain. This is the scheme of vLLM's automatic
 prefix caching, with a cryptographic hash: Python's own can be made to collide.
@@ -49,8 +49,8 @@ def _digest(data: bytes) -> bytes:
 class PrefixCache:
     """The blocks that hold known prefixes, and which of them are unused.
 
-    Works on many blocks at once: a prompt of one megabyte has 30,000 of them, and the simulator
-    shares the event loop, on which no turn should take longer than 5 ms.
+    Works on many blocks at once: a prompt of one megabyte has 30,000 of them. In the simulator this
+    happens on the event loop, where no turn should take longer than 5 ms.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -75,8 +75,8 @@ class PrefixCache:
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix, used and unused ones.
 
-        A chain that was also the last one looked up is continued from its end, since each step
-        looks up the next waiting sequence several times.
+        Each step looks up the next waiting sequence several times. So a chain that was also the
+        last one looked up is continued from its end.
         """
         if not hashes:
             return []

@@ -34,10 +34,9 @@ for a single sequence (Zen 5, shipped model, 2026-11-22)."""
 
 RESTING_STEPS: Final = 8
 MOST_RESTING_STEPS: Final = 64
-"""A proposer with a cost that was offered and not used is offered again after 8 steps, then after
-twice as many each time, up to 64. Its expected value changes over tens of drafts, and deciding
-against it takes 0.1 to 0.5 ms of host time per step (batches of 8 and 256, one core, Zen 4,
-2026-11-21)."""
+"""A computing proposer that was not used is offered again after 8 steps, then after twice as many
+each time, up to 64. Its expected value changes slowly, over tens of drafts. Deciding against it
+takes 0.1 to 0.5 ms per step (batches of 8 and 256, one core, Zen 4, 2026-11-21)."""
 
 PROBE_STEPS: Final = 64
 """Steps between two probes of a single sequence while no draft can be worth a slot. A lookup takes

@@ -2,8 +2,8 @@
 
 A paused sequence leaves the batch before the next step. It counts against no limit and holds up no
 other sequence. Its blocks stay in the prefix cache until the memory is needed: cached blocks are
-taken before any sequence is preempted. When it resumes, it takes its place in order of arrival and
-shares what is still cached, so it recomputes at most one block if everything is.
+taken before any sequence is preempted. When it resumes, it takes its place in order of arrival.
+It shares what is still cached, and recomputes at most one block if everything is.
 """
 
 from __future__ import annotations

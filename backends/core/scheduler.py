@@ -63,8 +63,8 @@ _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 SPARING_STEPS: Final = 64
 """Steps by which a sparing sequence is ranked after its last service. All others precede it while
 each of them is served at least every 64 steps; otherwise it takes turns with them. At steps of 10
-to 30 ms a slow reader then waits 1 to 2 seconds for a token, less than the 30 s after which the
-strictest of common proxies drop a silent connection."""
+to 30 ms a slow reader then waits 1 to 2 seconds for a token. Even strict proxies keep a silent
+connection for 30 s."""
 
 
 def _sparing_last(sequence: Sequence) -> tuple[int, int]:
@@ -218,9 +218,9 @@ class Scheduler:
         `PENDING`. If a sequence ends after all, `apply` drops its tokens of the next step.
 
         Returns:
-            None if the first result must be known before: a proposer, a grammar or a penalty reads
-            its tokens, a sequence might be preempted or is to be paused, or there is nothing else
-            to do.
+            None if the result must be known first: a proposer, a grammar or a penalty reads its
+            tokens, or a sequence might be preempted or is to be paused. None also if there is
+            nothing else to do.
         """
         if self._queues.leaving:
             return None

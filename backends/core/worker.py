@@ -136,8 +136,8 @@ class WorkerCore:
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
         """Return the deltas of a step with their request ids, and free sequences that ended.
 
-        May be called while the next step is under way. What that step emits for a sequence that
-        ends here at a stop string is dropped, and until it is applied the blocks are not reused.
+        May be called while the next step is under way. If a sequence ends here at a stop string,
+        its tokens of that step are dropped. Its blocks are not reused before the step is applied.
         Requests that were cancelled meanwhile get no deltas.
         """
         return [

@@ -1,8 +1,8 @@
 """Between loadgen and the dispatcher: planned requests to jobs, deliveries to records.
 
 Prompts become token ids without a tokenizer. Each token is a piece of text of the average length,
-and its id is the piece's first byte. So prompts keep the lengths that the workload gave them, and
-two prompts with a common beginning have common ids, which is all that prefix caching needs.
+and its id is the piece's first byte. So prompts keep the lengths of the workload. Two prompts
+with a common beginning have common ids, which is all that prefix caching needs.
 
 Records have loadgen's form, so that its metrics and reports apply.
 """
