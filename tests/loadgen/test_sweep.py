@@ -145,7 +145,7 @@ def test_invalid_runs_are_left_out() -> None:
 
 def swept(url: str, *flags: object):
     """Run the command line against a server."""
-    rates = ["--rates", "40,80", "--duration", "0.25", "--max-tokens", "4", "--warm-up", "2"]
+    rates = ["--rates", "40,80", "--duration", "0.1", "--max-tokens", "4", "--warm-up", "2"]
     return CliRunner().invoke(cli.app, ["sweep", url, *rates, *map(str, flags)])
 
 
