@@ -14,9 +14,9 @@ from typing import Final
 from draftgate.loadgen.measuring.metrics import completion_tokens
 from draftgate.loadgen.other_tools.base import (
     BROKEN,
-    ToolCount,
     ToolReport,
     interpolated,
+    make_counts,
     rate,
     within,
 )
@@ -66,18 +66,18 @@ def report(run: LoadRun) -> ToolReport:
     return ToolReport(
         TOOL,
         tuple(COLUMNS),
-        (
-            ToolCount("Request Count", len(good), "text arrived"),
-            ToolCount("Error Request Count", failed, "all others"),
-            ToolCount("Benchmark Duration (s)", seconds, "first call to last text, of successes"),
-            ToolCount("Total Output Tokens", tokens, "usage of successes"),
-            ToolCount("Request Throughput (/s)", rate(len(good), seconds), "successes / duration"),
-            ToolCount(
+        make_counts(
+            ("Request Count", len(good), "text arrived"),
+            ("Error Request Count", failed, "all others"),
+            ("Benchmark Duration (s)", seconds, "first call to last text, of successes"),
+            ("Total Output Tokens", tokens, "usage of successes"),
+            ("Request Throughput (/s)", rate(len(good), seconds), "successes / duration"),
+            (
                 "Goodput (/s)",
                 rate(met, seconds),
                 "successes within TTFT and ITL limits / duration; without ITL not met",
             ),
-            ToolCount("Output Token Throughput (/s)", rate(tokens, seconds), "tokens / duration"),
+            ("Output Token Throughput (/s)", rate(tokens, seconds), "tokens / duration"),
         ),
         (
             interpolated(

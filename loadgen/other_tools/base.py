@@ -34,6 +34,11 @@ class ToolCount:
     formula: str
 
 
+def make_counts(*rows: tuple[str, float | None, str]) -> tuple[ToolCount, ...]:
+    """Return the counts of (name, value, formula) rows."""
+    return tuple(ToolCount(*row) for row in rows)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolDistribution:
     """A distribution in milliseconds, by column; None where the tool would show none."""

@@ -16,10 +16,10 @@ from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import completion_tokens
 from draftgate.loadgen.other_tools.base import (
     BROKEN,
-    ToolCount,
     ToolDistribution,
     ToolReport,
     has_error_event,
+    make_counts,
     rate,
     weighted_percentile,
 )
@@ -69,17 +69,15 @@ def report(run: LoadRun) -> ToolReport:
     return ToolReport(
         TOOL,
         tuple(COLUMNS),
-        (
-            ToolCount("Requests successful", len(good), "the stream ended without an error event"),
-            ToolCount("Requests errored", errored, "all others"),
-            ToolCount("Requests incomplete", stopped, "open when the run was stopped"),
-            ToolCount("Requests per second", rate(len(good), seconds), "successes / window"),
-            ToolCount("Output tokens", tokens, "usage of successes"),
-            ToolCount("Output tokens per second", rate(tokens, seconds), "output tokens / window"),
-            ToolCount(
-                "Request goodput", rate(conforming, seconds), "within TTFT and ITL limits / window"
-            ),
-            ToolCount(
+        make_counts(
+            ("Requests successful", len(good), "the stream ended without an error event"),
+            ("Requests errored", errored, "all others"),
+            ("Requests incomplete", stopped, "open when the run was stopped"),
+            ("Requests per second", rate(len(good), seconds), "successes / window"),
+            ("Output tokens", tokens, "usage of successes"),
+            ("Output tokens per second", rate(tokens, seconds), "output tokens / window"),
+            ("Request goodput", rate(conforming, seconds), "within TTFT and ITL limits / window"),
+            (
                 "SLO attainment",
                 conforming / determined if determined else None,
                 "the same / (successes + errored)",
@@ -91,25 +89,18 @@ def report(run: LoadRun) -> ToolReport:
 
 
 def _distributions(good: Sequence[_Success]) -> list[ToolDistribution]:
-    once = [(one, 1.0) for one in good]
+    itl_formula = "(last text - first text) / (n - 1), weight n - 1"
+    itls = [(one.itl_s, one.tokens - 1.0) for one in good if one.itl_s is not None]
+    tpots = [(one.tpot_s, float(one.tokens)) for one in good]
+    scheduled = [(one.scheduled_s, 1.0) for one in good]
     return [
         _weighted(
-            "Request latency", "end of stream - head written", [(o.latency_s, w) for o, w in once]
+            "Request latency", "end of stream - head written", [(o.latency_s, 1.0) for o in good]
         ),
-        _weighted(
-            "Scheduled latency", "end of stream - scheduled", [(o.scheduled_s, w) for o, w in once]
-        ),
-        _weighted("TTFT", "first text - head written", [(o.ttft_s, w) for o, w in once]),
-        _weighted(
-            "TPOT",
-            "(last text - head written) / n, weight n",
-            [(one.tpot_s, float(one.tokens)) for one in good],
-        ),
-        _weighted(
-            "ITL",
-            "(last text - first text) / (n - 1), weight n - 1",
-            [(one.itl_s, one.tokens - 1.0) for one in good if one.itl_s is not None],
-        ),
+        _weighted("Scheduled latency", "end of stream - scheduled", scheduled),
+        _weighted("TTFT", "first text - head written", [(o.ttft_s, 1.0) for o in good]),
+        _weighted("TPOT", "(last text - head written) / n, weight n", tpots),
+        _weighted("ITL", itl_formula, itls),
     ]
 
 

@@ -15,9 +15,9 @@ from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import completion_tokens
 from draftgate.loadgen.other_tools.base import (
     BROKEN,
-    ToolCount,
     ToolReport,
     interpolated,
+    make_counts,
     rate,
     within,
 )
@@ -59,22 +59,18 @@ def report(run: LoadRun) -> ToolReport:
     return ToolReport(
         TOOL,
         tuple(COLUMNS),
-        (
-            ToolCount("Successful requests", len(good), "status 200 and at least one chunk"),
-            ToolCount("Failed requests", failed, "all others"),
-            ToolCount("Benchmark duration (s)", seconds, "start to end of the last request"),
-            ToolCount("Total generated tokens", tokens, "usage of successes"),
-            ToolCount(
-                "Request throughput (req/s)", rate(len(good), seconds), "successes / duration"
-            ),
-            ToolCount(
+        make_counts(
+            ("Successful requests", len(good), "status 200 and at least one chunk"),
+            ("Failed requests", failed, "all others"),
+            ("Benchmark duration (s)", seconds, "start to end of the last request"),
+            ("Total generated tokens", tokens, "usage of successes"),
+            ("Request throughput (req/s)", rate(len(good), seconds), "successes / duration"),
+            (
                 "Request goodput (req/s)",
                 rate(met, seconds),
                 "successes within TTFT and TPOT limits / duration; one token has TPOT 0",
             ),
-            ToolCount(
-                "Output token throughput (tok/s)", rate(tokens, seconds), "tokens / duration"
-            ),
+            ("Output token throughput (tok/s)", rate(tokens, seconds), "tokens / duration"),
         ),
         (
             interpolated("TTFT", "first chunk - call", [one.ttft_s for one in good], COLUMNS),

@@ -84,13 +84,9 @@ def merge_health(processes: Sequence[ClientHealth | None]) -> ClientHealth | Non
     known = [health for health in processes if health is not None]
     if not known:
         return None
-    return ClientHealth(
-        max_lag_s=max(health.max_lag_s for health in known),
-        p99_lag_s=max(health.p99_lag_s for health in known),
-        cpu_share=max(health.cpu_share for health in known),
-        loop_stall_s=max(health.loop_stall_s for health in known),
-        processes=tuple(processes),
-    )
+    names = ("max_lag_s", "p99_lag_s", "cpu_share", "loop_stall_s")
+    worst = {name: max(getattr(health, name) for health in known) for name in names}
+    return ClientHealth(**worst, processes=tuple(processes))
 
 
 def lag_s(record: Record) -> float:
