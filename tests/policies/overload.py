@@ -82,11 +82,11 @@ class Pool:
     seconds: float = 60.0
     servers: int = 32
     mean_s: float = 3.2
-    bias: float = 1.0  # by which service is longer than expected
-    spread: float = 0.5  # of service about its expectation
+    bias: float = 1.0  # factor of true over expected service times
+    spread: float = 0.5  # random spread of service times
     without_target: float = 0.0
     tenants: int = 1
-    priorities: tuple[int, ...] = (0,)  # of the classes, in turn
+    priorities: tuple[int, ...] = (0,)  # classes in turn
     flood: float = 0.0  # share of requests of the first tenant, besides its even share
     ttft_s: float = 2.0
     seed: int = 1

@@ -14,7 +14,7 @@ from draftgate.policies.speculation.arbitration import arbitrate
 from draftgate.policies.types import DraftCandidate
 
 DEPTH_S = 1e-3
-RATE = 100.0  # tokens a second: a depth costs a tenth of a token
+RATE = 100.0  # tokens per second: a depth costs a tenth of a token
 
 
 def value(options, chosen, price) -> float:

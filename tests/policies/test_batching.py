@@ -93,7 +93,7 @@ def test_drafts_do_not_stretch_a_step() -> None:
     chunks = [Slack().prefill_tokens(BatchView(32 + n, 16_000, 32, 100_000), COST) for n in DRAFTS]
     assert chunks == sorted(chunks, reverse=True)
     for drafts, tokens in zip(DRAFTS, chunks, strict=True):
-        # Of the reading and the pairs of a chunk that is shorter, the step gets no longer.
+        # A shorter chunk reads less and has fewer pairs, so the step is no longer.
         step_s = COST.seconds(32 + drafts + tokens, 16_000 + tokens, 33) + COST.pair_s * (
             tokens**2 / 2
         )

@@ -37,7 +37,7 @@ def test_empty_worker_takes_any_request() -> None:
     ("at", "expected"),
     [
         (WorkerUsage(load(), 15), True),
-        (WorkerUsage(load(), 16), True),  # one more waits on the worker
+        (WorkerUsage(load(), 16), True),  # the spare one waits on the worker
         (WorkerUsage(load(), 17), False),
         (WorkerUsage(load(max_sequences=15), 15), False),
         (
@@ -52,7 +52,7 @@ def test_empty_worker_takes_any_request() -> None:
         (WorkerUsage(load(max_sequences=0), 10_000), True),
         (WorkerUsage(load(running=15, others=5), 11), True),  # sequences of others take capacity
         (WorkerUsage(load(running=17, others=5), 12), False),
-        (WorkerUsage(load(running=40, others=33), 8), True),  # but leaves half of them
+        (WorkerUsage(load(running=40, others=33), 8), True),  # but leave half of it
         (WorkerUsage(load(running=42, others=33), 9), False),
         (WorkerUsage(load(max_sequences=0, running=500, others=490), 10), True),
         (WorkerUsage(load(kv_blocks_free=0, kv_blocks_total=0), 3), True),

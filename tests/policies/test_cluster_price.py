@@ -79,7 +79,7 @@ def test_more_leased_tokens_never_lower_the_load(
     found = [project_load(given, tokens, usual) for tokens in sorted([0, *behind])]
     for less, more in pairwise(found):
         assert given.price <= more.price
-        assert less.price <= more.price * (1.0 + 1e-12) + 1e-12  # but for what rounding takes
+        assert less.price <= more.price * (1.0 + 1e-12) + 1e-12  # up to rounding
         assert less.running <= more.running
         assert less.running + less.waiting <= more.running + more.waiting
         assert less.prompt_tokens <= more.prompt_tokens

@@ -27,7 +27,9 @@ def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: i
         running = min(sent[-1], limit)
         estimate = next_estimate(estimate, running, sent[-1] - running)
     assert min(sent[-10:]) >= limit, "capacity is idle while requests wait"
-    assert max(sent[-10:]) <= limit + max(1, round(GROWTH * limit)), "too many wait there"
+    assert max(sent[-10:]) <= limit + max(1, round(GROWTH * limit)), (
+        "too many requests wait at the engine"
+    )
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 50))

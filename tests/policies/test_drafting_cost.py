@@ -57,7 +57,7 @@ def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMe
 def test_each_part_of_the_host_time_is_learned(noise: float, stalls: float) -> None:
     """Steps do the parts at random, with delays or without."""
     cost = fed(6000, noise=noise, stalls=stalls).cost
-    found_share = 0.55  # of steps that look up, those that weigh something
+    found_share = 0.55  # share of steps with lookups that weigh drafts
     assert cost.look_up_s == pytest.approx(LOOK_UP_S + found_share * WEIGH_S, abs=25e-6)
     assert cost.sequence_s == pytest.approx(SEQUENCE_S, abs=12e-6)
     assert cost.verify_s == pytest.approx(VERIFY_S, abs=20e-6)

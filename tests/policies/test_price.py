@@ -71,7 +71,7 @@ def test_attention_makes_slots_of_long_contexts_dearer() -> None:
 def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted) -> None:
     """The formula is evaluated up to the next edge."""
     step_s = cost.seconds(sequences, kv, sequences)
-    assume(step_s > 1e-9)  # below, all devices are alike
+    assume(step_s > 1e-9)  # all devices are equal below
     edge = cost.next_edge(sequences)
     extra_s = cost.seconds(edge, kv, sequences, edge - sequences) - step_s
     expected = (sequences + accepted) / step_s * extra_s / (edge - sequences)
@@ -137,7 +137,7 @@ def test_least_price_is_that_of_the_cheapest_number_of_slots(
     )
     told = slots_s(step, cost, most)
     averages = [rate(step, cost) * (told[n] - told[0]) / n for n in range(1, most + 1)]
-    floor = LEAST_S * rate(step, cost)  # steps that take no time count as that long
+    floor = LEAST_S * rate(step, cost)  # the least time of steps
     expected = pytest.approx(max(min(averages), 0.0), rel=1e-6, abs=floor)
     assert least_slot_price(step, cost) == expected
 

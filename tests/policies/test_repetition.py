@@ -36,7 +36,7 @@ def test_repetitive_text_has_1_and_new_text_is_unknown() -> None:
     """New text has too few lookups."""
     assert repetition([1, 2, 3, 4, 5] * 50) == 1.0
     assert repetition(range(1000)) is None
-    pairs = [token for n in range(100) for token in (7, 8, 1000 + n)]  # what follows is always new
+    pairs = [token for n in range(100) for token in (7, 8, 1000 + n)]  # new tokens follow each pair
     assert repetition(pairs) == 0.0
 
 

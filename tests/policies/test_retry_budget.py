@@ -45,7 +45,7 @@ def test_outage_adds_exactly_the_share(count: int, share: float) -> None:
     for _ in range(count):
         budget.count_request(0.0)
         allowed += budget.take_retry(0.0)
-    # A retry is taken as soon as one is whole, but never ahead of the requests it is a share of.
+    # A retry is allowed as soon as the share is a whole one, never before.
     assert allowed == int(count * share + 1e-9)
 
 

@@ -91,7 +91,7 @@ def test_table_starts_at_the_prior_and_approaches_the_counts() -> None:
     for count in range(2048):
         table.add_draft(
             1, 1 + 2 * (count % 2), rejected=True
-        )  # one right, then half of them two more
+        )  # one accepted, then half of them two more
     assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
 
 

@@ -46,7 +46,7 @@ def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]
     for request in (
         replace(REQUEST, mode=SpeculationMode.OFF),
         replace(REQUEST, max_draft_tokens=0),
-        replace(REQUEST, max_draft_tokens=3),  # four are drafted, and cannot be made fewer
+        replace(REQUEST, max_draft_tokens=3),  # the engine always drafts four
     ):
         choice = chosen(request, rooms=rooms)
         assert choice.pool is ReplicaPool.PLAIN
@@ -158,7 +158,7 @@ def test_split_between_replicas_is_nearly_optimal(
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
     slow = _Replica(0.02, token_s, 0.0, 0.0)
     for _ in range(3 * clients):
-        if fast.running + slow.running == clients:  # one of them ends, and asks again
+        if fast.running + slow.running == clients:  # one request ends and another starts
             gone = fast if draw.random() * clients < fast.running else slow
             gone.running -= 1
         offers = (PoolState(one.load(), has_capacity=True) for one in (fast, slow))

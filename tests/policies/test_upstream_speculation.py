@@ -77,7 +77,7 @@ def test_batch_share_without_times_is_that_of_the_reference_scale() -> None:
     assert BatchShare().share(KNEE_TOKENS / 4, 4.0) == pytest.approx(0.5)
     same = BatchShare()
     for _ in range(20):
-        same.add_stream(0.03, 10.0)  # one load says nothing of another
+        same.add_stream(0.03, 10.0)  # a single load does not determine the slope
     assert same.share(10.0, 4.0) == pytest.approx(40 / (40 + KNEE_TOKENS))
 
 
