@@ -43,7 +43,7 @@ from draftgate.backends.engine.proposers.registry import (
 )
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
-from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.served import PHASES, ServedModel
 from draftgate.backends.engine.startup_cache import Measurements, StartupCache, source_hash
 from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
 from draftgate.backends.engine.weights import Weights, load_weights
@@ -57,9 +57,8 @@ from draftgate.policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
-LOADED_SHARE, PROBED_SHARE = 0.7, 0.85
-"""Of the progress: what is done once the weights are read, and once exactness is probed. The rest
-is timing steps. Rough: with a small model timing dominates, with a large one reading."""
+LOADED_SHARE, PROBED_SHARE = (end for end, _ in PHASES[:2])
+"""Progress when the weights are read, and when exact bits are probed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,18 @@
-"""The progress of loading workers: a bar on a terminal, two log lines elsewhere."""
+"""The progress of loading workers: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from draftgate.backends.engine.served import loading_phase
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.logs import log
@@ -35,13 +36,10 @@ async def loading_shown(
     what = config.model or ", ".join(config.upstream) or "the shipped model"
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"
+    phase = loading_phase if config.backend == "engine" else _no_phase
     if console.is_terminal:
-        bar = asyncio.create_task(_bar(lambda: fleet.progress, what, console))
-        try:
+        async with _beside(_bar(lambda: fleet.progress, phase, what, console)):
             yield
-        finally:
-            bar.cancel()
-            await asyncio.wait({bar})
         return
     begin_s = time.perf_counter()
     workers = len(config.worker_configs())
@@ -49,22 +47,53 @@ async def loading_shown(
         log(logging.INFO, "waiting for a worker", pool=config.pool)
     else:
         log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
-    yield
+    async with _beside(_log_phases(lambda: fleet.progress, phase)):
+        yield
     if fleet.progress >= 1.0:  # a signal may have interrupted it
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
 
 
-async def _bar(progress: Callable[[], float], what: str, console: Console) -> None:
+def _no_phase(_progress: float) -> str:
+    return ""
+
+
+@asynccontextmanager
+async def _beside(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run a coroutine until the context is left."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _log_phases(progress: Callable[[], float], phase: Callable[[float], str]) -> None:
+    """Log each phase when it begins, until cancelled."""
+    logged = ""
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        current = phase(progress())
+        if current not in {"", logged}:
+            log(logging.INFO, current)
+            logged = current
+
+
+async def _bar(
+    progress: Callable[[], float], phase: Callable[[float], str], what: str, console: Console
+) -> None:
     """Draw the bar until cancelled, then erase it."""
     await asyncio.sleep(PATIENCE_S)
     columns = (
         TextColumn("loading {task.description}", markup=False),
+        TextColumn("{task.fields[phase]}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
-        task = shown.add_task(what, total=1.0)
+        task = shown.add_task(what, total=1.0, phase="")
         while True:
-            shown.update(task, completed=progress(), refresh=True)
+            share = progress()
+            shown.update(task, completed=share, phase=phase(share), refresh=True)
             await asyncio.sleep(REFRESH_S)

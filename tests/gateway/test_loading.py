@@ -46,6 +46,8 @@ async def test_a_terminal_gets_a_bar_that_follows_the_workers(
             scripted.progress = share
             await until(lambda share=share: f"{share:.0%}" in screen.getvalue())
     assert "loading /models/[m]" in screen.getvalue()
+    assert "reading weights" in screen.getvalue()
+    assert "compiling and testing operators" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K")  # the line is cleared
 
 
@@ -72,3 +74,21 @@ async def test_without_a_terminal_there_are_log_lines(
     assert list(lines) == (["loading", "loaded"] if share == 1.0 else ["loading"])
     assert lines["loading"] == {"backend": "engine", "model": "/models/[m]", "workers": 1}
     assert lines.get("loaded", {"seconds": 0})["seconds"] >= 0
+
+
+async def test_without_a_terminal_each_phase_is_one_log_line(
+    scripted: ScriptedBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading, compiling and measuring are logged when they begin, and only once."""
+    monkeypatch.setattr(loading, "REFRESH_S", 0.001)
+    fleet = scripted_fleet(CONFIG, [scripted])
+    scripted.progress = 0.0
+    phases = ["reading weights", "compiling and testing operators", "measuring step costs"]
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        await fleet.start()
+        async with loading_shown(fleet, CONFIG, Console(file=io.StringIO())):
+            for share, phase in zip((0.3, 0.75, 0.9), phases, strict=True):
+                scripted.progress = share
+                await until(lambda phase=phase: phase in caplog.messages)
+            scripted.progress = 1.0
+    assert caplog.messages == ["loading", *phases, "loaded"]
