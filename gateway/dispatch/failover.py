@@ -35,7 +35,7 @@ COMEBACK_S: Final = 15.0
 A broken link is reopened within 5 s, and a process restarts within a few more. (Chosen, not tuned;
 2026-11-22.)"""
 
-LOOK_S: Final = 0.1
+CHECK_INTERVAL_S: Final = 0.1
 """Interval of checks in that time; too short to notice in a stream that has stopped already."""
 
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
@@ -215,10 +215,10 @@ class Failover:
 
     async def _comeback(self, ready: Callable[[], bool]) -> bool:
         """Wait for a condition while workers may join; return whether it holds in time."""
-        for _ in range(round(COMEBACK_S / LOOK_S)):
+        for _ in range(round(COMEBACK_S / CHECK_INTERVAL_S)):
             if ready() or not self._fleet.may_grow:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
         return ready()
 
 

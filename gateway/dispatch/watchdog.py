@@ -22,7 +22,7 @@ from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.resilience.liveness import StreamSilence, WorkerSilence
 from draftgate.policies.types import WorkerLoad
 
-LOOK_S: Final = 1.0
+CHECK_INTERVAL_S: Final = 1.0
 """Interval of the checks.
 
 It is well below the time after which a worker counts as lost. A check of a worker costs about as
@@ -61,7 +61,7 @@ class Reading:
     def look(self, load: WorkerLoad) -> None:
         """Wake the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
-        if self._silence.look(self.deltas, load, LOOK_S, runs=runs):
+        if self._silence.look(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
             self.wake("the worker sent nothing more for a running stream")
 
     def wake(self, reason: str) -> None:
@@ -101,7 +101,7 @@ class _Watched:
             return
         load, readings = self.worker.backend.load(), tuple(self.readings)
         owes = any(reading.is_owed for reading in readings)
-        self._note(self._silence.look(load, LOOK_S, owes=owes))
+        self._note(self._silence.look(load, CHECK_INTERVAL_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
                 reading.wake("the worker completes no further step")
@@ -161,4 +161,4 @@ class Watchdog:
         if self._watched and self._timer is None:
             loop = asyncio.get_running_loop()
             # In an empty context, so that log lines carry no request id.
-            self._timer = loop.call_later(LOOK_S, self._look, context=Context())
+            self._timer = loop.call_later(CHECK_INTERVAL_S, self._look, context=Context())

@@ -15,7 +15,7 @@ from tests.gateway.redis_server import RedisServer, redis_running
 
 @pytest.fixture
 async def sim() -> AsyncIterator[Listening]:
-    """A node with the simulator behind it."""
+    """A node with a simulated worker."""
     async with running() as where:
         yield where
 
@@ -29,26 +29,26 @@ async def http(sim: Listening) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def scripted() -> ScriptedBackend:
-    """A backend whose steps the test decides; not serving yet."""
+    """A backend whose steps the test decides; not started yet."""
     return ScriptedBackend()
 
 
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One Redis server for all tests that leave it well."""
+    """One Redis server for all tests that leave it running."""
     with redis_running(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def redis_server(shared_redis: RedisServer) -> RedisServer:
-    """That server, empty."""
+    """The shared server, with all data deleted."""
     shared_redis.command("FLUSHALL")
     return shared_redis
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis server that a test may pause, kill and start again."""
+    """A Redis server that a test may pause, kill and restart."""
     with redis_running(tmp_path) as server:
         yield server

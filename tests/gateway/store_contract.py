@@ -1,4 +1,4 @@
-"""What every state store must do. A store's tests subclass `StoreContract`."""
+"""The contract tests of state stores. The tests of a store subclass `StoreContract`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.gateway.stores import (
 
 
 class StoreContract:
-    """The contract of `Store`; time passes only when a test says so."""
+    """The contract of `Store`; time advances only when a test says so."""
 
     @pytest.fixture
     def timed(self) -> Timed:
-        """A fresh store with its clock."""
+        """A new store with its clock."""
         raise NotImplementedError
 
     @pytest.fixture
     def store(self, timed: Timed) -> Store:
-        """The store alone."""
+        """The store without its clock."""
         return timed.store
 
     # --- reports ----------------------------------------------------------------------------------
 
-    async def test_the_last_report_counts_and_ages(self, timed: Timed, store: Store) -> None:
-        """A worker is known by what it reported last, in full, and by how long ago that was."""
+    async def test_a_view_has_the_last_report_and_its_age(self, timed: Timed, store: Store) -> None:
+        """A worker's view has its last report, unchanged, and the age of it."""
         await store.publish(report("b"))
         await store.publish(report("a"))
         await timed.pass_time(2.0)
@@ -45,7 +45,7 @@ class StoreContract:
         assert [view.worker_id for view in found] == ["a", "b"]
 
     async def test_a_late_report_changes_nothing(self, timed: Timed, store: Store) -> None:
-        """What was overtaken on its way is dropped, and does not make a worker look alive."""
+        """An overtaken report is dropped and does not make a worker look alive."""
         await store.publish(report(seq=5, max_model_len=99))
         await timed.pass_time(1.0)
         for seq in (5, 4):
@@ -54,7 +54,8 @@ class StoreContract:
         assert (view.report.max_model_len, view.age_s) == (99, pytest.approx(1.0))
 
     async def test_a_worker_that_leaves_is_gone_until_it_reports_again(self, store: Store) -> None:
-        """Leaving twice is no error; reports from before do not bring it back, a later one does."""
+        """Withdrawing twice is allowed; earlier reports do not restore the worker, a later one
+        does."""
         await store.publish(report())
         await store.withdraw("w", "1", 2)
         await store.withdraw("w", "1", 2)
@@ -64,8 +65,8 @@ class StoreContract:
         assert await store.publish(report(seq=3))
         assert set(await views(store)) == {"w"}
 
-    async def test_leases_outlive_the_workers_leaving(self, store: Store) -> None:
-        """A worker that drains still runs what it has."""
+    async def test_leases_outlive_the_withdrawal_of_a_worker(self, store: Store) -> None:
+        """A withdrawn worker keeps its leases, because it still runs their requests."""
         await store.publish(report())
         await granted(store, "r", 100)
         await store.withdraw("w", "1", 1)
@@ -73,7 +74,7 @@ class StoreContract:
         assert await leased_tokens(store) == 100
 
     async def test_a_silent_worker_is_forgotten(self, timed: Timed, store: Store) -> None:
-        """It gets nothing new after `STALE_S`, is shown with its age, and vanishes in the end."""
+        """It gets no new leases after `STALE_S`, keeps aging, and disappears in the end."""
         await store.publish(report())
         await timed.pass_time(STALE_S)
         await granted(store, "r")
@@ -85,8 +86,8 @@ class StoreContract:
 
     # --- epochs -----------------------------------------------------------------------------------
 
-    async def test_a_new_epoch_voids_what_was_before(self, store: Store) -> None:
-        """Leases of the old life end, its reports and offers count for nothing."""
+    async def test_a_new_epoch_ends_leases_and_reports_of_the_old_one(self, store: Store) -> None:
+        """Leases of the old epoch end, and its reports and offers are refused."""
         await store.publish(report(seq=7))
         old = await granted(store, "r", 100)
         assert await store.publish(report(epoch="2"))
@@ -98,8 +99,8 @@ class StoreContract:
         assert await store.renew((old,), 30.0) == {"r"}
         assert await leased_tokens(store) == 0
 
-    async def test_who_knows_a_newer_epoch_first_fences_the_older(self, store: Store) -> None:
-        """A gateway may hear from a worker directly: its lease ends the old life in the store."""
+    async def test_a_lease_of_a_newer_epoch_fences_the_older(self, store: Store) -> None:
+        """A lease in a newer epoch, learned over a link, fences the old epoch in the store."""
         await store.publish(report())
         await granted(store, "old", 10)
         assert await store.renew((Lease("new", "w", "2", 5, 1),), 30.0) == frozenset()
@@ -111,7 +112,7 @@ class StoreContract:
     # --- leases -----------------------------------------------------------------------------------
 
     async def test_leases_add_up_until_released(self, store: Store) -> None:
-        """Leased tokens are the sum of living leases; a release counts once."""
+        """Leased tokens are the sum of living leases, and a release counts once."""
         await store.publish(report())
         await granted(store, "r1", 100)
         await granted(store, "r2", 30)
@@ -122,7 +123,7 @@ class StoreContract:
         assert await leased_tokens(store) == 30
 
     async def test_a_second_lease_replaces_the_first(self, store: Store) -> None:
-        """A request holds one lease, also when it moves to another worker, or finds no room."""
+        """A request holds one lease, also when it moves to another worker or is refused."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         await granted(store, "r", 100, offer("a"))
@@ -134,7 +135,7 @@ class StoreContract:
         assert [view.leased_tokens for view in (await views(store)).values()] == [0, 0]
 
     async def test_a_lease_expires_by_itself(self, timed: Timed, store: Store) -> None:
-        """What a dead gateway reserved comes back without anybody's help."""
+        """The tokens of a dead gateway's lease become free without a release."""
         await store.publish(report())
         await granted(store, "r", 100, ttl_s=5.0)
         await timed.pass_time(4.999)
@@ -142,8 +143,8 @@ class StoreContract:
         await timed.pass_time(0.001)
         assert await leased_tokens(store) == 0
 
-    async def test_a_renewed_lease_lives_on(self, timed: Timed, store: Store) -> None:
-        """From its last renewal on it lasts as long as was said then, longer or shorter."""
+    async def test_a_renewal_sets_the_expiry(self, timed: Timed, store: Store) -> None:
+        """After a renewal a lease lasts for the time given then, longer or shorter."""
         await store.publish(report())
         lease = await granted(store, "r", 100, ttl_s=5.0)
         await timed.pass_time(4.0)
@@ -154,10 +155,8 @@ class StoreContract:
         await timed.pass_time(0.5)
         assert await leased_tokens(store) == 0
 
-    async def test_lost_leases_are_rebuilt_by_who_holds_them(
-        self, timed: Timed, store: Store
-    ) -> None:
-        """After a loss of memory they are as they were, and expire as others do."""
+    async def test_a_renewal_restores_lost_leases(self, timed: Timed, store: Store) -> None:
+        """After a loss of memory, a renewal restores leases unchanged, and they expire as usual."""
         await store.publish(report())
         leases = [await granted(store, f"r{index}", 100 + index) for index in range(3)]
         await timed.flush()
@@ -171,8 +170,8 @@ class StoreContract:
         await timed.pass_time(5.0)
         assert await leased_tokens(store) == 0
 
-    async def test_a_lease_is_what_its_holder_says(self, timed: Timed, store: Store) -> None:
-        """One that expired while its holder was held up, or is elsewhere, is put right."""
+    async def test_a_renewal_corrects_a_lease(self, timed: Timed, store: Store) -> None:
+        """A renewal corrects a lease that has expired or is on another worker."""
         await store.publish(report("a"))
         lease = await granted(store, "r", 100, offer("a"), ttl_s=1.0)
         await timed.pass_time(1.0)
@@ -184,7 +183,7 @@ class StoreContract:
         assert [view.leased_tokens for view in (await views(store)).values()] == [100, 0]
 
     async def test_ids_may_be_any_text(self, store: Store) -> None:
-        """Blanks, colons, letters of any script: nothing in an id has a meaning."""
+        """Ids may contain spaces, colons and any letters."""
         worker, request = "w 1:{x} é", "1 2 r:ä {y}"
         await store.publish(report(worker))
         assert (await granted(store, request, 3, offer(worker))).request_id == request
@@ -194,8 +193,8 @@ class StoreContract:
 
     # --- the choice -------------------------------------------------------------------------------
 
-    async def test_no_more_is_leased_than_a_worker_holds(self, store: Store) -> None:
-        """Up to its capacity everything, beyond it nothing, and all of it again after a release."""
+    async def test_leases_never_exceed_the_capacity(self, store: Store) -> None:
+        """Leases fit into the capacity, and a release makes it available again."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "r1", 60)
         assert (await reserve(store, "r2", 41)).refusal is Refusal.FULL
@@ -204,28 +203,30 @@ class StoreContract:
         await store.release(("r1",))
         await granted(store, "r5", 60)
 
-    async def test_what_has_expired_makes_room(self, timed: Timed, store: Store) -> None:
-        """At once, without anybody having looked in between."""
+    async def test_an_expired_lease_frees_its_tokens_at_once(
+        self, timed: Timed, store: Store
+    ) -> None:
+        """An expired lease frees its tokens at once, without any call in between."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "r1", 100, ttl_s=1.0)
         await timed.pass_time(1.0)
         await granted(store, "r2", 100)
 
     async def test_an_idle_worker_takes_anything(self, store: Store) -> None:
-        """A request longer than a worker's capacity gets it alone, never beside another."""
+        """A request longer than the capacity gets a worker alone, never beside another one."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "long", 500)
         await granted(store, "long", 600)
         assert (await reserve(store, "r", 1)).refusal is Refusal.FULL
 
-    async def test_unknown_capacity_binds_nobody(self, store: Store) -> None:
-        """A worker that does not know what it holds is never full."""
+    async def test_an_unknown_capacity_is_no_limit(self, store: Store) -> None:
+        """A worker without a known capacity is never full."""
         await store.publish(report(capacity_tokens=0))
         await granted(store, "r1", 10**9)
         await granted(store, "r2", 10**9)
 
-    async def test_the_least_score_wins_and_the_first_of_equals(self, store: Store) -> None:
-        """Among those that may be taken at all."""
+    async def test_the_lowest_score_wins(self, store: Store) -> None:
+        """The lowest score among acceptable workers wins, and the first of equals."""
         for worker_id in ("a", "b", "c", "full"):
             await store.publish(report(worker_id, capacity_tokens=10))
         await granted(store, "big", 10, offer("full"))
@@ -233,8 +234,8 @@ class StoreContract:
         offers += (offer("b", "1", 0.25), offer("a", "1", 0.25))
         assert (await granted(store, "r", 1, *offers)).worker_id == "b"
 
-    async def test_tokens_behind_the_watermark_speak_against_a_worker(self, store: Store) -> None:
-        """What a score was made without counts at once, for whoever asks, by its tokens."""
+    async def test_leases_after_the_watermark_raise_a_score(self, store: Store) -> None:
+        """Leases after the watermark raise the score of a worker for every gateway."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         offers = (offer("a", "1", 0.0, 0.01), offer("b", "1", 0.5, 0.01))
@@ -243,8 +244,9 @@ class StoreContract:
         found = await reserve(store, "last", 30, offer("a", "1", 0.0, 0.01))
         assert found.behind_tokens == 120
 
-    async def test_what_a_score_includes_does_not_count_twice(self, store: Store) -> None:
-        """The offer's watermark says so, whatever the worker has reported since."""
+    async def test_leases_up_to_the_watermark_do_not_count_twice(self, store: Store) -> None:
+        """Leases up to the offer's watermark do not raise the score, whatever the worker has
+        reported since."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         first = await granted(store, "r1", 100, offer("a"))
@@ -266,10 +268,10 @@ class StoreContract:
             (("gone",), Refusal.GONE),
         ],
     )
-    async def test_a_refusal_says_what_is_nearest_to_room(
+    async def test_a_refusal_names_the_most_hopeful_reason(
         self, timed: Timed, store: Store, offered: tuple[str, ...], why: Refusal
     ) -> None:
-        """Waiting helps where one is full; only where all have left nothing does."""
+        """The refusal is `full` if any worker is full, and `gone` only if all have left."""
         await store.publish(report("stale"))
         await timed.pass_time(STALE_S + 1)
         await store.publish(report("full", capacity_tokens=1))
@@ -280,14 +282,14 @@ class StoreContract:
         found = await store.reserve("s", 1, [offer(name) for name in offered], 30.0)
         assert (found.lease, found.refusal) == (None, why)
 
-    async def test_nothing_offered_is_nothing_leased(self, store: Store) -> None:
-        """Without a worker to choose from there is no lease."""
+    async def test_without_offers_there_is_no_lease(self, store: Store) -> None:
+        """Without offers there is no lease."""
         assert (await store.reserve("r", 1, (), 30.0)).refusal is Refusal.UNKNOWN
 
     # --- numbers ----------------------------------------------------------------------------------
 
-    async def test_numbers_rise_above_all_that_anybody_knows(self, timed: Timed) -> None:
-        """Also after a loss of memory: a new lease never looks as if a report included it."""
+    async def test_lease_numbers_exceed_all_known_ones(self, timed: Timed) -> None:
+        """A new lease is above every known number and watermark, also after a loss of memory."""
         await timed.store.publish(report())
         leases = [await granted(timed.store, f"r{index}") for index in range(3)]
         numbers = [lease.number for lease in leases]
@@ -302,7 +304,7 @@ class StoreContract:
         assert (await granted(timed.store, "u")).number > far
 
     async def test_a_store_that_answers_has_no_outage(self, store: Store) -> None:
-        """Nor are its answers degraded."""
+        """A working store reports no outage, and its answers are not degraded."""
         await store.publish(report())
         assert store.outage is None
         assert not (await store.snapshot()).degraded

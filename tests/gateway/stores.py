@@ -1,4 +1,4 @@
-"""Stores whose time a test decides, for the contract that all of them keep."""
+"""Stores with a controlled clock, for the contract tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN_US: Final = 1_763_800_000_000_000
 POOL: Final = "test"
 CLOCK_KEY: Final = f"draftgate:{{{POOL}}}:clock"
 CLOCK: Final = "local function now_us() return tonumber(redis.call('GET', KEYS[1] .. 'clock')) end"
-"""In the place of `clock.lua`: the server's time is what a test has written."""
+"""Replaces `clock.lua`: the time is a key that the test sets."""
 
 
 class TimedMemory:
@@ -34,14 +34,14 @@ class TimedMemory:
         self.store = MemoryStore(lambda: self._now_us / 1e6)
 
     async def begin(self) -> None:
-        """Nothing to do: it is new."""
+        """Do nothing; the store is new."""
 
     async def pass_time(self, seconds: float) -> None:
-        """Let the clock go on."""
+        """Advance the clock."""
         self._now_us += round(seconds * 1e6)
 
     async def flush(self) -> None:
-        """Let it forget everything but the time."""
+        """Delete everything except the time."""
         self.store = MemoryStore(lambda: self._now_us / 1e6)
 
     async def close(self) -> None:
@@ -49,7 +49,7 @@ class TimedMemory:
 
 
 class TimedRedis:
-    """A store in a real server, which believes what time a test says it is."""
+    """A store in a real server that takes its time from the test."""
 
     store: Store
 
@@ -81,7 +81,7 @@ Timed = TimedMemory | TimedRedis
 
 
 def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:
-    """A report of an idle worker of 1,000 tokens, which others reach."""
+    """A report of an idle worker of 1,000 tokens that other nodes can reach."""
     values = {"capacity_tokens": 1000, "address": "http://w:8000", **fields}
     return WorkerReport(worker_id, epoch, seq, **values)
 
@@ -94,14 +94,14 @@ def offer(worker_id: str = "w", epoch: str = "1", *rest: float) -> LeaseCandidat
 async def reserve(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Reservation:
-    """Reserve tokens, of worker `w` if nothing else is offered."""
+    """Reserve tokens, by default of worker `w`."""
     return await store.reserve(request_id, tokens, offers or (offer(),), ttl_s)
 
 
 async def granted(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Lease:
-    """As `reserve`, where there is no reason to refuse."""
+    """Reserve tokens, and expect a lease."""
     found = await reserve(store, request_id, tokens, *offers, ttl_s=ttl_s)
     assert found.lease is not None, found.refusal
     assert found.refusal is None
@@ -114,5 +114,5 @@ async def views(store: Store) -> dict[str, WorkerView]:
 
 
 async def leased_tokens(store: Store, worker_id: str = "w") -> int:
-    """The tokens leased of a worker that the store has heard of."""
+    """The leased tokens of a known worker."""
     return (await views(store))[worker_id].leased_tokens

@@ -1,4 +1,4 @@
-"""A TCP proxy between two parts of a test, which can cut, freeze, delay and spoil what passes."""
+"""A TCP proxy that can cut, freeze, delay and corrupt connections."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ BLOCK_BYTES = 1 << 16
 
 
 class TcpProxy:
-    """Listens on a free port of this machine and passes everything on.
+    """Listens on a free port of this machine and forwards to a server.
 
     Attributes:
-        url: of the proxy, to be used in place of the server's.
-        delay_s: how long each block is held before it goes on, either way.
-        passed_bytes: that the server said and clients were sent.
-        most_bytes: of the server's that may pass, in all; the connection is cut behind them.
+        url: URL of the proxy, which replaces that of the server.
+        delay_s: delay of each block in either direction.
+        passed_bytes: bytes from the server to clients.
+        most_bytes: limit of `passed_bytes`, after which the connection is cut.
     """
 
     def __init__(self, url: str) -> None:
-        """Stand in front of the server at this address."""
+        """Forward to the server at this address."""
         parts = urlsplit(url)
         self._to = str(parts.hostname), int(parts.port or 80)
         self.url = ""
@@ -39,37 +39,37 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """Connections that are open on the clients' side."""
+        """Open connections of clients."""
         return len(self._writers) // 2
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Reset every connection, as a machine does that was restarted.
+        """Reset every connection, as a restarted machine does.
 
         Args:
-            refuse: reset those that come later, too, until `accept`.
+            refuse: also reset new connections, until `accept`.
         """
         self._refuses = refuse
         for writer in tuple(self._writers):
             _reset(writer)
 
     def accept(self) -> None:
-        """Let connections come again."""
+        """Accept connections again."""
         self._refuses = False
 
     def freeze(self) -> None:
-        """Let nothing pass, and close nothing: what a broken network and a stopped machine do."""
+        """Forward nothing and close nothing, as a broken network does."""
         self._flows.clear()
 
     def thaw(self) -> None:
-        """Let everything pass again, what was held first."""
+        """Forward again, starting with the held blocks."""
         self._flows.set()
 
     def spoil(self, garbage: bytes) -> None:
-        """Put garbage in place of the next block that the server sends."""
+        """Replace the next block from the server with garbage."""
         self._spoilt = garbage
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Stand between a client and the server until one of them ends."""
+        """Forward between a client and the server until one of them ends."""
         if self._refuses:
             _reset(writer)
             return
@@ -113,10 +113,10 @@ class TcpProxy:
                 await writer.drain()
                 if from_server and self.passed_bytes == self.most_bytes:
                     return
-        await self._flows.wait()  # an end passes no more than anything else
+        await self._flows.wait()  # the end of a stream is held back as well
 
     def _allowed(self, block: bytes) -> bytes:
-        """Return what of the server's block goes on."""
+        """Return the part of the server's block to forward."""
         if self._spoilt is not None:
             block, self._spoilt = self._spoilt, None
         if self.most_bytes is not None:
@@ -127,7 +127,7 @@ class TcpProxy:
 
 @asynccontextmanager
 async def proxied(url: str) -> AsyncIterator[TcpProxy]:
-    """Stand in front of the server at an address."""
+    """Run a proxy in front of the server at an address."""
     proxy = TcpProxy(url)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -141,7 +141,7 @@ async def proxied(url: str) -> AsyncIterator[TcpProxy]:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection with a reset instead of a goodbye."""
+    """End a connection with a reset."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

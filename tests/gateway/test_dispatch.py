@@ -1,4 +1,4 @@
-"""The dispatcher: defaults that fit, wishes that cannot be met, leases."""
+"""The dispatcher: defaults, wishes that cannot be met, leases."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def job(prompt_tokens: int = 10, **fields: object) -> Job:
 async def test_without_max_tokens_the_context_is_filled(
     node: Node, scripted: ScriptedBackend
 ) -> None:
-    """The default is what is left of the context, or of the KV pool if that is smaller."""
+    """The default limit is the rest of the context, or of the KV pool if that is smaller."""
     scripted.kv_tokens = 5000
     assert (await placed(node, job(max_tokens=None)))[0].request.sampling.max_tokens == 990
     scripted.kv_tokens = 500
     assert (await placed(node, job(max_tokens=None)))[0].request.sampling.max_tokens == 490
 
 
-async def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
-    """A default cannot save a prompt that fills everything by itself."""
+async def test_a_prompt_that_fills_the_context_is_rejected(node: Node) -> None:
+    """A prompt that fills the context or the pool is rejected even without `max_tokens`."""
     with pytest.raises(RequestRejected):
         await placed(node, job(500, max_tokens=None))
     with pytest.raises(RequestRejected):
@@ -54,21 +54,21 @@ async def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
 
 
 async def test_the_plan_honours_the_clients_cap(node: Node) -> None:
-    """What the client allows bounds what the policy plans, and the reason is told."""
+    """`max_draft_tokens` limits the plan, and the reason says so."""
     plan = (await placed(node, job(max_draft_tokens=2)))[0].request.speculation
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
     assert plan.reason
 
 
-async def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: Node) -> None:
-    """Asking for what the worker lacks is the client's error, with the way out in it."""
+async def test_a_missing_proposer_is_refused_with_the_available_ones(node: Node) -> None:
+    """Asking for a missing proposer is the client's error, and the message lists the others."""
     with pytest.raises(InvalidRequest, match="can draft with: ngram") as caught:
         await placed(node, job(mode=SpeculationMode.DRAFT_MODEL))
     assert caught.value.param == "speculation.mode"
 
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
-    """Tokens of prompt and output are leased while the request runs, and not a moment longer."""
+    """Tokens of prompt and output are leased exactly while the request runs."""
     await node.heartbeat.beat()
     async with node.dispatcher.run(job()) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
@@ -79,10 +79,10 @@ async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: Script
     assert await leased(node) == 0
 
 
-async def test_the_heartbeat_publishes_and_survives(
+async def test_the_heartbeat_survives_a_store_error(
     node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that fails once does not end the heartbeat: a node must not look dead."""
+    """The heartbeat continues after an error of the store."""
     monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     calls: list[str] = []
     published = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Stopping: what has begun is finished, what comes anew is sent elsewhere, the exit is clean."""
+"""Stopping a node: open streams end, new requests are refused, the exit is clean."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def breaks(self, plan):
     return execute(self, plan)
 SimExecutor.execute = breaks
 """
-"""Breaks each simulated worker that comes to a request's token 200."""
+"""Fails every simulated worker that reaches token 200 of a request."""
 
 
 async def test_draining_finishes_open_streams_and_refuses_new_ones(
     scripted: ScriptedBackend,
 ) -> None:
-    """While draining, open streams go on to their end; new requests get 503 with Retry-After."""
+    """While draining, open streams run to their end, and new requests get 503 with Retry-After."""
     async with running(backends=[scripted]) as where, client(where) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         request = await scripted.submitted.get()
@@ -55,7 +55,7 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(
 
 
 async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) -> None:
-    """A stream that never ends does not keep the node; it gets one error event."""
+    """A stream that never ends gets one error event after the timeout."""
     async with running(backends=[scripted]) as where, client(where) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         scripted.emit(await scripted.submitted.get(), "begun")
@@ -65,7 +65,7 @@ async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) ->
 
 
 async def test_a_late_reader_is_still_in_flight(scripted: ScriptedBackend) -> None:
-    """A whole answer counts as in flight until its bytes are handed over."""
+    """A whole answer counts as in flight until its bytes have been sent."""
     async with running(backends=[scripted]) as where, client(where) as http:
         whole = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": False}))
         scripted.emit(await scripted.submitted.get(), "all", last=True)
@@ -74,7 +74,7 @@ async def test_a_late_reader_is_still_in_flight(scripted: ScriptedBackend) -> No
 
 
 def test_states_follow_the_table() -> None:
-    """A transition that the table lacks is an error in the program, not a state."""
+    """A transition outside the table raises an error."""
     node = Lifecycle()
     node.move_to(NodeState.DRAINING)
     with pytest.raises(RuntimeError, match="draining cannot become ready"):
@@ -101,7 +101,7 @@ def _stream(url: str, max_tokens: int):
 
 
 def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[str], str]) -> None:
-    """The process ends with status 0, after the stream that was open has had its `[DONE]`."""
+    """An open stream gets its `[DONE]`, then the process exits with 0."""
     process, url = served
     with _stream(url, 600) as answer:
         begun = answer.readline().decode()
@@ -117,7 +117,7 @@ def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[st
 
 
 def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]) -> None:
-    """Who asks twice does not wait: the stream gets its error event, and the process ends."""
+    """A second signal ends the stream with an error event and exits the process."""
     process, url = served
     with _stream(url, 8000) as answer:
         begun = answer.readline().decode()
@@ -130,7 +130,7 @@ def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]
 
 
 def test_sigterm_while_loading_exits_0() -> None:
-    """A node that is still loading stops as quietly as one that serves."""
+    """A loading node stops as cleanly as a serving one."""
     command = [*COMMAND[:4], "--port", "0", "--backend", "sim", "--config", "/dev/null"]
     slow = "import draftgate.gateway.app as l, time; f = l.backend_factory\n"
     slow += "def load(name):\n    print('loading', flush=True); time.sleep(0.3); return f(name)\n"
@@ -145,8 +145,9 @@ def test_sigterm_while_loading_exits_0() -> None:
     assert "Traceback" not in log
 
 
-def test_a_node_ends_with_its_last_worker() -> None:
-    """Streams go on where they can, then end in one error event; the process exits with 1."""
+def test_a_node_exits_with_its_last_worker() -> None:
+    """Streams continue while a worker is left, then end in one error event, and the exit status is
+    1."""
     command = [*COMMAND, "--devices", "0,1"]
     command[2] = POISON + command[2]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Failover: a request that loses its worker goes on elsewhere, and nobody can see it."""
+"""Failover: a request that loses its worker continues elsewhere, invisibly to the client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.gateway.troubles import (
 )
 
 KV_BYTES = 200 * 16 * load_profile("cpu-demo").kv_token_bytes
-"""200 blocks of a simulated worker."""
+"""KV memory of 200 blocks of a simulated worker."""
 
 CONFIG = WorkerConfig(kv_bytes=KV_BYTES, speculation="fixed:3")
 PROMPTS = ("def area(r):\n    return", "import os\n")
@@ -51,13 +51,13 @@ MOST_TOKENS = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """Many workers start here."""
+    """Start workers quickly, because tests here start many."""
     with quick_starts():
         yield
 
 
 def job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:
-    """A job of which each choice says `MOST_TOKENS` tokens, unless a stop text comes."""
+    """A job whose choices have `MOST_TOKENS` tokens each, unless a stop text ends them."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
     ids = tuple(compact(tokenizer.encode(prompt)) for prompt in PROMPTS[:prompts])
     params = SamplingParams(1, **{"seed": 7, **sampling})
@@ -66,7 +66,7 @@ def job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:
 
 @dataclass
 class Outcome:
-    """What came of a job: for its client, for its account, for its watch, and behind it."""
+    """The result of a job for its client, account and observer, and what is left of it."""
 
     choices: list[Choice]
     totals: Totals
@@ -77,7 +77,7 @@ class Outcome:
 def outcome(
     one: Job, *breaks: Look, workers: int = 3, config: WorkerConfig = CONFIG, **settings: object
 ) -> Outcome:
-    """Run a job; the n-th worker breaks where the n-th look says so."""
+    """Run a job; worker n fails where the n-th condition says so."""
 
     async def scenario() -> Outcome:
         troubles = {index: Trouble(look) for index, look in enumerate(breaks)}
@@ -93,7 +93,7 @@ def outcome(
 
 
 def stopped_at(one: Job, at: int, length: int) -> Job:
-    """The job with a stop text that its first choice comes to say."""
+    """The job with a stop text that its first choice will generate."""
     text = outcome(one).choices[0].text
     stop = text[at % len(text) :][:length]
     return replace(one, sampling=replace(one.sampling, stop=(stop,)))
@@ -113,7 +113,7 @@ def stopped_at(one: Job, at: int, length: int) -> Job:
 )
 @example(0, 0, 1, 1, 7, "off", None, None, 0)
 @example(0, MOST_TOKENS - 1, 2, 3, 7, "fixed:3", 1, (40, 6), 0)
-def test_wherever_workers_break_the_client_gets_what_it_would_have_got(
+def test_the_answer_is_the_same_wherever_workers_fail(
     first: int,
     second: int,
     prompts: int,
@@ -124,7 +124,7 @@ def test_wherever_workers_break_the_client_gets_what_it_would_have_got(
     stop: tuple[int, int] | None,
     min_tokens: int,
 ) -> None:
-    """Tokens, texts, log probabilities, endings and account are those of an undisturbed run."""
+    """Tokens, texts, log probabilities, endings and charges equal those of an undisturbed run."""
     one = job(prompts, n, seed=seed, logprobs=logprobs, min_tokens=min_tokens)
     if stop is not None:
         one = stopped_at(one, *stop)
@@ -142,11 +142,11 @@ def test_wherever_workers_break_the_client_gets_what_it_would_have_got(
 
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
-def test_it_goes_on_from_each_token(speculation: str) -> None:
-    """At every position of an output: what was said is kept, and what follows is the same."""
+def test_a_request_resumes_from_any_token(speculation: str) -> None:
+    """A resume at any position of an output keeps the output and continues it identically."""
     config = structs.replace(CONFIG, speculation=speculation)
     plain = outcome(job(), config=config)
-    at_once = 1 if speculation == "off" else 4  # tokens of a step, at most
+    at_once = 1 if speculation == "off" else 4  # maximum tokens of a step
     for position in range(MOST_TOKENS + 1 - at_once):
         broken = outcome(job(), behind(position), workers=2, config=config)
         assert broken.choices == plain.choices
@@ -156,15 +156,15 @@ def test_it_goes_on_from_each_token(speculation: str) -> None:
         assert DEVICE_ERROR in resume.reason
 
 
-def test_what_came_but_was_not_read_is_kept_too() -> None:
-    """A reader that is behind when the worker breaks reads what waits, and then the rest."""
+def test_unread_output_of_a_lost_worker_is_kept() -> None:
+    """A slow reader gets the unread output of the lost worker, and then the rest."""
 
     async def scenario() -> None:
         async with dispatching(simulated({0: Trouble(behind(12))}), 2, config=CONFIG) as there:
             told = Told()
             async with there.dispatcher.run(job(), watch=told) as run:
                 first = await anext(run.deltas)
-                await asyncio.sleep(1.0)  # in which the worker goes on, and breaks
+                await asyncio.sleep(1.0)  # in which the worker continues, and then fails
                 assert there.fleet.workers[0].backend.failure is not None
                 rest = Choice()
                 await read(run, [rest])
@@ -176,8 +176,8 @@ def test_what_came_but_was_not_read_is_kept_too() -> None:
     play(scenario())
 
 
-def test_a_plan_is_made_anew() -> None:
-    """The worker that goes on is asked for drafts by its own load, within the client's wishes."""
+def test_a_resumed_request_gets_a_new_plan() -> None:
+    """The new worker gets a plan for its own load, within the client's limits."""
     one = replace(job(), mode=SpeculationMode.NGRAM, max_draft_tokens=2)
     (resume,) = outcome(one, behind(5)).told.resumes
     view, plan = resume.placed.view, resume.placed.request.speculation
@@ -186,8 +186,8 @@ def test_a_plan_is_made_anew() -> None:
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
 
 
-def test_another_numerics_class_is_told() -> None:
-    """A worker of another class goes on, and whoever watches is told that it was one."""
+def test_a_resume_in_another_numerics_class_is_reported() -> None:
+    """A resume on a worker of another numerics class is reported as such."""
 
     async def scenario() -> None:
         factory = simulated({0: Trouble(behind(5))}, {1: "h100-8b"})
@@ -203,7 +203,7 @@ def test_another_numerics_class_is_told() -> None:
 
 
 def test_the_last_worker_ends_its_streams_with_its_own_error() -> None:
-    """With nobody left to go on there is one error, and everything is settled and free."""
+    """Without another worker, there is one error, and everything is settled and free."""
 
     async def scenario() -> None:
         factory, told = simulated({0: Trouble(behind(5))}), Told()
@@ -223,7 +223,7 @@ def test_the_last_worker_ends_its_streams_with_its_own_error() -> None:
 
 
 def poisonous(tokens: int) -> Look:
-    """Any step in which the request of the first prompt has so many tokens."""
+    """Any step in which the request of the first prompt has this many tokens."""
     poison = job().prompts[0]
 
     def look(plan: StepPlan) -> bool:
@@ -238,7 +238,7 @@ def poisonous(tokens: int) -> Look:
 
 
 async def poisoned(there: Dispatched, told: Told) -> str:
-    """Send the poison; return with which error it ends."""
+    """Send the poisonous request, and return its error."""
     with pytest.raises(BackendFailed) as caught:
         await answer(there.dispatcher, job(), told)
     return str(caught.value)
@@ -257,10 +257,10 @@ async def poisoned(there: Dispatched, told: Told) -> str:
     ],
 )
 @pytest.mark.parametrize("tokens", [0, 9])
-def test_a_poison_request_is_given_up_before_it_has_taken_all_workers(
+def test_a_poisonous_request_is_given_up_before_it_breaks_all_workers(
     tokens: int, workers: int, most_resumes: int, taken: int, why: GivenUp
 ) -> None:
-    """It takes so many workers, never the last of three or more, and ends with one error."""
+    """It breaks a limited number of workers, never the last of three, and gets one error."""
 
     async def scenario() -> None:
         told, troubles = Told(), {w: Trouble(poisonous(tokens)) for w in range(workers)}
@@ -283,8 +283,8 @@ def test_a_poison_request_is_given_up_before_it_has_taken_all_workers(
     play(scenario())
 
 
-def test_who_runs_beside_a_poison_request_goes_on() -> None:
-    """Bystanders lose workers to it as well, and none of their tokens."""
+def test_requests_beside_a_poisonous_one_survive() -> None:
+    """Other requests lose workers to it as well, but no tokens."""
     other = replace(job(2), prompts=job(2).prompts[1:])
     plain = outcome(other).choices
 
@@ -304,8 +304,8 @@ def test_who_runs_beside_a_poison_request_goes_on() -> None:
     play(scenario())
 
 
-def test_a_returning_request_is_not_charged_again() -> None:
-    """A quota that holds exactly one request holds it also when it runs twice."""
+def test_a_resumed_request_is_charged_once() -> None:
+    """A quota for exactly one request is enough for one that runs twice."""
     one = replace(job(), tenant="t")
     most = len(one.prompts[0]) + MOST_TOKENS
 
@@ -320,8 +320,8 @@ def test_a_returning_request_is_not_charged_again() -> None:
     play(scenario())
 
 
-def test_a_worker_that_breaks_between_two_requests_costs_nobody_anything() -> None:
-    """Requests that come behind the loss go to the others at once."""
+def test_requests_after_a_failure_use_the_other_workers() -> None:
+    """Requests after the failure go to the other workers at once."""
 
     async def scenario() -> None:
         async with dispatching(simulated({0: Trouble(in_step(0))}), 2, config=CONFIG) as there:

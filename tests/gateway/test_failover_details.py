@@ -1,4 +1,4 @@
-"""What exactly goes on, and in which place: workers whose every step the test decides."""
+"""The details of a resume, with workers whose steps the test decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(name: str = "r", n: int = 1, **fields: object) -> Job:
 
 
 async def settled() -> None:
-    """Let everything that can happen now happen."""
+    """Run the loop until nothing more can happen now."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -45,13 +45,14 @@ def serving(*backends: ScriptedBackend, **settings: object):
 async def asked(
     there: Dispatched, backend: ScriptedBackend, one: Job, watch: Told | None = None
 ) -> tuple[asyncio.Task, GenerationRequest]:
-    """Send a job, which goes to this worker; return its answer to come, and what was submitted."""
+    """Send a job to this worker; return its pending answer and the submitted request."""
     answering = asyncio.create_task(answer(there.dispatcher, one, watch or Told()))
     return answering, await backend.submitted.get()
 
 
-def test_only_what_is_left_of_unfinished_choices_goes_on() -> None:
-    """Of three choices, one ended, one begun and one not: the rest has two, by their numbers."""
+def test_only_unfinished_choices_are_resumed() -> None:
+    """Of a finished, a started and an untouched choice, the resumed request has the last two, with
+    their numbers."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -79,8 +80,8 @@ def test_only_what_is_left_of_unfinished_choices_goes_on() -> None:
     play(scenario())
 
 
-def test_what_had_said_nothing_begins_anew() -> None:
-    """A request without a token is sent as it was, also to workers that cannot resume."""
+def test_a_request_without_output_starts_again() -> None:
+    """A request without a token is sent again unchanged, also to workers that cannot resume."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -98,8 +99,8 @@ def test_what_had_said_nothing_begins_anew() -> None:
     play(scenario())
 
 
-def test_workers_that_cannot_resume_end_what_has_begun() -> None:
-    """Where the workers say that they cannot go on, a stream with tokens ends with its error."""
+def test_a_stream_ends_if_workers_cannot_resume() -> None:
+    """On workers that cannot resume, a stream with tokens ends with its error."""
 
     async def scenario() -> None:
         one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
@@ -118,8 +119,8 @@ def test_workers_that_cannot_resume_end_what_has_begun() -> None:
     play(scenario())
 
 
-def test_a_stream_that_ends_too_early_goes_on_elsewhere() -> None:
-    """A worker that ends a stream whose choices have not ended is as good as broken for it."""
+def test_a_truncated_stream_is_resumed() -> None:
+    """A stream that ends before its choices is resumed on another worker."""
 
     async def scenario() -> None:
         one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
@@ -139,15 +140,15 @@ def test_a_stream_that_ends_too_early_goes_on_elsewhere() -> None:
     play(scenario())
 
 
-def test_a_worker_that_is_well_is_the_last_to_be_asked_again() -> None:
-    """Where a connection broke, not the worker: others come first, then that one again."""
+def test_a_healthy_worker_is_used_again_if_no_other_is_left() -> None:
+    """After a broken connection, other workers are preferred, then the same one is used again."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
         async with serving(one, other) as there:
             answering, request = await asked(there, one, job())
             beside, busy = await asked(there, other, job("beside"))
-            one.streams.fail("connection reset")  # and the worker is well, and has nothing to do
+            one.streams.fail("connection reset")  # the worker works, and is idle
             again = await other.submitted.get()
             other.emit(busy, "done", last=True)
             await beside
@@ -161,8 +162,8 @@ def test_a_worker_that_is_well_is_the_last_to_be_asked_again() -> None:
     play(scenario())
 
 
-def test_without_a_class_nothing_is_promised() -> None:
-    """Workers that name no numerics class are never of the same one."""
+def test_workers_without_a_numerics_class_never_match() -> None:
+    """Workers without a numerics class are never of the same class."""
 
     async def scenario() -> None:
         one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
@@ -178,8 +179,8 @@ def test_without_a_class_nothing_is_promised() -> None:
     play(scenario())
 
 
-def test_who_lost_its_worker_goes_before_all_who_wait() -> None:
-    """However urgent those are that wait for their first turn; and it waits no turn's length."""
+def test_a_resumed_request_goes_to_the_head_of_the_queue() -> None:
+    """A resumed request precedes all requests that wait for their first worker, however urgent."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -209,8 +210,8 @@ def test_who_lost_its_worker_goes_before_all_who_wait() -> None:
     play(scenario())
 
 
-def test_who_finds_no_room_in_time_ends_with_its_loss() -> None:
-    """Not with a 429: the error says what it lost, and that nobody else had room."""
+def test_a_resume_without_capacity_ends_with_the_loss() -> None:
+    """The error names the lost worker and the missing capacity; it is not a 429."""
 
     async def scenario() -> None:
         one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
@@ -230,8 +231,8 @@ def test_who_finds_no_room_in_time_ends_with_its_loss() -> None:
     play(scenario())
 
 
-def test_who_leaves_while_it_waits_to_go_on_leaves_nothing_behind() -> None:
-    """A client that goes between two workers frees its place, its account and its lease."""
+def test_a_disconnect_between_two_workers_frees_everything() -> None:
+    """A client that disconnects between two workers frees its place, quota and lease."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -255,8 +256,8 @@ def test_who_leaves_while_it_waits_to_go_on_leaves_nothing_behind() -> None:
     play(scenario())
 
 
-def test_a_reader_that_is_behind_stays_behind() -> None:
-    """The worker that goes on is told at once how far to go on for a slow reader."""
+def test_the_pace_of_a_slow_reader_is_kept() -> None:
+    """The new worker gets the pace of a slow reader at once."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -277,7 +278,7 @@ def test_a_reader_that_is_behind_stays_behind() -> None:
 
 
 def test_an_embedding_starts_again() -> None:
-    """It has no tokens to go on from, and is computed anew, as often as a request may go on."""
+    """It has no tokens and is computed again, as often as a request may be resumed."""
 
     async def scenario() -> None:
         backends = [ScriptedBackend() for _ in range(4)]

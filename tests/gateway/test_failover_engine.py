@@ -1,4 +1,4 @@
-"""Failover between engines that run the shipped model: errors injected, processes killed."""
+"""Failover between engines with the shipped model: injected errors and killed processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TWO: dict[str, Any] = {
     "kv_bytes": 16 << 20,
     "max_model_len": 512,
 }
-"""Two engines, on one CPU."""
+"""Two engines on one CPU."""
 
 PROMPT = "def area(width, height):\n    "
 CHAT = [{"role": "user", "content": "Describe the function add(a, b)."}]
@@ -71,17 +71,17 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
 """One of each kind."""
 
 SEQUENCES = {"several": 4, "embedding": 2}
-"""Of kinds that make more than one."""
+"""Kinds of requests with more than one answer."""
 
 
 @dataclass
 class StickyError:
-    """A device that fails for good, as CUDA's contexts do: every call from then on fails, too.
+    """A device that fails for good, like a CUDA context: every later call fails as well.
 
     Attributes:
-        after_steps: of a runner, by the order in which runners first ran since this was armed;
-            those without a number are well.
-        goes_on: while it is not set, no step is made.
+        after_steps: number of steps of each runner before the error, by the order of their first
+            steps; runners without a number do not fail.
+        goes_on: while it is not set, no step runs.
     """
 
     after_steps: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ class StickyError:
         self.goes_on.set()
 
     def check(self, runner: object) -> None:
-        """Raise if a runner is broken."""
+        """Raise if the runner has failed."""
         assert self.goes_on.wait(60)
         if not self.after_steps and not self.left:
             return
@@ -108,7 +108,7 @@ class StickyError:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
-    """What befalls the devices of this process's engines."""
+    """Controls the devices of this process's engines."""
     from draftgate.backends.engine.runner import Runner
 
     sticky, execute = StickyError(), Runner.execute
@@ -122,9 +122,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """What clients read of an answer, without what is ours, and what names the answer."""
+    """The part of an answer that clients can compare."""
     kept = {key: value for key, value in answer.items() if key not in {"id", "created", "metrics"}}
-    kept["usage"].pop("prompt_tokens_details", None)  # what was cached is another matter
+    kept["usage"].pop("prompt_tokens_details", None)  # cached tokens may differ
     return kept
 
 
@@ -146,10 +146,10 @@ async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.A
 @pytest.mark.parametrize(
     ("steps", "undisturbed"), [(1, set()), (6, {"stop", "schema", "embedding"})]
 )
-async def test_whatever_an_engine_ran_goes_on_in_the_other(
+async def test_every_kind_of_request_survives_its_engine(
     device: StickyError, steps: int, undisturbed: set[str]
 ) -> None:
-    """An engine breaks with every kind of request on it: all answers are as without, to the bit."""
+    """An engine fails with every kind of request on it; all answers are bit-identical."""
     kinds = [kind for kind in ASKS for _ in range(2)]  # one on each engine
     async with two_engines(routing="round_robin") as (where, http):
         dispatcher = where.node.dispatcher
@@ -173,19 +173,19 @@ async def test_whatever_an_engine_ran_goes_on_in_the_other(
         disturbed = {kind for kind, found in zip(kinds, resumes, strict=True) if found}
         counted = where.node.metrics.scalar(metric.RESUMES, "failed", "same_class").value
         if counted > sum(map(len, resumes)):
-            disturbed.add("embedding")  # whose answer does not say so
+            disturbed.add("embedding")  # an answer without metrics
         assert disturbed >= set(ASKS) - undisturbed
         await until(lambda: dispatcher.in_flight == 0)
 
 
 def is_placed(where: Listening, sequences: int) -> bool:
-    """Whether there are so many sequences on workers."""
+    """Whether this many sequences are on workers."""
     workers = where.node.fleet.workers
     return sum(worker.usage.sequences for worker in workers) == sequences
 
 
-async def test_with_the_second_engine_the_node_has_failed(device: StickyError) -> None:
-    """A stream that loses both engines ends with one error event, and the node is gateway only."""
+async def test_the_node_fails_with_its_second_engine(device: StickyError) -> None:
+    """A stream that loses both engines ends with one error event, and the node fails."""
     async with two_engines() as (where, http):
         device.after_steps = [5, 5]
         answer = await http.post("/v1/completions", json={**TEXT, "stream": True}, timeout=60)
@@ -199,19 +199,19 @@ async def test_with_the_second_engine_the_node_has_failed(device: StickyError) -
 
 
 def children() -> set[int]:
-    """Processes that this one started and that have not ended."""
+    """Child processes of this process that have not ended."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):  # its thread has ended
             found |= set(map(int, (task / "children").read_text().split()))
     return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_streams_of_an_engines_process_outlive_it(
+async def test_streams_survive_their_engine_process(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed or stopped in the middle of its streams: both streams are what they would be."""
+    """An engine process is killed or paused during its streams; both texts are unchanged."""
     if how is signal.SIGSTOP:
         monkeypatch.setattr(liveness, "LEAST_PATIENCE_S", 4.0)
     before = children()

@@ -1,4 +1,4 @@
-"""Failover as clients and operators see it: one gapless answer, and where it was made is told."""
+"""Failover over HTTP: the answer has no gap, and its origin is reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def node(pair: Pair) -> AsyncIterator[Listening]:
 
 @pytest.fixture
 async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it."""
+    """A client of the node."""
     async with client(node) as opened:
         yield opened
 
@@ -59,7 +59,7 @@ def ask(http: httpx.AsyncClient, path: str, **fields: object) -> asyncio.Task[ht
 
 
 async def goes_on(pair: Pair, first: str = "half an ", then: str = "answer") -> None:
-    """Let the first worker begin and break, and the second one go on."""
+    """Start on the first worker, fail it, and continue on the second."""
     one, other = pair
     request = await one.submitted.get()
     one.emit(request, first)
@@ -90,10 +90,10 @@ def streamed(path: str, told: list[Any]) -> str:
 
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_an_answer_is_gapless_and_says_who_made_it(
+async def test_a_resumed_answer_is_gapless_and_reports_the_resume(
     node: Listening, http: httpx.AsyncClient, pair: Pair, path: str, stream: bool
 ) -> None:
-    """Text and usage are those of both parts, there is one ending, and the resume is in metrics."""
+    """Text and usage combine both parts, there is one ending, and metrics report the resume."""
     options = {"stream_options": {"include_usage": True}} if stream and path != RESPONSES else {}
     asking = ask(http, path, stream=stream, **options)
     await goes_on(pair)
@@ -124,19 +124,17 @@ async def test_an_answer_is_gapless_and_says_who_made_it(
     await until(lambda: node.node.dispatcher.in_flight == 0)
 
 
-async def test_an_undisturbed_answer_says_nothing_of_resumes(
-    http: httpx.AsyncClient, pair: Pair
-) -> None:
-    """The field is there only where something happened."""
+async def test_an_undisturbed_answer_has_no_resumes(http: httpx.AsyncClient, pair: Pair) -> None:
+    """The field `resumes` exists only after a resume."""
     asking = ask(http, COMPLETIONS)
     pair[0].emit(await pair[0].submitted.get(), "whole", last=True)
     assert "resumes" not in (await asking).json()["metrics"]
 
 
-async def test_prompts_go_on_one_by_one(
+async def test_prompts_are_resumed_independently(
     node: Listening, http: httpx.AsyncClient, pair: Pair
 ) -> None:
-    """Of two prompts on two workers only the one goes on that lost its own; both are whole."""
+    """Of two prompts on two workers, only the one that lost its worker is resumed."""
     one, other = pair
     asking = ask(http, COMPLETIONS, prompt=["x", "y"], stream=True)
     first, second = await one.submitted.get(), await other.submitted.get()
@@ -159,8 +157,10 @@ async def test_prompts_go_on_one_by_one(
     ] * 2
 
 
-async def test_before_the_first_token_nobody_notices(http: httpx.AsyncClient, pair: Pair) -> None:
-    """What was a 503 where there was but one worker is an answer where there are two."""
+async def test_a_failure_before_the_first_token_is_invisible(
+    http: httpx.AsyncClient, pair: Pair
+) -> None:
+    """A failure before the first token is a 503 with one worker and an answer with two."""
     one, other = pair
     asking = ask(http, COMPLETIONS)
     await one.submitted.get()
@@ -169,10 +169,10 @@ async def test_before_the_first_token_nobody_notices(http: httpx.AsyncClient, pa
     assert (await asking).json()["choices"][0]["text"] == "whole"
 
 
-async def test_when_the_second_breaks_too_there_is_one_error_event(
+async def test_losing_both_workers_gives_one_error_event(
     node: Listening, http: httpx.AsyncClient, pair: Pair
 ) -> None:
-    """A stream that nobody is left for ends with one typed error, and what is left is 503."""
+    """A stream without any worker left ends with one typed error, and later requests get 503."""
     one, other = pair
     asking = ask(http, COMPLETIONS, stream=True)
     one.emit(await one.submitted.get(), "half an ")
@@ -189,10 +189,10 @@ async def test_when_the_second_breaks_too_there_is_one_error_event(
     await until(lambda: is_idle(node.node))
 
 
-async def test_figures_and_log_tell_of_it(
+async def test_metrics_and_log_report_a_resume(
     http: httpx.AsyncClient, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Resumes are counted by cause and outcome, prompts once; a line says from where to where."""
+    """Resumes are counted by cause and outcome, prompts once, and a log line names both workers."""
     pair[1].card = replace(pair[1].card, numerics_class="another")
     with caplog.at_level(logging.INFO, logger="draftgate"):
         asking = ask(http, COMPLETIONS)
@@ -221,10 +221,10 @@ async def test_figures_and_log_tell_of_it(
     assert value("draftgate_request_prompt_tokens_count") == 1
 
 
-async def test_a_stream_that_waits_to_go_on_shows_signs_of_life(
+async def test_a_waiting_stream_sends_comments(
     http: httpx.AsyncClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While no worker has room for what is left, comments keep the connection alive."""
+    """While no worker has capacity for the rest, comments keep the connection alive."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     one, other = pair
     one.max_sequences = other.max_sequences = 1
@@ -247,8 +247,8 @@ async def test_a_stream_that_waits_to_go_on_shows_signs_of_life(
     assert (await beside).status_code == 200
 
 
-async def test_a_call_that_two_workers_wrote_is_one_call(pair: Pair, tmp_path: Path) -> None:
-    """Calls are parsed from the text: where it was cut, and who went on, cannot be seen."""
+async def test_a_tool_call_survives_a_resume(pair: Pair, tmp_path: Path) -> None:
+    """A tool call whose text two workers generated is parsed as one call."""
     for backend in pair:
         backend.tokenizer = Tokenizer(with_template(tmp_path / str(id(backend)), "qwen2_5"))
         backend.kv_tokens = 1000
@@ -263,8 +263,8 @@ async def test_a_call_that_two_workers_wrote_is_one_call(pair: Pair, tmp_path: P
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "days": 2}
 
 
-async def test_probes_tell_of_hung_workers(node: Listening, http: httpx.AsyncClient) -> None:
-    """An operator sees which worker is left alone; ready is a node while another one goes on."""
+async def test_health_reports_hung_workers(node: Listening, http: httpx.AsyncClient) -> None:
+    """`/health` names a hung worker, and `/ready` is 200 while another one works."""
     for hung, ready in ((1, 200), (2, 503)):
         node.node.fleet.workers[hung - 1].hung = True
         health = await http.get("/health")
@@ -276,7 +276,7 @@ async def test_probes_tell_of_hung_workers(node: Listening, http: httpx.AsyncCli
 
 
 async def test_the_first_token_is_timed_once(http: httpx.AsyncClient, pair: Pair) -> None:
-    """TTFT is that of the answer, whoever went on with it."""
+    """The TTFT is that of the first token, whichever worker continues."""
     asking = ask(http, COMPLETIONS, stream=True)
     await goes_on(pair)
     await asking

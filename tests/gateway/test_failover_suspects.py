@@ -1,4 +1,4 @@
-"""Who may be what breaks workers waits for another worker beside the last, in a pool."""
+"""A request that may break workers does not get the last one; in a pool it waits for another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def job(name: str) -> Job:
 
 @dataclass
 class Suspect:
-    """A request that has lost two of three workers before either said anything."""
+    """A request that has lost two of three workers without any output."""
 
     there: Dispatched
     told: Told
@@ -37,7 +37,7 @@ class Suspect:
 
 
 async def submitted_to(backends: list[ScriptedBackend]) -> ScriptedBackend:
-    """Return the worker that has a request next."""
+    """Return the worker that gets a request next."""
     waiting = {asyncio.ensure_future(one.submitted.get()): one for one in backends}
     done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for other in others:
@@ -47,7 +47,7 @@ async def submitted_to(backends: list[ScriptedBackend]) -> ScriptedBackend:
 
 @asynccontextmanager
 async def suspected() -> AsyncIterator[Suspect]:
-    """Lead a request into suspicion."""
+    """Make a request a suspect."""
     backends = [ScriptedBackend() for _ in range(3)]
     async with dispatching(lambda config: backends[config.device_index], 3) as there:
         there.fleet.discovers = True
@@ -60,8 +60,8 @@ async def suspected() -> AsyncIterator[Suspect]:
         yield Suspect(there, told, answering, lost, last)
 
 
-def test_a_suspect_waits_for_a_worker_beside_the_last_one() -> None:
-    """The last one is spared while it is alone; once another is back the request goes on."""
+def test_a_suspect_waits_for_a_second_worker() -> None:
+    """It continues once a second worker is available again."""
 
     async def scenario() -> None:
         async with suspected() as suspect:
@@ -77,8 +77,8 @@ def test_a_suspect_waits_for_a_worker_beside_the_last_one() -> None:
     play(scenario())
 
 
-def test_a_suspect_that_waited_in_vain_is_given_up() -> None:
-    """After a while, with its own loss; the last worker never had it."""
+def test_a_suspect_is_given_up_without_a_second_worker() -> None:
+    """It ends with its own error after a while, and never ran on the last worker."""
 
     async def scenario() -> None:
         async with suspected() as suspect:

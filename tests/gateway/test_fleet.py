@@ -1,4 +1,4 @@
-"""Several workers in one node: work spreads, texts stay, and a broken worker costs only its own."""
+"""Several workers in one node: load is balanced, texts are unchanged, failures are contained."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def node(pair: tuple[ScriptedBackend, ScriptedBackend]) -> AsyncIterator[L
 
 @pytest.fixture
 async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it."""
+    """A client of the node."""
     async with client(node) as opened:
         yield opened
 
@@ -79,7 +79,7 @@ async def submitted(backend: ScriptedBackend) -> GenerationRequest:
 
 
 def is_idle_of_tokens(where: Listening) -> bool:
-    """Whether no worker has tokens reserved."""
+    """Whether no worker has reserved tokens."""
     return all(worker.reserved_tokens == 0 for worker in where.node.fleet.workers)
 
 
@@ -90,7 +90,7 @@ async def test_a_burst_spreads_evenly(
     pair: tuple[ScriptedBackend, ScriptedBackend],
     stream: bool,
 ) -> None:
-    """Requests that arrive together do not herd: each decision sees the ones before it."""
+    """Requests that arrive together are balanced, because each decision sees the previous ones."""
     answers = [ask(http, stream=stream) for _ in range(6)]
     for backend in pair:
         for _ in range(3):
@@ -102,7 +102,7 @@ async def test_a_burst_spreads_evenly(
 async def test_long_requests_weigh_more(
     http: httpx.AsyncClient, pair: tuple[ScriptedBackend, ScriptedBackend]
 ) -> None:
-    """Work is counted in tokens: beside one long request there is room for several short ones."""
+    """Load is counted in tokens: several short requests fit beside one long one."""
     long = ask(http, max_tokens=400)
     first = await submitted(pair[0])
     short = [ask(http, max_tokens=100) for _ in range(3)]
@@ -116,7 +116,7 @@ async def test_long_requests_weigh_more(
 async def test_choices_stay_together_and_prompts_spread(
     node: Listening, http: httpx.AsyncClient, pair: tuple[ScriptedBackend, ScriptedBackend]
 ) -> None:
-    """A prompt's choices run on one worker; prompts are placed one by one, and each one says so."""
+    """The choices of a prompt share a worker; prompts are placed separately."""
     answer = ask(http, prompt=["x", "y"], n=2)
     for index, backend in enumerate(pair):
         request = await submitted(backend)
@@ -131,8 +131,8 @@ async def test_choices_stay_together_and_prompts_spread(
     assert body["metrics"]["worker_id"] == ids[0]
 
 
-async def test_what_was_never_read_is_not_reserved(node: Listening) -> None:
-    """Tokens count while a request is on its worker, and are given back when it leaves."""
+async def test_reserved_tokens_are_released_with_the_request(node: Listening) -> None:
+    """Tokens are reserved exactly while a request is on its worker."""
     job = Job("r", ((1, 2), (3,)), SamplingParams(1, 0), 10, n=2)
     async with node.node.dispatcher.run(job) as run:
         assert is_idle_of_tokens(node)
@@ -144,12 +144,12 @@ async def test_what_was_never_read_is_not_reserved(node: Listening) -> None:
     assert is_idle_of_tokens(node)
 
 
-async def test_a_broken_worker_leaves_the_other_serving(
+async def test_a_failed_worker_leaves_the_other_serving(
     node: Listening,
     http: httpx.AsyncClient,
     pair: tuple[ScriptedBackend, ScriptedBackend],
 ) -> None:
-    """Streams of the broken one go on on the other as all else does, and /health names the loss."""
+    """Its streams continue on the other worker, and /health names the loss."""
     for index in range(2):
         assert f'worker="{index}"' in (await http.get("/metrics")).text
     first, second = ask(http, stream=True), ask(http, stream=True)
@@ -177,13 +177,13 @@ async def test_a_broken_worker_leaves_the_other_serving(
     assert (await ask(http)).status_code == 503
 
 
-async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
+async def test_the_heartbeat_publishes_every_worker_and_logs_a_loss_once(
     node: Listening,
     pair: tuple[ScriptedBackend, ScriptedBackend],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each worker is published under its own id; a broken one is withdrawn and logged, once."""
+    """Each worker is published under its id; a failed one is withdrawn and logged once."""
     monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     store, ids = node.node.store, [worker.worker_id for worker in node.node.fleet.workers]
     beats = Counter[str]()
@@ -211,7 +211,7 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
 async def test_a_worker_that_cannot_start_fails_the_node(
     pair: tuple[ScriptedBackend, ScriptedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an operator asked for and cannot be had is an error at once, not half a node."""
+    """A configured worker that cannot start is an error, not a smaller node."""
 
     async def refuse() -> None:
         raise ValueError("there is no device 1")
@@ -228,7 +228,7 @@ async def test_a_worker_that_cannot_start_fails_the_node(
 async def test_progress_is_the_mean_of_the_workers(
     pair: tuple[ScriptedBackend, ScriptedBackend],
 ) -> None:
-    """/ready says how far loading is, over all workers, until it is done."""
+    """/ready reports the mean progress of loading until it is done."""
     for backend, share in zip(pair, (0.25, 0.75), strict=True):
         backend.gate.clear()
         backend.progress = share
@@ -246,15 +246,15 @@ async def test_progress_is_the_mean_of_the_workers(
         assert (await http.get("/ready")).json() == {"status": "ready"}
 
 
-async def test_a_fleet_that_never_started_stops() -> None:
-    """Stopping needs no start: a signal may come before anything was built."""
+async def test_a_fleet_can_stop_before_it_started() -> None:
+    """`stop` works before `start`, because a signal may arrive early."""
     fleet = scripted_fleet(ServeConfig(), [])
     await fleet.stop()
     assert (fleet.progress, fleet.failure) == (0.0, None)
 
 
-async def test_leaving_frees_on_every_worker(sims: Listening) -> None:
-    """Clients that leave, streaming or not, free the KV of whichever worker had them."""
+async def test_a_disconnect_frees_memory_on_every_worker(sims: Listening) -> None:
+    """A client that disconnects frees the KV memory of its worker, streamed or not."""
     long = {"prompt": ["def f(x):", "class A:"], "max_tokens": 8000, "n": 2}
     writers = []
     for stream in (True, False):
@@ -269,7 +269,7 @@ async def test_leaving_frees_on_every_worker(sims: Listening) -> None:
 async def test_draining_waits_for_every_worker(
     node: Listening, http: httpx.AsyncClient, pair: tuple[ScriptedBackend, ScriptedBackend]
 ) -> None:
-    """A node has drained when the last request of the last worker has ended."""
+    """A node has drained when the last request of all workers has ended."""
     answers = [ask(http), ask(http)]
     requests = [await submitted(backend) for backend in pair]
     draining = asyncio.create_task(drain(node.node, 60))
@@ -285,7 +285,7 @@ PROMPTS = ("import os\n", "def f(x):\n", "class A:\n", "x = [", "for i in", "# "
 
 
 async def answer_of(http: httpx.AsyncClient, index: int) -> tuple[list[str], str]:
-    """The texts of a prompt's choices, and the worker that made them."""
+    """The texts of a prompt's choices, and the worker that generated them."""
     fields = {"prompt": PROMPTS[index], "seed": 7 + index, "n": 1 + index % 2, "max_tokens": 12}
     body = (await http.post("/v1/completions", json=fields)).json()
     return [choice["text"] for choice in body["choices"]], body["metrics"]["worker_id"]
@@ -302,8 +302,8 @@ async def answer_of(http: httpx.AsyncClient, index: int) -> tuple[list[str], str
     ],
     ids=["sim", "engine"],
 )
-async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> None:
-    """Which worker runs a request, and beside what, cannot be seen in its text."""
+async def test_two_workers_give_the_same_texts_as_one(settings: dict[str, object]) -> None:
+    """The text does not depend on the worker or on concurrent requests."""
     indices = range(len(PROMPTS))
     async with running(**settings, devices=(0, 1)) as where, client(where) as http:
         alone = [await answer_of(http, index) for index in indices]
@@ -314,7 +314,7 @@ async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> Non
 
 
 def test_reserved_tokens_are_those_of_open_requests() -> None:
-    """Counting in twice counts once, counting out twice counts once, and nothing remains."""
+    """Reserving or releasing twice counts once, and nothing remains."""
     worker = FleetWorker("w", None)
     worker.reserve("a", CapacityNeed(1, 4, 10))
     worker.reserve("a", CapacityNeed(1, 4, 12))

@@ -1,4 +1,4 @@
-"""A guarded store answers in time whatever the other one does. All in virtual time."""
+"""A guarded store answers in time, whatever the remote store does. All in virtual time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
 
 BACK_S = 2 * PATIENCE.longest_pause_s
-"""After so long a server that is well again has been found so."""
+"""Time after which a recovered server has been noticed."""
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time, where nothing really waits."""
+    """Run a test in virtual time, where waiting takes no real time."""
 
     @wraps(test)
     def run(**given: Any) -> None:
@@ -47,14 +47,14 @@ def now_s() -> float:
 
 
 async def duration_s(call: Awaitable[object]) -> float:
-    """How long a call takes."""
+    """The duration of a call."""
     begin_s = now_s()
     await call
     return now_s() - begin_s
 
 
 async def broken(remote: FlakyStore, store: GuardedStore, failure: str = "refused") -> None:
-    """Let the store fail until the guard asks no more."""
+    """Let the store fail until the guard opens its breaker."""
     remote.failure = failure
     for _ in range(PATIENCE.failures):
         await store.renew((), 30.0)
@@ -62,8 +62,8 @@ async def broken(remote: FlakyStore, store: GuardedStore, failure: str = "refuse
 
 
 @in_virtual_time
-async def test_a_store_that_is_well_answers_itself() -> None:
-    """Its answers pass unchanged, and nothing is called degraded."""
+async def test_answers_of_a_working_store_pass_unchanged() -> None:
+    """A working store's answers pass unchanged and are not degraded."""
     async with pair() as (remote, store):
         found = await reserve(store, "r", 100)
         assert found.lease is not None
@@ -76,7 +76,7 @@ async def test_a_store_that_is_well_answers_itself() -> None:
 
 @in_virtual_time
 async def test_no_call_waits_longer_than_the_deadline() -> None:
-    """A slow store costs each call the deadline, and the answer is this gateway's own."""
+    """A slow store costs each call the deadline, and this gateway answers alone."""
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         for call in (
@@ -95,8 +95,9 @@ async def test_no_call_waits_longer_than_the_deadline() -> None:
 
 
 @in_virtual_time
-async def test_a_dead_store_is_asked_no_more_until_it_is_back() -> None:
-    """After a streak nobody waits; probes come at growing intervals; the first answer ends it."""
+async def test_a_dead_store_is_not_asked_until_it_is_back() -> None:
+    """After several failures no call waits, probes become rarer, and the first answer ends the
+    outage."""
     async with pair() as (remote, store):
         await broken(remote, store)
         begin_s, asked = now_s(), remote.calls.total()
@@ -117,7 +118,7 @@ async def test_a_dead_store_is_asked_no_more_until_it_is_back() -> None:
 
 @in_virtual_time
 async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """When it begins and when it ends, never per request."""
+    """The log has one line at its start and one at its end, none per request."""
     caplog.set_level(logging.DEBUG, "draftgate")
     async with pair() as (remote, store):
         await broken(remote, store)
@@ -132,8 +133,8 @@ async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> No
 
 
 @in_virtual_time
-async def test_timeouts_alone_must_last() -> None:
-    """A moment of slowness is none, however many calls it hits; two seconds of it are an outage."""
+async def test_timeouts_open_the_breaker_only_after_two_seconds() -> None:
+    """Short slowness is no outage, however many calls it delays; two seconds of it are."""
     async with pair() as (remote, store):
         remote.delay_s = 0.1
         while now_s() < PATIENCE.timeouts_span_s - 0.1:
@@ -146,7 +147,7 @@ async def test_timeouts_alone_must_last() -> None:
 
 @in_virtual_time
 async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
-    """The answer that came meanwhile is taken, and nothing is held against the store."""
+    """An answer that arrived during the stall is used, and does not count as a failure."""
     async with pair() as (remote, store):
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
@@ -154,14 +155,14 @@ async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
         for index in range(5 * PATIENCE.failures):
             call = asyncio.create_task(reserve(store, f"r{index}"))
             await asyncio.sleep(0)
-            loop._jumping._move_on(0.1)  # a callback takes so long
+            loop._jumping._move_on(0.1)  # a callback blocks the loop
             assert not (await call).degraded
         assert store.outage is None
 
 
 @in_virtual_time
-async def test_stalls_on_end_open_nothing() -> None:
-    """Where the loop is held up in every wait nobody can tell whether the store is slow."""
+async def test_repeated_stalls_do_not_open_the_breaker() -> None:
+    """Repeated stalls do not open the breaker, because the store may be fast."""
     async with pair() as (remote, store):
         loop = asyncio.get_running_loop()
         remote.delay_s = 10.0
@@ -176,8 +177,8 @@ async def test_stalls_on_end_open_nothing() -> None:
 
 
 @in_virtual_time
-async def test_leases_of_an_outage_are_given_to_the_store_when_it_is_back() -> None:
-    """Those taken meanwhile and still held, those from before; not those that ended."""
+async def test_living_leases_are_restored_after_an_outage() -> None:
+    """Living leases from before and during the outage are restored; ended ones are not."""
     async with pair(capacity_tokens=10**6) as (remote, store):
         before = await granted(store, "before", 1)
         await granted(store, "ended meanwhile", 10)
@@ -197,8 +198,8 @@ async def test_leases_of_an_outage_are_given_to_the_store_when_it_is_back() -> N
 
 
 @in_virtual_time
-async def test_releases_of_an_outage_reach_a_store_that_kept_its_memory() -> None:
-    """Capacity does not stay taken until leases expire, nor is anything owed for ever."""
+async def test_releases_of_an_outage_are_sent_afterwards() -> None:
+    """Capacity is freed before the leases expire, and no release is pending for ever."""
     async with pair() as (remote, store):
         for index in range(5):
             await granted(store, f"r{index}", 100)
@@ -216,8 +217,8 @@ async def test_releases_of_an_outage_reach_a_store_that_kept_its_memory() -> Non
 
 
 @in_virtual_time
-async def test_a_grant_that_came_too_late_is_not_kept() -> None:
-    """A request that went on without the store's answer, and has ended, leaves nothing there."""
+async def test_a_late_lease_is_released() -> None:
+    """A lease that arrives after its request has ended is released."""
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         assert (await reserve(store, "r", 100)).degraded
@@ -229,7 +230,7 @@ async def test_a_grant_that_came_too_late_is_not_kept() -> None:
 
 @in_virtual_time
 async def test_a_cancelled_reservation_leaves_nothing() -> None:
-    """A client that leaves in that moment holds no capacity, whoever is faster."""
+    """A client that disconnects during the reservation holds no capacity afterwards."""
     async with pair() as (remote, store):
         for ticks in range(8):
             remote.delay_s = 0.0 if ticks % 2 else 0.01
@@ -244,8 +245,8 @@ async def test_a_cancelled_reservation_leaves_nothing() -> None:
 
 
 @in_virtual_time
-async def test_a_release_does_not_end_the_lease_that_came_after_it() -> None:
-    """A request that begins again elsewhere keeps its new lease, though the old end was unheard."""
+async def test_a_pending_release_does_not_end_a_newer_lease() -> None:
+    """A request that starts again keeps its new lease, although the old release is pending."""
     async with pair() as (remote, store):
         await granted(store, "r", 100)
         remote.failure = "refused"
@@ -259,14 +260,14 @@ async def test_a_release_does_not_end_the_lease_that_came_after_it() -> None:
 
 
 @in_virtual_time
-async def test_a_renewal_does_not_raise_what_ended_meanwhile() -> None:
-    """A lease that is released while its renewal is under way ends, in whatever order they come."""
+async def test_a_renewal_does_not_restore_a_released_lease() -> None:
+    """A lease released during its renewal ends, in whatever order the calls arrive."""
     async with pair() as (remote, store):
         lease = await granted(store, "r", 100)
         remote.delay_s = 0.01
         renewing = asyncio.create_task(store.renew((lease,), 30.0))
         await asyncio.sleep(0.005)
-        remote.delay_s = 0.0  # the release overtakes it
+        remote.delay_s = 0.0  # the release arrives first
         await store.release(("r",))
         await renewing
         await asyncio.sleep(1.0)
@@ -275,7 +276,7 @@ async def test_a_renewal_does_not_raise_what_ended_meanwhile() -> None:
 
 @in_virtual_time
 async def test_alone_each_gateway_takes_its_share() -> None:
-    """Of a worker that others reach a part, of its own worker all."""
+    """During an outage a gateway uses its share of shared workers, and all of its own."""
     async with pair(capacity_tokens=1000) as (remote, store):
         await store.publish(report("own", capacity_tokens=1000, address=""))
         remote.gateways = 4
@@ -292,7 +293,7 @@ async def test_alone_each_gateway_takes_its_share() -> None:
 
 @in_virtual_time
 async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
-    """Gateways that held it all before may each take their share besides: twice it, at most."""
+    """Gateways together lease less than twice the capacity during an outage."""
     remote = FlakyStore()
     gateways = [guarded(remote) for _ in range(4)]
     await gateways[0].publish(report(capacity_tokens=1000))
@@ -315,8 +316,8 @@ async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
 
 
 @in_virtual_time
-async def test_a_stuck_store_gathers_no_calls() -> None:
-    """However many requests come, a bounded number of calls is under way, and none waits long."""
+async def test_a_stuck_store_has_bounded_calls() -> None:
+    """The number of calls in flight is bounded, and no caller waits long."""
     async with pair(capacity_tokens=0) as (remote, store):
         remote.delay_s = 1000.0
         asked = remote.calls["reserve"]
@@ -329,8 +330,8 @@ async def test_a_stuck_store_gathers_no_calls() -> None:
 
 
 @in_virtual_time
-async def test_a_store_that_forgot_refuses_nobody() -> None:
-    """Until the workers report again, what this gateway knows of them decides."""
+async def test_a_store_without_memory_refuses_no_request() -> None:
+    """Until workers report again, this gateway decides by its own knowledge."""
     async with pair() as (remote, store):
         lease = await granted(store, "held", 100)
         remote.forget()
@@ -345,8 +346,8 @@ async def test_a_store_that_forgot_refuses_nobody() -> None:
 
 
 @in_virtual_time
-async def test_a_store_that_forgot_hides_nobody() -> None:
-    """Workers that are missing are shown as long as they could be silent, and not longer."""
+async def test_a_store_without_memory_hides_no_worker() -> None:
+    """Missing workers stay listed for as long as they could be silent."""
     async with pair() as (remote, store):
         await store.snapshot()
         remote.forget()
@@ -358,7 +359,7 @@ async def test_a_store_that_forgot_hides_nobody() -> None:
 
 @in_virtual_time
 async def test_a_worker_that_left_is_gone_at_once() -> None:
-    """What the store says of a worker that it remembers is believed."""
+    """A withdrawal in the store is effective at once."""
     async with pair() as (remote, store):
         await remote.withdraw("w", "1", 1)
         found = await reserve(store, "r")
@@ -368,8 +369,8 @@ async def test_a_worker_that_left_is_gone_at_once() -> None:
 
 
 @in_virtual_time
-async def test_figures_of_an_outage_age() -> None:
-    """The last reports are shown with their true age, and with this gateway's own leases."""
+async def test_reports_age_during_an_outage() -> None:
+    """During an outage, reports have their true age and only this gateway's leases."""
     async with pair() as (remote, store):
         await granted(store, "r", 100)
         await store.snapshot()
@@ -385,8 +386,8 @@ async def test_figures_of_an_outage_age() -> None:
 
 
 @in_virtual_time
-async def test_releases_go_together() -> None:
-    """Nobody waits for them, and those that come at once are one call, or two."""
+async def test_releases_are_batched() -> None:
+    """Releases at the same time share one or two calls, and no caller waits."""
     async with pair() as (remote, store):
         remote.delay_s = 0.001
         for index in range(50):
@@ -402,7 +403,7 @@ async def test_releases_go_together() -> None:
 
 @in_virtual_time
 async def test_many_leases_take_many_calls() -> None:
-    """None of them is too long for the deadline, and all leases come back after an outage."""
+    """Each call fits the deadline, and all leases are restored after an outage."""
     async with pair(capacity_tokens=0) as (remote, store):
         leases = [await granted(store, f"r{index}", 1) for index in range(5 * AT_ONCE + 1)]
         asked = remote.calls["renew"]
@@ -420,8 +421,8 @@ async def test_many_leases_take_many_calls() -> None:
 
 
 @in_virtual_time
-async def test_closing_ends_what_is_under_way() -> None:
-    """What is owed is told first; nothing is left running, also in an outage."""
+async def test_close_sends_pending_releases_and_ends_all_calls() -> None:
+    """Pending releases are sent first, and nothing keeps running, also during an outage."""
     async with pair() as (remote, store):
         await granted(store, "r", 1)
         await store.release(("r",))

@@ -1,4 +1,4 @@
-"""The central queue: who waits is bound late, in the order of the policy, and leaves no trace."""
+"""The central queue binds requests late, in the policy's order, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from draftgate.policies.types import RequestView, Ticket, WorkerLoad
 
 
 class Backend:
-    """A worker with so many seats."""
+    """A worker with a limited number of sequences."""
 
     card = SimpleNamespace(numerics_class=None)
 
@@ -43,7 +43,7 @@ class Backend:
 
 
 class Fleet(SimpleNamespace):
-    """What the queue sees of a fleet."""
+    """The part of a fleet that the queue uses."""
 
     @property
     def serving(self) -> list[FleetWorker]:
@@ -54,7 +54,7 @@ class Fleet(SimpleNamespace):
 
 
 def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:
-    """A queue in front of workers with so many seats each."""
+    """A queue in front of workers with a limited number of sequences each."""
     workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(seats)]
     clock = asyncio.get_running_loop().time
     fleet, router = Fleet(workers=workers), Router(routing_policy("least_loaded"), Random(0).random)
@@ -62,7 +62,7 @@ def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[F
 
 
 def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
-    """A request on its way."""
+    """A request to queue."""
     now_s = asyncio.get_running_loop().time()
     ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
     return Waiting(f"r-{key}", ticket, CapacityNeed(sequences, 10, 30 * sequences))
@@ -76,13 +76,13 @@ async def turn(queue: CentralQueue, waiting: Waiting) -> FleetWorker:
 
 
 async def settled() -> None:
-    """Let everything that can happen now happen."""
+    """Run the loop until nothing more can happen now."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_the_first_to_go_is_the_most_urgent_and_it_goes_where_room_is_first() -> None:
-    """Who came later may overtake as long as both wait; the worker is chosen at that moment."""
+def test_the_most_urgent_request_gets_the_first_free_worker() -> None:
+    """A later request may overtake while both wait, and the worker is chosen at dispatch."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1, 1)
@@ -104,15 +104,15 @@ def test_the_first_to_go_is_the_most_urgent_and_it_goes_where_room_is_first() ->
     run_virtual(scenario())
 
 
-def test_a_clock_that_goes_on_between_two_looks_confuses_nobody() -> None:
-    """Whoever becomes overdue while the queue is served, all who wait are served once."""
+def test_an_advancing_clock_does_not_confuse_the_queue() -> None:
+    """Requests that become overdue while the queue is served are served exactly once."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
         await turn(queue, one(0))
         waiting = [asyncio.create_task(turn(queue, one(key, key))) for key in range(1, 6)]
         await settled()
-        ticks = count(STARVATION_S - 0.25, 0.1)  # becomes overdue between two readings
+        ticks = count(STARVATION_S - 0.25, 0.1)  # becomes overdue between two readings of the clock
         queue._now_s = lambda: next(ticks)
         served = 0
         while served < len(waiting):
@@ -127,8 +127,8 @@ def test_a_clock_that_goes_on_between_two_looks_confuses_nobody() -> None:
     run_virtual(scenario())
 
 
-def test_nobody_waits_for_ever() -> None:
-    """A wait that is in vain ends with an error at the bound, and the next ones are not held up."""
+def test_no_request_waits_longer_than_the_timeout() -> None:
+    """A wait ends with an error at the timeout, without blocking later requests."""
 
     async def scenario() -> None:
         queue, workers = queue_of(2, timeout_s=5.0)
@@ -142,8 +142,8 @@ def test_nobody_waits_for_ever() -> None:
     run_virtual(scenario())
 
 
-def test_who_waits_learns_that_no_worker_is_left() -> None:
-    """With the last worker all who wait are told, at once."""
+def test_waiting_requests_fail_with_the_last_worker() -> None:
+    """When the last worker is lost, all waiting requests fail at once."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
@@ -159,8 +159,8 @@ def test_who_waits_learns_that_no_worker_is_left() -> None:
     run_virtual(scenario())
 
 
-def test_who_leaves_at_the_moment_of_its_turn_leaves_its_place_to_the_next() -> None:
-    """A client that goes just when a worker was found for it keeps nothing of that worker."""
+def test_a_disconnect_at_the_moment_of_dispatch_frees_the_worker() -> None:
+    """A client that disconnects exactly when it gets a worker keeps nothing of it."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
@@ -168,7 +168,7 @@ def test_who_leaves_at_the_moment_of_its_turn_leaves_its_place_to_the_next() -> 
         leaving, next_ = (asyncio.create_task(turn(queue, one(key))) for key in (1, 2))
         await settled()
         workers[0].release("r-0")
-        queue.pump()  # its turn, and before it hears of it
+        queue.pump()  # it has a worker, but its task has not run yet
         leaving.cancel()
         await settled()
         assert leaving.cancelled()
@@ -184,10 +184,11 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.lists(st.integers(1, 3), min_size=1, max_size=3))
-def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
+def test_capacity_holds_and_nothing_leaks(
     steps: list[tuple[str, int, int]], seats: list[int]
 ) -> None:
-    """Whoever comes, ends or leaves in whatever order: seats hold, and in the end all is free."""
+    """For any order of arrivals, ends and disconnects, capacity holds and everything is free in the
+    end."""
 
     async def scenario() -> None:
         queue, workers = queue_of(*seats)
@@ -229,8 +230,8 @@ class Never:
         return Refused(1e12, RefusalKind.DEADLINE, "never")
 
 
-def test_nobody_is_sent_away_for_longer_than_an_hour() -> None:
-    """However long a wait is predicted, Retry-After is a time after which clients do come back."""
+def test_retry_after_is_at_most_an_hour() -> None:
+    """Retry-After is at most an hour, whatever wait is predicted."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)

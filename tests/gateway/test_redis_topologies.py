@@ -1,4 +1,4 @@
-"""A store by its address: one server, a service of Sentinels, a Cluster. All real processes."""
+"""Stores by address: a single server, a service of Sentinels, a Cluster. All real processes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ sentinel failover-timeout service 1000
         ),
     ],
 )
-def test_an_address_says_what_there_is(text: str, found: RedisUrl) -> None:
-    """Topology, hosts with their ports, service, and the rest in redis-py's form."""
+def test_an_address_is_parsed(text: str, found: RedisUrl) -> None:
+    """An address gives topology, hosts with ports, service, and redis-py's URL."""
     assert read_redis_url(text) == found
 
 
@@ -72,8 +72,8 @@ def test_an_address_says_what_there_is(text: str, found: RedisUrl) -> None:
         "redis://[::1",
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_without_a_quote(text: str) -> None:
-    """The complaint says what is expected, and repeats nothing: there may be a password in it."""
+def test_an_invalid_address_is_refused_without_quoting_it(text: str) -> None:
+    """The error says what is expected without quoting the address, which may have a password."""
     with pytest.raises(ValueError, match="expected the address of a Redis server") as caught:
         read_redis_url(text)
     assert "secret" not in str(caught.value)
@@ -83,7 +83,7 @@ def test_what_is_no_address_is_refused_without_a_quote(text: str) -> None:
     "text", ["redis://h?hue=blue", "redis+sentinel://h/s?hue=blue", "redis+cluster://h?hue=blue"]
 )
 async def test_an_unknown_option_is_refused_at_once(text: str) -> None:
-    """Not with the first request."""
+    """An unknown option fails before the first request."""
     with pytest.raises(ValueError, match="unknown option"):
         open_client(text)
 
@@ -99,7 +99,7 @@ async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
 
 
 async def works(store: RedisStore, seq: int = 0) -> None:
-    """The store does what stores do."""
+    """Check that the store reserves and releases."""
     assert await store.publish(report(seq=seq))
     lease = await granted(store, "r", 100)
     await store.renew((lease,), 30.0)
@@ -109,7 +109,7 @@ async def works(store: RedisStore, seq: int = 0) -> None:
 
 
 async def test_a_server_with_a_password(tmp_path: Path) -> None:
-    """User and password of the address are used; a wrong one is an error of the store."""
+    """User and password of the address are used; a wrong password is a store error."""
     with redis_running(tmp_path) as server:
         server.command("ACL", "SETUSER", "gate", "on", ">p@ss/word", "~draftgate:*", "+@all")
         at = f"127.0.0.1:{server.port}"
@@ -120,8 +120,8 @@ async def test_a_server_with_a_password(tmp_path: Path) -> None:
                 await store.snapshot()
 
 
-async def test_a_socket_of_this_machine(tmp_path: Path) -> None:
-    """A server on the same machine needs no port."""
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    """A Unix socket works without a port."""
     path = tmp_path / "s"
     with redis_running(tmp_path, "--unixsocket", str(path)):
         async with opened(f"unix://{path}") as store:
@@ -129,7 +129,7 @@ async def test_a_socket_of_this_machine(tmp_path: Path) -> None:
 
 
 async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
-    """The store finds the master by the service's name, and the next one when that dies."""
+    """The store finds the master by its service name, and the next one after a failure."""
     folders = [tmp_path / name for name in ("master", "replica", "sentinel")]
     for folder in folders:
         folder.mkdir()
@@ -155,7 +155,7 @@ async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
 
 
 async def test_a_cluster(tmp_path: Path) -> None:
-    """All scripts run where the pool's slot is."""
+    """All scripts run on the shard with the pool's slot."""
     options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
     with redis_running(tmp_path, *options) as server:
         server.command("CLUSTER", "ADDSLOTS", *range(16384))
@@ -172,7 +172,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
 
 
 async def there(store: RedisStore) -> bool:
-    """Whether the store answers and can be written to."""
+    """Whether the store answers and is writable."""
     try:
         await store.renew((), 30.0)
     except StoreError:

@@ -1,4 +1,4 @@
-"""Routing in a node: what is asked, what is told, and what is recorded of it."""
+"""Routing in a node: the inputs of the policy and the recorded decision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def pair() -> tuple[ScriptedBackend, ScriptedBackend]:
 
 
 class Asked:
-    """A policy that notes what it is asked and told, and takes the last one."""
+    """A policy that records its inputs and chooses the last worker."""
 
     name, reads_prompts = "asked", False
 
@@ -54,14 +54,14 @@ class Asked:
 
 
 def there(*backends: ScriptedBackend) -> list[tuple]:
-    """Workers with what they have on their hands."""
+    """Workers with their usage."""
     workers = [FleetWorker(f"w-{index}", backend) for index, backend in enumerate(backends)]
     return [(worker, worker.usage) for worker in workers]
 
 
-async def test_a_policy_is_asked_where_there_is_a_choice(pair) -> None:
-    """Alone, nobody looks at anything; the only one with room is told of; of several one is
-    chosen."""
+async def test_the_policy_is_asked_only_if_there_is_a_choice(pair) -> None:
+    """A node with one worker does not ask; a single candidate is only reported; of several the
+    policy chooses."""
     policy = Asked()
     router = Router(policy, Random(0).random)
 
@@ -78,8 +78,8 @@ async def test_a_policy_is_asked_where_there_is_a_choice(pair) -> None:
     assert (policy.asked, policy.told) == ([2], ["w-0", "w-1"])
 
 
-async def test_a_candidate_is_what_the_worker_says_and_what_was_sent(pair) -> None:
-    """Load, sequences, prompts without a token and reserved tokens are those of now."""
+async def test_a_candidate_combines_load_and_sent_requests(pair) -> None:
+    """A candidate has the current load, sequences, prompts without a token and reserved tokens."""
     worker = FleetWorker("w", pair[0])
     worker.reserve("a", CapacityNeed(2, 30, 100))
     found = worker.candidate(worker.usage)
@@ -101,8 +101,8 @@ async def test_a_candidate_is_what_the_worker_says_and_what_was_sent(pair) -> No
         ("least_cost", 1, 0),
     ],
 )
-async def test_prompts_are_hashed_where_they_decide(pair, routing, workers, hashed) -> None:
-    """For policies that read them, in nodes of several workers: the same hashes as the worker's."""
+async def test_prompts_are_hashed_if_the_policy_reads_them(pair, routing, workers, hashed) -> None:
+    """Several workers and a policy that reads prompts: hashes equal those of the worker."""
     async with running(backends=pair[:workers], routing=routing) as where:
         (found,) = await placed(where.node, JOB)
     hashes: list[bytes] = []
@@ -110,8 +110,8 @@ async def test_prompts_are_hashed_where_they_decide(pair, routing, workers, hash
     assert found.request.block_hashes == tuple(hashes[:hashed])
 
 
-async def test_a_prompt_returns_to_the_worker_that_knows_it(pair) -> None:
-    """The same long beginning goes to the same one of two idle workers; short ones take turns."""
+async def test_a_prefix_returns_to_the_worker_that_cached_it(pair) -> None:
+    """A long shared prefix goes to the same one of two idle workers; short prompts alternate."""
     long = replace(JOB, prompts=(tuple(range(256)),))
     async with running(backends=pair) as where:
         first = await placed(where.node, long)
@@ -122,9 +122,9 @@ async def test_a_prompt_returns_to_the_worker_that_knows_it(pair) -> None:
         assert len(set(turns)) == 2
 
 
-async def test_decisions_and_spans_say_where_and_why(pair, tmp_path) -> None:
+async def test_decisions_and_spans_explain_the_choice(pair, tmp_path) -> None:
     """Policy, candidates, ages, scores and reason are in the record, over HTTP, in the file, in
-    `explain` and in the `route` span; a node of one worker has nothing to say."""
+    `explain` and in the `route` span."""
     exporter, path = InMemorySpanExporter(), tmp_path / "decisions.jsonl"
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     settings = {"devices": (0, 1), "tracing": tracing, "decisions_file": str(path)}
@@ -153,15 +153,15 @@ async def test_decisions_and_spans_say_where_and_why(pair, tmp_path) -> None:
 
 
 async def test_a_lone_worker_has_no_route(scripted: ScriptedBackend) -> None:
-    """Nothing was weighed, so nothing is recorded."""
+    """Without a choice, no route is recorded."""
     async with running(backends=[scripted]) as where:
         await placed(where.node, JOB)
         assert where.node.decisions.latest(1)[0].route is None
     assert Decisions(None, lambda: 0.0).latest(1) == []
 
 
-def test_a_routing_policy_that_does_not_exist_is_refused_at_once() -> None:
-    """The setting is checked when it is read, with the names that there are."""
+def test_an_unknown_routing_policy_is_refused_at_once() -> None:
+    """An unknown policy fails at start, and the message lists the names."""
     assert effective_config({"routing": "weighted:prefix=2,load=1"}, {}).config.routing
     with pytest.raises(ConfigError, match=r"--routing: unknown routing policy 'nearest'"):
         effective_config({"routing": "nearest"}, {})

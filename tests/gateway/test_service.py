@@ -1,4 +1,4 @@
-"""What a client wants of time: headers and priority, from the wire to the worker."""
+"""Latency targets and priority, from headers and body to the worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = {"x-slo-ttft-ms": "1500", "x-slo-tpot-ms": "12.5"}
 async def arrived(
     backend: ScriptedBackend, path: str, headers: dict[str, str], **fields: Any
 ) -> GenerationRequest:
-    """Return what a worker gets of a request."""
+    """Return the request that a worker gets."""
     async with running(backends=[backend]) as where, client(where) as http:
         body = {**BODIES[path], "max_tokens": 5, **fields}
         asking = asyncio.ensure_future(http.post(path, json=body, headers=headers))
@@ -31,26 +31,26 @@ async def arrived(
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_targets_and_priority_reach_the_worker(scripted: ScriptedBackend, path: str) -> None:
-    """On both endpoints headers are milliseconds, and the body's priority is the request's."""
+    """On both endpoints, headers are milliseconds, and the body's priority is the request's."""
     request = await arrived(scripted, path, TARGETS, priority=-1)
     assert request.service == ServiceLevel(1.5, 0.0125, -1)
 
 
-async def test_who_asks_for_nothing_gets_no_service_level(scripted: ScriptedBackend) -> None:
-    """Without headers and priority a request is like any other."""
+async def test_the_default_is_no_service_level(scripted: ScriptedBackend) -> None:
+    """Without headers and priority a request has the default service level."""
     assert (await arrived(scripted, TEXT, {})).service == ANYTIME
 
 
 async def test_a_large_body_keeps_its_headers(scripted: ScriptedBackend) -> None:
-    """What is parsed in a thread brings its targets along."""
+    """Targets survive parsing in a thread."""
     request = await arrived(scripted, TEXT, TARGETS, prompt="x", user="u" * 20_000, priority=None)
     assert request.service == ServiceLevel(1.5, 0.0125, 0)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("value", ["", "soon", "0", "-5", "nan", "inf", "1e999", "5ms"])
-async def test_a_target_that_is_no_time_is_400_and_named(name: str, value: str) -> None:
-    """A header that cannot be kept is refused by its name, on both endpoints."""
+async def test_an_invalid_target_is_400_and_named(name: str, value: str) -> None:
+    """An invalid header is refused by its name on both endpoints."""
     async with running() as where, client(where) as http:
         for path, body in BODIES.items():
             answer = await http.post(path, json=body, headers={name: value})
@@ -60,16 +60,16 @@ async def test_a_target_that_is_no_time_is_400_and_named(name: str, value: str) 
 
 
 @pytest.mark.parametrize("priority", [1.5, "high", True, 1 << 40, -(10**30)])
-async def test_a_priority_that_is_no_class_is_400_and_named(priority: object) -> None:
-    """Classes are whole numbers that fit any wire."""
+async def test_an_invalid_priority_is_400_and_named(priority: object) -> None:
+    """A priority must be an integer within the limits."""
     async with running() as where, client(where) as http:
         for path, body in BODIES.items():
             answer = await http.post(path, json={**body, "priority": priority})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
 
 
-async def test_the_simulators_worker_serves_by_it() -> None:
-    """Behind HTTP a simulated worker's sequence has the service level that was asked for."""
+async def test_a_simulated_worker_gets_the_service_level() -> None:
+    """A simulated worker's sequence has the requested service level."""
     body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with running() as where, client(where) as http:
         scheduler = where.node.fleet.workers[0].backend._worker._scheduler

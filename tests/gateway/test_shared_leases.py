@@ -1,4 +1,4 @@
-"""Gateways that share workers: leases bind, and move requests; without the store records say so."""
+"""Gateways that share workers: leases are binding and may change the worker of a request."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.gateway.troubles import (
 BLOCKS = 20
 TOKENS = BLOCKS * 16
 CONFIG = WorkerConfig(kv_bytes=TOKENS * load_profile("cpu-demo").kv_token_bytes)
-"""Workers whose memory holds 320 tokens."""
+"""Workers with KV memory for 320 tokens."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """Many workers start here."""
+    """Start workers quickly, because tests here start many."""
     with quick_starts():
         yield
 
@@ -49,19 +49,19 @@ def job(max_tokens: int = 8, request_id: str = "r") -> Job:
 
 
 async def others_lease(store: Store, there: Dispatched, worker: int, tokens: int) -> None:
-    """Let another gateway lease tokens of a worker, behind all that it has told."""
+    """Lease tokens of a worker for another gateway, after its last report."""
     found = there.fleet.workers[worker]
     number = found.watermark + (1 << 40)
     await store.renew([Lease("theirs", found.worker_id, found.epoch, tokens, number)], 30.0)
 
 
-def test_who_finds_all_leased_waits_until_somebody_lets_go() -> None:
-    """Loads say that there is room; the request goes when the others' lease ends, not before."""
+def test_a_request_waits_for_leases_of_other_gateways() -> None:
+    """A request waits for the end of another gateway's lease, although workers seem free."""
 
     async def scenario() -> tuple[float, int]:
         now_s = asyncio.get_running_loop().time
         async with dispatching(simulated({}), 1, config=CONFIG, shared=True) as there:
-            await asyncio.sleep(0.1)  # the workers have told of themselves
+            await asyncio.sleep(0.1)  # the workers have reported
             await others_lease(there.store, there, 0, TOKENS)
             begin_s = now_s()
             asking = asyncio.create_task(answer(there.dispatcher, job()))
@@ -78,8 +78,8 @@ def test_who_finds_all_leased_waits_until_somebody_lets_go() -> None:
     assert tokens == 8
 
 
-def test_a_node_that_stands_alone_does_not_wait_for_leases() -> None:
-    """Its queue sees all that is there; leases of what may never be said would only idle it."""
+def test_a_node_without_a_pool_does_not_wait_for_leases() -> None:
+    """Without a pool, the queue knows all requests, so leases are not binding."""
 
     async def scenario() -> int:
         async with dispatching(simulated({}), 1, config=CONFIG) as there:
@@ -90,8 +90,8 @@ def test_a_node_that_stands_alone_does_not_wait_for_leases() -> None:
     assert play(scenario()) == 4 * 200
 
 
-def test_who_finds_all_leased_for_too_long_is_told() -> None:
-    """All its waits together are no longer than the longest one wait."""
+def test_waiting_for_leases_ends_at_the_queue_timeout() -> None:
+    """The waits of a request for leases together are at most the queue timeout."""
 
     async def scenario() -> float:
         now_s = asyncio.get_running_loop().time
@@ -109,8 +109,8 @@ def test_who_finds_all_leased_for_too_long_is_told() -> None:
     assert play(scenario()) == pytest.approx(2.0, abs=0.1)
 
 
-def test_a_stream_older_than_the_longest_wait_goes_on_through_a_full_pool() -> None:
-    """It has lost its worker and finds all leased: its wait begins then, not when it came."""
+def test_the_wait_of_a_resumed_stream_starts_with_its_loss() -> None:
+    """The wait of a resumed stream starts when it loses its worker, not at its arrival."""
 
     async def scenario() -> int:
         trouble = {0: Trouble(behind(300))}
@@ -118,7 +118,9 @@ def test_a_stream_older_than_the_longest_wait_goes_on_through_a_full_pool() -> N
         async with dispatching(simulated(trouble), 2, **settings) as there:
             await asyncio.sleep(0.1)
             begun_s = asyncio.get_running_loop().time()
-            await others_lease(there.store, there, 1, 1)  # of equals it takes the other one
+            await others_lease(
+                there.store, there, 1, 1
+            )  # of equal workers it chooses the other one
             asking = asyncio.create_task(answer(there.dispatcher, job(1_000)))
             await asyncio.sleep(0.05)
             full = there.fleet.workers[1].backend.load()
@@ -134,8 +136,9 @@ def test_a_stream_older_than_the_longest_wait_goes_on_through_a_full_pool() -> N
     assert play(scenario()) == 1_000
 
 
-def test_a_reservation_takes_the_worker_that_others_have_left() -> None:
-    """The request runs where the store says; the record says where the gateway would have."""
+def test_a_reservation_may_choose_another_worker() -> None:
+    """The request runs on the worker that the store chose, and the record has the router's choice
+    too."""
 
     async def scenario() -> None:
         async with dispatching(simulated({}), 2, config=CONFIG, shared=True) as there:
@@ -157,8 +160,8 @@ def test_a_reservation_takes_the_worker_that_others_have_left() -> None:
     play(scenario())
 
 
-def test_a_decision_without_the_store_says_so() -> None:
-    """Requests run while it is out, and their records tell; afterwards they do not."""
+def test_decisions_without_the_store_are_degraded() -> None:
+    """Decisions during an outage are marked as degraded, later ones are not."""
 
     async def scenario() -> list[bool]:
         flaky = FlakyStore()
@@ -177,14 +180,14 @@ def test_a_decision_without_the_store_says_so() -> None:
     assert play(scenario()) == [False, True, False]
 
 
-def test_a_burst_at_one_gateway_lowers_the_caps_that_others_decide() -> None:
-    """What others have leased counts in the price as if it was there, before any of it is."""
+def test_leases_of_other_gateways_shorten_drafts() -> None:
+    """Leases of other gateways raise the price before their requests arrive."""
 
     async def scenario() -> list[tuple[int, float]]:
         found = []
         config = WorkerConfig(profile="h100-8b", max_num_seqs=512)
         async with dispatching(simulated({}), 1, config=config, shared=True) as there:
-            await answer(there.dispatcher, job(64))  # speeds are known from now on
+            await answer(there.dispatcher, job(64))  # speeds are known from here on
             for tokens in (0, 4_000, 64_000):
                 await asyncio.sleep(2.0)
                 await others_lease(there.store, there, 0, tokens)

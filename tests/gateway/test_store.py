@@ -1,4 +1,4 @@
-"""The state stores keep their contract: in memory, and in a real Redis server."""
+"""The state stores fulfil their contract, in memory and in a real Redis server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.gateway.stores import (
 
 
 class TestMemoryStore(StoreContract):
-    """The store of a node that stands alone."""
+    """The store of a node without a pool."""
 
     @pytest.fixture
     async def timed(self) -> Timed:
@@ -54,8 +54,8 @@ async def pool(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
     await store.close()
 
 
-async def test_time_is_the_servers(pool: RedisStore, redis_server: RedisServer) -> None:
-    """The numbers of leases are its microseconds, so gateways' clocks need not agree."""
+async def test_time_is_that_of_the_server(pool: RedisStore, redis_server: RedisServer) -> None:
+    """Lease numbers are microseconds of the server, so clocks of gateways may differ."""
     seconds, us = redis_server.command("TIME")
     await pool.publish(report())
     number = (await granted(pool, "r")).number
@@ -65,7 +65,7 @@ async def test_time_is_the_servers(pool: RedisStore, redis_server: RedisServer) 
 
 
 async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
-    """One command per call of the contract, whatever is offered; nothing else is sent."""
+    """Each call of the contract is exactly one command."""
     await pool.publish(report())
     await granted(pool, "before")
     redis_server.command("CONFIG", "RESETSTAT")
@@ -79,7 +79,7 @@ async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: R
 async def test_a_server_that_lost_the_scripts_gets_them_again(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """After a restart or a failover the next call works as any other."""
+    """Calls work after a restart or failover that lost the scripts."""
     await pool.publish(report())
     redis_server.command("SCRIPT", "FLUSH")
     await granted(pool, "r", 5)
@@ -89,7 +89,7 @@ async def test_a_server_that_lost_the_scripts_gets_them_again(
 async def test_all_keys_of_a_pool_share_its_tag(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """So a Cluster keeps them on one server; and pools do not see each other."""
+    """All keys of a pool are in one Cluster slot, and pools are separate."""
     await pool.publish(report())
     await granted(pool, "r", 5)
     await pool.renew((), 30.0)
@@ -101,8 +101,8 @@ async def test_all_keys_of_a_pool_share_its_tag(
     await other.close()
 
 
-async def test_nothing_of_a_lease_stays(pool: RedisStore, redis_server: RedisServer) -> None:
-    """Once all leases have ended no key of theirs is left but the last number."""
+async def test_ended_leases_leave_no_keys(pool: RedisStore, redis_server: RedisServer) -> None:
+    """After all leases have ended, only the last number is left."""
     await pool.publish(report())
     for index in range(3):
         await granted(pool, f"r{index}", 5)
@@ -114,7 +114,7 @@ async def test_nothing_of_a_lease_stays(pool: RedisStore, redis_server: RedisSer
 
 
 async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer) -> None:
-    """Whoever renews is there, with leases or without."""
+    """Every gateway that renews is counted, with or without leases."""
     other = RedisStore.at(redis_server.url, "p", "g2")
     assert (await pool.snapshot()).gateways == 1
     await pool.renew((), 30.0)
@@ -123,10 +123,10 @@ async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer)
     await other.close()
 
 
-async def test_a_report_of_a_version_to_come_does_no_harm(
+async def test_reports_of_a_newer_version_are_tolerated(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """Fields that are new are ignored; what cannot be read at all is left out of the snapshot."""
+    """Unknown fields are ignored, and unreadable reports are left out of the snapshot."""
     await pool.publish(report("a"))
     await pool.publish(report("b"))
     body = redis_server.command("HGET", "draftgate:{p}:w:a", "report")
@@ -136,8 +136,8 @@ async def test_a_report_of_a_version_to_come_does_no_harm(
     assert set(await views(pool)) == {"a"}
 
 
-async def test_an_outage_is_an_error_of_the_store() -> None:
-    """Whatever goes wrong with the server, callers see one kind of error, without the password."""
+async def test_every_failure_is_a_store_error() -> None:
+    """Every failure of the server is a `StoreError` without the password."""
     store = RedisStore.at(f"redis://:hush@127.0.0.1:{free_port()}", "p", "g1")
     with pytest.raises(StoreError) as caught:
         await reserve(store, "r")
@@ -145,19 +145,17 @@ async def test_an_outage_is_an_error_of_the_store() -> None:
     await store.close()
 
 
-async def test_an_error_of_the_server_is_one_too(
-    pool: RedisStore, redis_server: RedisServer
-) -> None:
-    """A key of another kind, a full memory, a missing right: the script fails, and so it says."""
+async def test_server_errors_are_store_errors(pool: RedisStore, redis_server: RedisServer) -> None:
+    """A key of the wrong type, a full memory or a missing right is a `StoreError`."""
     redis_server.command("SET", "draftgate:{p}:hb", "not a sorted set")
     with pytest.raises(StoreError):
         await pool.publish(report())
 
 
-async def test_the_connection_outlives_an_answer_that_nobody_awaits(
+async def test_a_cancelled_call_keeps_the_connection_in_order(
     redis_server: RedisServer,
 ) -> None:
-    """A cancelled call does not leave its answer to the next one."""
+    """A cancelled call does not leave its answer for the next one."""
     connected = open_client(redis_server.url)
     store = RedisStore(connected, "p", "g1")
     await store.publish(report())
@@ -171,8 +169,8 @@ async def test_the_connection_outlives_an_answer_that_nobody_awaits(
     await store.close()
 
 
-def test_epochs_compare_as_the_lives_they_stand_for() -> None:
-    """A later start is a greater text, whatever the nonce; equal instants differ by it."""
+def test_later_epochs_compare_greater() -> None:
+    """A later start gives a greater epoch; equal times differ by the nonce."""
     now_s = time.time()
     epochs = [new_epoch(now_s, "ff"), new_epoch(now_s + 1e-5, "00"), new_epoch(now_s + 1e9, "0")]
     assert epochs == sorted(epochs)

@@ -1,6 +1,6 @@
-"""A guarded store in front of a real Redis that is paused, stopped, killed, emptied.
+"""A guarded store in front of a real Redis that is paused, stopped, killed and emptied.
 
-What is waited for is bounded by patience alone: nothing here depends on how fast the machine is.
+Waits end on events; none depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def guard(redis: RedisServer, name: str, deadline_s: float) -> GuardedStore:
 
 
 class Gateway:
-    """What a node does with its store: heartbeats, and requests that hold leases for a moment."""
+    """What a node does with its store: heartbeats and requests with short leases."""
 
     def __init__(self, redis: RedisServer, name: str, deadline_s: float) -> None:
         self.store = guard(redis, name, deadline_s)
@@ -59,7 +59,7 @@ class Gateway:
         await self.store.release((found.lease.request_id,))
 
     async def serve_until(self, over: Callable[[Reservation], bool]) -> None:
-        """Beat and answer requests until one of them shows that it is over."""
+        """Beat and serve requests until one of them fulfils a condition."""
         async with asyncio.timeout(PATIENCE_S):
             for index in range(10**9):
                 await self.beat()
@@ -70,7 +70,7 @@ class Gateway:
                 await asyncio.sleep(0.005)
 
     async def agreed(self) -> None:
-        """Return once the server knows exactly what this gateway holds."""
+        """Wait until the server has exactly this gateway's leases."""
         tokens = sum(lease.tokens for lease in self.held.values())
 
         async def same() -> bool:
@@ -84,7 +84,7 @@ class Gateway:
 
 @asynccontextmanager
 async def holding(redis: RedisServer, deadline_s: float) -> AsyncIterator[Gateway]:
-    """A gateway that holds two leases; in the end the server is well."""
+    """A gateway with two leases, and a working server in the end."""
     made = Gateway(redis, "w", deadline_s)
     await made.serve_until(well)
     for name in ("long1", "long2"):
@@ -97,14 +97,14 @@ async def holding(redis: RedisServer, deadline_s: float) -> AsyncIterator[Gatewa
 
 @pytest.fixture
 async def gateway(own_redis: RedisServer) -> AsyncIterator[Gateway]:
-    """One with the deadline of production."""
+    """A gateway with the production deadline."""
     async with holding(own_redis, DEADLINE_S) as made:
         yield made
 
 
 @pytest.fixture
 async def patient(own_redis: RedisServer) -> AsyncIterator[Gateway]:
-    """One that waits for an answer as long as this machine may need."""
+    """A gateway that waits as long as this machine may need."""
     async with holding(own_redis, PATIENCE_S) as made:
         yield made
 
@@ -118,15 +118,15 @@ def degraded(found: Reservation) -> bool:
 
 
 async def test_a_paused_server(gateway: Gateway, own_redis: RedisServer) -> None:
-    """It answers nobody for a while: every request is served, and nothing stays that has ended."""
+    """While the server answers no client, every request is served, and no ended lease stays."""
     own_redis.command("CLIENT", "PAUSE", 700, "ALL")
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
     await gateway.serve_until(well)
     await gateway.agreed()
 
 
-async def test_a_server_that_hangs(gateway: Gateway, own_redis: RedisServer) -> None:
-    """A stopped process keeps its connections open and never answers; once it runs, all is well."""
+async def test_a_stopped_server(gateway: Gateway, own_redis: RedisServer) -> None:
+    """A stopped process keeps connections open without answers; later everything works again."""
     own_redis.freeze()
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
     await gateway.serve_until(degraded)
@@ -135,10 +135,8 @@ async def test_a_server_that_hangs(gateway: Gateway, own_redis: RedisServer) -> 
     await gateway.agreed()
 
 
-async def test_a_killed_server_that_comes_back_empty(
-    gateway: Gateway, own_redis: RedisServer
-) -> None:
-    """Leases of before, and those taken without it, are there again to the token."""
+async def test_a_server_restarted_empty(gateway: Gateway, own_redis: RedisServer) -> None:
+    """Leases from before and during the outage are restored exactly."""
     own_redis.kill()
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
     assert (await gateway.ask("taken alone", 7)).degraded
@@ -149,7 +147,7 @@ async def test_a_killed_server_that_comes_back_empty(
 
 
 async def test_a_flushed_server(patient: Gateway, own_redis: RedisServer) -> None:
-    """Without an outage, too: no request is refused, and what is held comes back."""
+    """No request is refused, and leases are restored without an outage."""
     for _ in range(5):
         own_redis.command("FLUSHALL")
         await patient.ask("in the moment")
@@ -159,14 +157,14 @@ async def test_a_flushed_server(patient: Gateway, own_redis: RedisServer) -> Non
 
 
 async def test_connections_that_the_server_closes(patient: Gateway, own_redis: RedisServer) -> None:
-    """An idle connection may be closed at any time; the next call takes another one."""
+    """After the server closes an idle connection, the next call uses another one."""
     for index in range(5):
         own_redis.command("CLIENT", "KILL", "TYPE", "normal")
         assert not (await patient.ask(f"r{index}")).degraded
 
 
-def test_connections_that_break_on_the_servers_loop(own_redis: RedisServer) -> None:
-    """Under uvloop, too, whose transports raise errors of their own: the call goes out again."""
+def test_broken_connections_under_uvloop(own_redis: RedisServer) -> None:
+    """Under uvloop, with its own errors, a call on a broken connection is repeated."""
 
     async def scenario() -> None:
         async with proxied(own_redis.url) as proxy:
@@ -185,7 +183,7 @@ def test_connections_that_break_on_the_servers_loop(own_redis: RedisServer) -> N
 
 
 async def test_gateways_meet_again(gateway: Gateway, own_redis: RedisServer) -> None:
-    """Two that were each alone see each other's workers and leases afterwards."""
+    """Two separated gateways see each other's workers and leases again afterwards."""
     other = Gateway(own_redis, "v", DEADLINE_S)
     await other.serve_until(well)
     own_redis.kill()
@@ -208,15 +206,15 @@ async def test_gateways_meet_again(gateway: Gateway, own_redis: RedisServer) -> 
 
 @asynccontextmanager
 async def joined(redis: RedisServer) -> AsyncIterator[tuple[GuardedStore, Listening]]:
-    """A node whose store is in that server, without a heartbeat of its own."""
+    """A node with a store in that server, without its own heartbeat."""
     store = guard(redis, "g", PATIENCE_S)
     async with running(store=store) as where:
         yield store, where
     await store.close()
 
 
-async def test_a_node_serves_on_without_its_redis(own_redis: RedisServer) -> None:
-    """No request fails, the node stays healthy, and `/metrics` says that it is on its own."""
+async def test_a_node_serves_without_its_redis(own_redis: RedisServer) -> None:
+    """Without Redis no request fails, the node stays healthy, and `/metrics` shows the outage."""
     async with joined(own_redis) as (store, where), client(where) as http:
 
         async def served() -> None:

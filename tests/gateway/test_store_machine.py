@@ -1,7 +1,6 @@
-"""Leases under any order of events: the same machine on the memory store and on Redis.
+"""Leases under any order of events: one state machine on the memory store and on Redis.
 
-Every step is done by all stores at hand, which must answer alike, and by plain bookkeeping here,
-which says what the sums must be.
+All stores execute every step and must answer alike. A simple model computes the expected sums.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ CAPACITY = {"w0": 100, "w1": 250, "w2": 0}
 REQUESTS = [f"r{index}" for index in range(8)]
 TTL_S = 10.0
 SILENCE_S = 40.0
-"""Workers do not stay silent for longer: who is forgotten may come back as an older self."""
+"""Longest silence of a worker, because a forgotten worker could return with an older epoch."""
 
 workers = st.sampled_from(sorted(CAPACITY))
 requests = st.sampled_from(REQUESTS)
 
 
 class Leasing(RuleBasedStateMachine):
-    """Workers that report, begin anew and leave; gateways that lease, renew and release."""
+    """Workers that report, restart and leave; gateways that lease, renew and release."""
 
     def __init__(self, opened: Callable[[], list[Timed]]) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.timed = self.runner.run(self._open(opened))
         self.epochs = dict.fromkeys(CAPACITY, 0)
-        self.known: dict[str, int] = {}  # epochs that the store has heard of
+        self.known: dict[str, int] = {}  # epochs that the store knows
         self.seqs = Counter[str]()
-        self.sent = Counter[str]()  # the last number that reached a worker
+        self.sent = Counter[str]()  # the last lease number that reached each worker
         self.held: dict[str, Lease] = {}  # by gateways
-        self.living: dict[str, tuple[Lease, float]] = {}  # in the store, and until when
-        self.rebuilt: set[str] = set()  # of these, those that did not ask for room
+        self.living: dict[str, tuple[Lease, float]] = {}  # leases in the store and their expiry
+        self.rebuilt: set[str] = set()  # the part of them that skipped the capacity check
         self.spoken_s = dict.fromkeys(CAPACITY, 0.0)
         self.now_s = 0.0
 
@@ -75,7 +74,7 @@ class Leasing(RuleBasedStateMachine):
         self.runner.close()
 
     def all_do(self, call: Callable[[Store], Awaitable[T]]) -> T:
-        """Let every store do it; the answers are alike."""
+        """Execute a step on every store; the answers must be equal."""
 
         async def done(store: Store) -> T:
             return await call(store)
@@ -125,7 +124,7 @@ class Leasing(RuleBasedStateMachine):
         before, epoch = self.snapshot, self.known[worker] - lives_ago
         heard = {view.worker_id for view in before.workers}
         if epoch < 0 or (not lives_ago and worker not in heard):
-            return  # nothing is known that this could be late for
+            return  # no earlier report exists
         late = report(worker, f"{epoch:04}", 10**6 if lives_ago else 0)
         assert not self.all_do(lambda store: store.publish(late))
         assert comparable(self.snapshot) == comparable(before)
@@ -164,14 +163,14 @@ class Leasing(RuleBasedStateMachine):
 
     @rule(request=requests)
     def arrive(self, request: str) -> None:
-        """The worker gets the request: its next report includes it."""
+        """Let the request arrive at the worker, whose next report includes it."""
         lease = self.held.get(request)
         if lease is not None and int(lease.epoch) == self.epochs[lease.worker_id]:
             self.sent[lease.worker_id] = max(self.sent[lease.worker_id], lease.number)
 
     @rule(ended=st.sets(requests, max_size=3))
     def release(self, ended: set[str]) -> None:
-        for _ in range(2):  # the second time nothing changes
+        for _ in range(2):  # repeating it changes nothing
             self.all_do(lambda store: store.release(sorted(ended)))
             for request in ended:
                 self.held.pop(request, None)
@@ -218,7 +217,7 @@ class Leasing(RuleBasedStateMachine):
 
     @invariant()
     def sums(self) -> None:
-        """What the store says is leased is what lives, to the token; the bound is kept."""
+        """Check leased tokens against the model, and the bound on leases."""
         for view in self.snapshot.workers:
             mine = [one for one in self._leases() if one.worker_id == view.worker_id]
             assert view.leased_tokens == sum(one.tokens for one in mine) >= 0
@@ -241,7 +240,7 @@ class Leasing(RuleBasedStateMachine):
         self.living[lease.request_id] = (lease, self.now_s + TTL_S)
 
     def _entered(self, worker: str, epoch: int) -> None:
-        """The store hears of an epoch that no newer one fences."""
+        """Whether the store learns an epoch that no newer one fences."""
         self.spoken_s[worker] = self.now_s
         if self.known.get(worker, -1) < epoch:
             self.known[worker] = epoch
@@ -250,7 +249,7 @@ class Leasing(RuleBasedStateMachine):
                     del self.living[request]
 
     def _snapshot_without(self, request: str) -> Snapshot:
-        """What the stores would show if a request had no lease: it gives that up in any case."""
+        """The snapshot as if a request had no lease, which it gives up in any case."""
         found = self.snapshot
         lease, _ = self.living.pop(request, (None, 0.0))
         if lease is None:
@@ -268,7 +267,7 @@ class Leasing(RuleBasedStateMachine):
     def _check_refusal(
         self, refusal: Refusal, offers: list[LeaseCandidate], seen: dict[str, WorkerView]
     ) -> None:
-        """Full means full: there was no worker with room, so all that was there is used."""
+        """Check that `full` means that no offered worker had enough capacity."""
         fresh = [
             seen[one.worker_id]
             for one in offers
@@ -280,7 +279,7 @@ class Leasing(RuleBasedStateMachine):
 
 
 def fits(view: WorkerView | None, offered: LeaseCandidate, tokens: int) -> bool:
-    """Whether an offer may be taken, by what a snapshot showed just before."""
+    """Whether an offer is acceptable by the previous snapshot."""
     if view is None or view.report.epoch != offered.epoch or view.age_s > STALE_S + 1e-6:
         return False
     capacity, leased = view.report.capacity_tokens, view.leased_tokens
@@ -288,7 +287,7 @@ def fits(view: WorkerView | None, offered: LeaseCandidate, tokens: int) -> bool:
 
 
 def comparable(answer: object) -> object:
-    """An answer with its ages rounded: one store keeps them as floats, another in microseconds."""
+    """An answer with rounded ages, because the stores keep them in different units."""
     if not isinstance(answer, Snapshot):
         return answer
     rounded = (replace(view, age_s=round(view.age_s, 4)) for view in answer.workers)
@@ -296,7 +295,8 @@ def comparable(answer: object) -> object:
 
 
 def test_leases_in_memory() -> None:
-    """Never over-leased, fully used, released once, fenced by a restart, rebuilt after a loss."""
+    """Leases never exceed the capacity, use it fully, end once, are fenced by a restart, and are
+    restored."""
     run_state_machine_as_test(
         lambda: Leasing(lambda: [TimedMemory()]),
         settings=settings(max_examples=150, stateful_step_count=50),
@@ -304,7 +304,7 @@ def test_leases_in_memory() -> None:
 
 
 def test_leases_in_redis(redis_server: RedisServer) -> None:
-    """The scripts do what the memory store does, call by call, and keep the same promises."""
+    """The scripts do the same as the memory store, call by call."""
     run_state_machine_as_test(
         lambda: Leasing(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
         settings=settings(max_examples=40, stateful_step_count=40),

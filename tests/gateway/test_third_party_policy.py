@@ -26,7 +26,7 @@ MOST_LINES = 30
 
 
 def shown(language: str) -> str:
-    """The page's first block in that language."""
+    """The first block of a language on the page."""
     return re.search(
         rf"^```{language}\b[^\n]*\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )[1]
@@ -46,13 +46,13 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environ(package: Path) -> dict[str, str]:
-    """What another process needs to find it."""
+    """The environment in which another process finds the package."""
     return {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.fixture
 def served(environ: dict[str, str]) -> Iterator[str]:
-    """The URL of a real server with that policy and the simulator behind it."""
+    """The URL of a real server with that policy and the simulator."""
     flags = ["serve", "--backend", "sim", "--port", "0", "--speculation", "quiet:3"]
     process = subprocess.Popen(
         [*COMMAND, *flags],
@@ -70,10 +70,10 @@ def served(environ: dict[str, str]) -> Iterator[str]:
     process.communicate(timeout=30)
 
 
-def test_it_is_found_by_its_entry_point_and_keeps_the_contract(
+def test_the_policy_is_found_by_its_entry_point_and_conforms(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thirty lines outside of the tree are a policy by name, and pass the conformance suite."""
+    """A policy outside the tree is found by name and passes the conformance suite."""
     with pytest.raises(ValueError, match="unknown speculation policy"):
         speculation_policy("quiet:3")
     monkeypatch.syspath_prepend(str(package))
@@ -89,8 +89,8 @@ def test_it_is_found_by_its_entry_point_and_keeps_the_contract(
         speculation_policy("loud")
 
 
-def test_it_runs_in_serve(served: str) -> None:
-    """A gateway started with it decides by it, drafts, and names it in answers and metrics."""
+def test_the_policy_runs_in_serve(served: str) -> None:
+    """A gateway with the policy drafts and names it in responses and metrics."""
     body = {"prompt": "def f(x):", "max_tokens": 200, "seed": 1}
     request = urllib.request.Request(f"{served}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -105,8 +105,8 @@ def test_it_runs_in_serve(served: str) -> None:
     assert any('policy="quiet:3"' in line and 'proposer="ngram"' in line for line in counted)
 
 
-def test_it_runs_in_simulate(environ: dict[str, str], tmp_path: Path) -> None:
-    """It stands beside the shipped ones in a simulation, and drafts there."""
+def test_the_policy_runs_in_simulate(environ: dict[str, str], tmp_path: Path) -> None:
+    """The policy runs beside the shipped ones in a simulation."""
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 40} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))

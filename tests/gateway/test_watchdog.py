@@ -1,4 +1,4 @@
-"""The watchdog: a worker that says nothing any more is left, and one that need not speak is not."""
+"""The watchdog abandons a worker that makes no progress, and only such a worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import structs
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import GenerationRequest, Pace, Phases
-from draftgate.gateway.dispatch.watchdog import LOOK_S, Reading
+from draftgate.gateway.dispatch.watchdog import CHECK_INTERVAL_S, Reading
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S, RETRY_S
 from tests.gateway.harness import ScriptedBackend
@@ -34,15 +34,15 @@ from tests.gateway.troubles import (
     texts,
 )
 
-LATEST_S = LEAST_PATIENCE_S + 2.5 * LOOK_S
-"""By when a silence has been found too long that began just behind a look."""
+LATEST_S = LEAST_PATIENCE_S + 2.5 * CHECK_INTERVAL_S
+"""Time by which a silence that starts just after a check has been detected."""
 
 DECODING = Phases(0.0, 0.0, (), 0.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """Many workers start here."""
+    """Start workers quickly, because tests here start many."""
     with quick_starts():
         yield
 
@@ -52,8 +52,8 @@ def now_s() -> float:
 
 
 @pytest.mark.parametrize("look", [in_step(0), in_step(6), behind(12)], ids=["first", "7th", "all"])
-def test_a_worker_that_hangs_in_a_step_is_left(look: Look) -> None:
-    """Its stream goes on elsewhere within the patience and two looks, and says the same."""
+def test_streams_of_a_hung_worker_continue_elsewhere(look: Look) -> None:
+    """Its stream continues elsewhere in time with the same text."""
     plain = outcome(job(n=2)).choices
 
     async def scenario() -> None:
@@ -73,7 +73,7 @@ def test_a_worker_that_hangs_in_a_step_is_left(look: Look) -> None:
 
 
 def test_a_worker_that_wakes_up_serves_again() -> None:
-    """Alone and hung it is waited for; with its next step it is well, and the stream goes on."""
+    """A single hung worker is waited for, and its stream continues with its next step."""
     plain = outcome(job()).choices
 
     async def scenario() -> None:
@@ -93,7 +93,7 @@ def test_a_worker_that_wakes_up_serves_again() -> None:
 
 
 def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
-    """With no other one it is waited for no longer than for any worker; then there is one error."""
+    """Without another worker the wait is bounded and ends with one error."""
 
     async def scenario() -> None:
         told = Told()
@@ -108,9 +108,9 @@ def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
     play(scenario())
 
 
-def test_a_slow_worker_is_no_hung_one() -> None:
-    """Steps of almost the patience each: every one of them shows that it lives."""
-    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * LOOK_S)
+def test_a_slow_worker_is_not_hung() -> None:
+    """Steps that take almost the patience each show progress."""
+    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * CHECK_INTERVAL_S)
 
     async def scenario() -> None:
         told = Told()
@@ -122,8 +122,8 @@ def test_a_slow_worker_is_no_hung_one() -> None:
     play(scenario())
 
 
-def test_a_long_prompt_is_no_silence() -> None:
-    """While a prompt is computed step by step nothing is said, and nobody is hung."""
+def test_a_long_prompt_is_progress() -> None:
+    """A prompt that is computed over many steps is progress."""
     one = job()
     one = replace(one, prompts=(one.prompts[0] * 50,))
     slow = Trouble(hangs=lambda plan: plan.chunks > 0, hung_s=LEAST_PATIENCE_S / 2)
@@ -141,7 +141,7 @@ def test_a_long_prompt_is_no_silence() -> None:
 
 
 class Talker:
-    """A worker that completes a step each second, and says what the test wants."""
+    """A worker that completes a step per second and sends what the test wants."""
 
     def __init__(self) -> None:
         self.backend = ScriptedBackend()
@@ -154,7 +154,7 @@ class Talker:
                 self.backend.steps += 1
 
     async def wait(self, seconds: float) -> None:
-        """Let it live so long."""
+        """Advance time."""
         living = asyncio.create_task(self.live())
         await asyncio.sleep(seconds)
         living.cancel()
@@ -164,8 +164,8 @@ class Talker:
         self.backend.emit(request, "half ", phases=DECODING)
 
 
-def test_a_lost_stream_of_a_worker_that_lives_goes_on_elsewhere() -> None:
-    """It decodes, nobody waits there, steps are made, and nothing comes: its stream was lost."""
+def test_a_lost_stream_of_a_working_worker_continues_elsewhere() -> None:
+    """A decoding stream without deltas is lost, although its worker makes steps."""
 
     async def scenario() -> None:
         talker, other, told = Talker(), ScriptedBackend(), Told()
@@ -183,8 +183,8 @@ def test_a_lost_stream_of_a_worker_that_lives_goes_on_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("why", ["queued", "preempted", "sparing", "paused", "unknown"])
-def test_who_need_not_speak_is_let_be(why: str) -> None:
-    """In the worker's queue, out of its memory, for a slow reader, or where nobody counts steps."""
+def test_requests_that_owe_no_output_are_left_alone(why: str) -> None:
+    """Queued, preempted and paused requests, and workers without step counts, are not lost."""
 
     async def scenario() -> None:
         talker, other, told = Talker(), ScriptedBackend(), Told()
@@ -204,7 +204,7 @@ def test_who_need_not_speak_is_let_be(why: str) -> None:
                 run.set_pace(Pace.SPARING if why == "sparing" else Pace.PAUSED)
             if why == "unknown":
                 talker.backend.steps = None
-            if why == "paused":  # and nothing else is on the worker: no step is made
+            if why == "paused":  # the worker is otherwise idle, so it makes no step
                 await asyncio.sleep(100 * LEAST_PATIENCE_S)
             await talker.wait(100 * LEAST_PATIENCE_S)
             assert not told.resumes
@@ -215,8 +215,8 @@ def test_who_need_not_speak_is_let_be(why: str) -> None:
     play(scenario())
 
 
-def test_a_client_that_does_not_read_is_no_silence() -> None:
-    """Nobody waits for the worker while a delta lies with whoever is to take it."""
+def test_a_slow_client_is_not_silence() -> None:
+    """The worker owes nothing while the client has an unread delta."""
 
     async def scenario() -> None:
         talker, other, told = Talker(), ScriptedBackend(), Told()
@@ -239,10 +239,8 @@ def test_a_client_that_does_not_read_is_no_silence() -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "behind"])
-def test_a_cancel_that_comes_with_the_watchdog_wins(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that leaves in the very moment in which its stream is given up has left."""
+def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simultaneous disconnect takes precedence over the watchdog."""
     leaving: list[asyncio.Task] = []
     wake = Reading.wake
 
@@ -267,8 +265,8 @@ def test_a_cancel_that_comes_with_the_watchdog_wins(
     play(scenario())
 
 
-def test_who_shows_nothing_is_tried_again_after_a_while() -> None:
-    """A hung worker of which nothing is heard is left alone, and then sent something once more."""
+def test_a_hung_worker_is_tried_again_after_a_while() -> None:
+    """A hung worker without news is used again after a while."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -289,8 +287,8 @@ def test_who_shows_nothing_is_tried_again_after_a_while() -> None:
     play(scenario())
 
 
-def test_a_hung_worker_that_breaks_and_comes_back_is_well() -> None:
-    """What was found of it before it broke does not count against it."""
+def test_a_recovered_worker_is_not_hung() -> None:
+    """A recovered worker is not hung, whatever was found before its failure."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
@@ -301,8 +299,8 @@ def test_a_hung_worker_that_breaks_and_comes_back_is_well() -> None:
             await answering
             assert there.fleet.workers[0].hung
             one.crash("gone")
-            await asyncio.sleep(2 * LOOK_S)
-            one.failure = None  # as a peer's may
+            await asyncio.sleep(2 * CHECK_INTERVAL_S)
+            one.failure = None  # as a peer's worker may
             assert there.fleet.workers[0] in there.fleet.open
 
     play(scenario())

@@ -1,6 +1,6 @@
-"""Workers that break or hang when a test says so, behind the production dispatcher.
+"""Workers that fail or hang when a test says so, behind the production dispatcher.
 
-The workers are the simulator's, on any clock; only what their device does is the test's.
+The workers are simulated, on any clock; only their devices are controlled by the test.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 DEVICE_ERROR = "an illegal memory access was encountered"
 NEVER_S = 1e6
-"""Longer than any test."""
+"""Longer than any test takes."""
 
 PLAY_S = 7200.0
-"""Of virtual time, that a test may take: else what it waits for does not come."""
+"""Limit of a test in virtual time, after which it fails."""
 
 Look = Callable[[StepPlan], bool]
-"""Whether it happens in a step."""
+"""Whether the failure happens in a step."""
 
 
 def never(_plan: StepPlan) -> bool:
@@ -58,23 +58,23 @@ def never(_plan: StepPlan) -> bool:
 
 
 def behind(tokens: int) -> Look:
-    """In the first step in which somebody has so many tokens of output, and says more."""
+    """The first step in which a request has this many output tokens."""
     return lambda plan: any(w.samples and w.sequence.output_tokens >= tokens for w in plan.work)
 
 
 def in_step(number: int) -> Look:
-    """In the n-th step that is asked about, from 0 on, and in none after it."""
+    """The n-th step that is checked, from 0, and none after it."""
     steps = iter(range(number + 1))
     return lambda _plan: next(steps, None) == number
 
 
 @dataclass
 class Trouble:
-    """What befalls a device.
+    """A failure of a device.
 
     Attributes:
-        breaks: it fails in a step, and in all steps from then on.
-        hangs: a step takes `hung_s`.
+        breaks: the step in which it fails, and every step after it.
+        hangs: a step that takes `hung_s`.
     """
 
     breaks: Look = never
@@ -83,7 +83,7 @@ class Trouble:
 
 
 class TroubledExecutor:
-    """A simulated device that befalls trouble."""
+    """A simulated device with a failure."""
 
     def __init__(self, device: SimExecutor, trouble: Trouble) -> None:
         self._device = device
@@ -105,10 +105,10 @@ class TroubledExecutor:
 def simulated(
     troubles: Mapping[int, Trouble], profiles: Mapping[int, str] | None = None
 ) -> Callable[[WorkerConfig], Backend]:
-    """Make simulated workers, some of which befalls trouble, by device; others are well.
+    """Make simulated workers, some of them with failures, by device.
 
     Args:
-        profiles: of some workers, each a numerics class of its own.
+        profiles: profiles of some workers, each with its own numerics class.
     """
 
     def factory(config: WorkerConfig) -> Backend:
@@ -126,7 +126,7 @@ def simulated(
 
 
 def play(scenario: Coroutine[Any, Any, T]) -> T:
-    """Run a test's scenario in virtual time."""
+    """Run a scenario in virtual time."""
 
     async def timed() -> T:
         async with asyncio.timeout(PLAY_S):
@@ -137,7 +137,7 @@ def play(scenario: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def quick_starts() -> Iterator[None]:
-    """Read the simulator's tokenizer once instead of for each worker."""
+    """Read the simulator's tokenizer once instead of once per worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "Tokenizer", cache(Tokenizer))
         patch.setattr(assembly, "printable_vocabulary", cache(assembly.printable_vocabulary))
@@ -146,7 +146,7 @@ def quick_starts() -> Iterator[None]:
 
 @dataclass
 class Dispatched:
-    """A dispatcher with its workers, started."""
+    """A dispatcher with started workers."""
 
     dispatcher: Dispatcher
     fleet: Fleet
@@ -154,7 +154,7 @@ class Dispatched:
     decisions: Decisions
 
     async def is_idle(self) -> bool:
-        """Whether nothing of any request is held by queue, store, or a worker that is well."""
+        """Whether queue, store and working workers hold nothing of any request."""
         loads = [worker.backend.load() for worker in self.fleet.serving]
         busy = any(load.running + load.waiting + load.paused for load in loads)
         reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
@@ -174,7 +174,7 @@ async def dispatching(
     shared: bool = False,
     store: Store | None = None,
 ) -> AsyncIterator[Dispatched]:
-    """Start workers behind a dispatcher, as a node does, without HTTP; on any clock."""
+    """Start workers behind a dispatcher as a node does, without HTTP, on any clock."""
     config = config or WorkerConfig()
     configs = [structs.replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
@@ -199,7 +199,7 @@ async def dispatching(
 
 @dataclass
 class Told:
-    """Takes note of what a job's watch is told."""
+    """Records the notifications of a job's observer."""
 
     workers: list[str] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Told:
 
 @dataclass
 class Choice:
-    """What a client has of one choice; equal where clients cannot tell the difference."""
+    """A choice as the client sees it; equal if clients cannot tell a difference."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -226,7 +226,7 @@ class Choice:
     outcome: SpeculationOutcome | None = field(default=None, compare=False)
 
     def add(self, delta: Delta) -> None:
-        """Take a delta; nothing may follow an ending."""
+        """Add a delta; none may follow an ending."""
         assert self.finish_reason is None, "a delta behind the end"
         self.token_ids.extend(delta.token_ids)
         self.text += delta.text
@@ -235,7 +235,7 @@ class Choice:
 
 
 async def answer(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> list[Choice]:
-    """Run a job to its end, which every choice must have once."""
+    """Run a job to its end; every choice must end once."""
     async with dispatcher.run(job, watch=watch) as run:
         choices = [Choice() for _ in range(job.n * len(job.prompts))]
         await read(run, choices)
@@ -244,7 +244,7 @@ async def answer(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> 
 
 
 async def read(run: Run, choices: Sequence[Choice]) -> None:
-    """Add what is left of a job to what there is of its choices."""
+    """Add the rest of a job to its choices."""
     async for delta in run.deltas:
         choices[delta.choice].add(delta)
 
