@@ -129,7 +129,7 @@ async def test_cancel_ends_all_spans_without_an_error(
         request = await submitted(scripted)
         if begun:
             scripted.emit(request, "one", phases=phases_now())
-            counted = where.node.metrics.amount
+            counted = where.node.metrics.scalar
             await until(lambda: counted(GENERATION_TOKENS).value == 1)
         if begun and stream:
             await reader.readuntil(b"data: ")

@@ -307,7 +307,7 @@ async def test_simulator_refuses_forced_calls(tmp_path: Path) -> None:
         answer = await http.post(CHAT, json={**ASK, "tool_choice": "required"})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "tools")
-        assert "logits" in error["message"]
+        assert "does not support structured output" in error["message"]
 
 
 @needs_engine
