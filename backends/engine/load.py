@@ -1,4 +1,4 @@
-"""From a configuration to a warm worker: files, memory, the promise of exact bits, step costs."""
+"""Build a warm worker from its configuration: weights, memory, exact bits, step costs."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ LOADED_SHARE, PROBED_SHARE = (end for end, _ in PHASES[:2])
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What loading gives: the sans-I/O worker, the device behind it, and what it serves.
+    """A loaded worker: the sans-I/O core, the device that runs its steps, and the served model.
 
     Attributes:
-        proposers: those of the worker, by name, cheapest first.
-        save_costs: keeps the step costs, as refitted until now, for the next start.
+        proposers: by name, cheapest first.
+        save_costs: stores the current step costs for the next start.
     """
 
     worker: WorkerCore
@@ -80,15 +80,15 @@ class LoadedEngine:
 def load_engine(
     config: WorkerConfig, progress: Callable[[float], None] = lambda _share: None
 ) -> LoadedEngine:
-    """Load, warm up and measure a worker. Runs in the thread that will use it.
+    """Load, warm up and measure a worker, in the thread that will use it.
 
     Args:
         config: what to load.
-        progress: hears the share that is done, 0 to 1.
+        progress: called with the completed share, 0 to 1.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ValueError: a setting does not fit, e.g. `kv_bytes` holds not even one block.
+        ValueError: a setting does not fit, such as `kv_bytes` below one block.
     """
     draft_directory = _draft_directory(config)
     _check(config, has_draft=draft_directory is not None)
@@ -207,16 +207,16 @@ def runner_for(
     verify: Verify = "coupled",
     captured: bool = True,
 ) -> ModelRunner:
-    """Return what runs steps on the decoder's device.
+    """Return the runner of the decoder's device.
 
     Args:
-        max_num_seqs: most parts of a step.
-        max_model_len: most slots of a context.
-        captured: a GPU's steps are captured as graphs; else they run kernel by kernel.
+        max_num_seqs: maximum sequences of a step.
+        max_model_len: maximum tokens of a context.
+        captured: capture a GPU's steps as CUDA graphs.
     """
     if decoder.device.type != "cuda":
         return Runner(decoder, pool, verify)
-    # Not everywhere is Triton.
+    # Triton is not installed everywhere.
     from draftgate.backends.engine.gpu.runner import gpu_runner
 
     runner = gpu_runner(
@@ -230,10 +230,10 @@ def runner_for(
 def _num_blocks(
     config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """Return how many KV blocks to allocate.
+    """Return the number of KV blocks to allocate.
 
     Raises:
-        ValueError: the memory holds not even one.
+        ValueError: the memory does not hold one block.
     """
     model, device = decoder.config, decoder.device
     kv_bytes = config.kv_bytes
@@ -242,13 +242,13 @@ def _num_blocks(
         kv_bytes = measured_kv_bytes(
             device, config.gpu_memory_utilization, config.num_workers, spare_bytes
         )
-    # More memory than every sequence at full length is of no use.
+    # No more than all sequences at full length can use.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
 
 
 def _compiled(decoder: Decoder) -> Decoder:
-    """Return it when it has compiled what a CPU would compile in the midst of steps."""
+    """Compile a CPU's products now rather than during steps; return the decoder."""
     if decoder.device.type == "cpu":
         decoder.compile_products()
     return decoder
@@ -257,9 +257,9 @@ def _compiled(decoder: Decoder) -> Decoder:
 def _largest_step_bytes(
     config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """Run the largest step on a GPU, and return what it took: graphs need as much for themselves.
+    """Return the memory that the largest step takes on a GPU: CUDA graphs need as much again.
 
-    A CPU needs none of it: what is free there is shared with everybody anyway.
+    On a CPU return 0: the KV cache takes only a share of the available memory.
     """
     if decoder.device.type != "cuda":
         return 0
@@ -276,10 +276,10 @@ def _largest_step_bytes(
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
-    """Return the tokenizer, all of whose tokens the model knows.
+    """Return the tokenizer.
 
     Raises:
-        CheckpointError: it is missing, damaged, or that of another model.
+        CheckpointError: it is missing or damaged, or has ids beyond the model's vocabulary.
     """
     tokenizer = Tokenizer(directory)
     if tokenizer.vocab_size > model.vocab_size:
@@ -291,7 +291,7 @@ def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
 
 
 def _draft_directory(config: WorkerConfig) -> Path | None:
-    """Return where the draft model lies; None if there is none."""
+    """Return the directory of the draft model; None without one."""
     if config.draft_model is None:
         return SHIPPED_DRAFT if config.model is None else None
     return find_checkpoint(config.draft_model)
@@ -304,20 +304,20 @@ def _draft_weights(
     device: torch.device,
     window: int | None,
 ) -> tuple[ModelConfig, Weights]:
-    """Return the draft model, whose token ids mean what the target's do.
+    """Load the draft model.
 
     Args:
-        window: most tokens back that each layer looks; None leaves it to the model.
+        window: attention window of each layer in tokens; None keeps the model's own.
 
     Raises:
-        CheckpointError: it cannot be loaded, or has another vocabulary.
+        CheckpointError: it cannot be loaded, or its vocabulary differs from the target's.
     """
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
     if tokenizer.vocabulary != target.vocabulary:
         raise CheckpointError(
-            f"{directory / 'tokenizer.json'}: the draft model's vocabulary is not the model's own: "
-            "its drafts would mean something else"
+            f"{directory / 'tokenizer.json'}: the draft model's vocabulary differs from the "
+            "model's; choose a draft model with the same tokenizer"
         )
     if window is not None:
         model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
@@ -325,7 +325,7 @@ def _draft_weights(
 
 
 def _window(config: WorkerConfig) -> int | None:
-    """Return how far back the draft model may look; None is as far as it can."""
+    """Return the attention window of the draft model in tokens; None is unlimited."""
     if config.draft_window_tokens is not None or config.draft_model is not None:
         return config.draft_window_tokens
     return SHIPPED_DRAFT_WINDOW
@@ -339,7 +339,7 @@ def _worker(
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:
-    """Return the numbers of an embedding; 0 if the checkpoint wants others than are made here."""
+    """Return the size of an embedding; 0 if the checkpoint pools in an unsupported way."""
     return model.hidden_size if pools_last_token(directory) else 0
 
 

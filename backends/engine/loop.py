@@ -1,7 +1,7 @@
 """The worker's thread: commands in, steps, deltas out.
 
-All torch calls of a worker happen here. The event loop's thread only appends commands; it gets
-one batch of deltas per step.
+All torch calls of a worker happen in this thread. The event loop only appends commands and
+receives one batch of deltas per step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
 
 
 class LoopEvents(Protocol):
-    """Where the thread reports. Called in the worker's thread: hand over, do not work."""
+    """Receives the thread's reports. Methods run in the worker's thread and must return at once."""
 
     def loading(self, share: float) -> None:
-        """So much of loading is done."""
+        """Loading has reached this share, 0 to 1."""
         ...
 
     def ready(self, served: ServedModel) -> None:

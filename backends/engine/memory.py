@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take: measured, unless it is stated."""
+"""Measure the memory that a KV cache may take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 CPU_SHARE: Final = 0.5
-"""Of the memory that is available on a CPU, what the workers of a process take for KV caches: a
-machine has other programs and a page cache, too. Pages are only touched once they are used."""
+"""Share of available memory that the workers of a process take for KV caches on a CPU. The rest is
+for other programs and the page cache. Pages are only touched when they are used."""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -19,23 +19,23 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 def measured_kv_bytes(
     device: torch.device, utilization: float, num_workers: int, spare_bytes: int = 0
 ) -> int:
-    """Return the bytes a KV cache may take now, weights and activations being in memory already.
+    """Return the bytes that a KV cache may take once weights and activations are in memory.
 
     Args:
-        device: where the cache will lie.
-        utilization: share of a GPU's memory which everything together may take.
-        num_workers: workers that share a CPU's memory, and load at the same time.
-        spare_bytes: of a GPU's memory, what is still to be taken by others.
+        device: of the cache.
+        utilization: share of a GPU's memory that the worker may take in total.
+        num_workers: workers that share a CPU's memory and load at the same time.
+        spare_bytes: bytes of a GPU's memory to leave free.
     """
     if device.type != "cuda":
         return int(CPU_SHARE * available_bytes() / num_workers)
     free, total = torch.cuda.mem_get_info(device)
-    # What torch holds but does not use now was needed by the largest step, and will be again.
+    # The largest step will need the memory again that torch caches now.
     return max(0, int(utilization * total) - (total - free) - spare_bytes)
 
 
 def taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """Run something on a GPU and return the most memory it had at once; torch keeps hold of it."""
+    """Call `run` on a GPU and return its peak memory in bytes. torch keeps that memory cached."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
@@ -44,21 +44,21 @@ def taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def available_bytes() -> int:
-    """Return the main memory that may be taken: of the machine, and of the control group."""
+    """Return the available bytes of main memory, within the limit of the control group."""
     return min(_machine_available(), _group_available())
 
 
 def _machine_available() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux: half of what is built in
+    except OSError:  # not Linux: half of the physical memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _group_available() -> int:
-    """Return what the container's limit leaves; without a limit, more than any machine has."""
+    """Return the bytes left of the container's limit; a huge number without a limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))

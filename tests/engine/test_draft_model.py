@@ -196,7 +196,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     one, two = list(vocabulary)[1000:1002]
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="vocabulary is not the model's own"):
+    with pytest.raises(CheckpointError, match="vocabulary differs from the model's"):
         load_engine(WorkerConfig(device="cpu", draft_model=str(other)))
 
 

@@ -1,5 +1,5 @@
-"""What a decoder does between its products of matrices, once for each way of computing it.
+"""Operators between the matrix products of a decoder, one module per implementation.
 
-`reference` is torch and defines the arithmetic; `native` is C for CPUs, compiled on the spot. Both
-satisfy `base.Operators`, and tests hold the second to the first.
+`reference` is torch and defines the arithmetic; `native` is C for CPUs, compiled at the first
+start; `triton` is for GPUs. Tests compare the others with `reference`.
 """

@@ -17,22 +17,22 @@ class RotaryTables(NamedTuple):
 
 
 class Operators(Protocol):
-    """Operators of one model; stateless but for what `begin` returns.
+    """Operators of one model. They keep no state: `begin` returns the state of a step.
 
-    `step` is that of `begin`. Bits of a row depend on nothing else in the step.
+    The bits of a row depend on nothing else in the step.
 
     Attributes:
-        name: what computes, with its version: part of the numerics class.
+        name: library and version that compute; part of the numerics class.
     """
 
     name: str
 
     def begin(self, inputs: StepInputs) -> Any:
-        """Return what the operators need to know of a step, the same for all layers."""
+        """Return the `step` argument of the other methods, the same for all layers."""
         ...
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `delta` to `hidden`, in place, and return it over its root mean square, weighted.
+        """Add `delta` to `hidden` in place; return the RMS norm of the sum.
 
         Args:
             hidden, delta: [rows, hidden_size], contiguous.
@@ -43,16 +43,16 @@ class Operators(Protocol):
     def turn_and_store(
         self, step: Any, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """Write a step's keys, turned by their positions, and values to the pool.
+        """Rotate queries and keys by their positions; write keys and values to the pool.
 
         Args:
             fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. May be
-                changed.
+                overwritten.
             layer_kv: [2 * num_kv_heads, slots, head_dim].
-            qk_norm: [num_heads + num_kv_heads, head_dim]; queries and keys are normed by it first.
+            qk_norm: [num_heads + num_kv_heads, head_dim], RMS norm weights applied before rotation.
 
         Returns:
-            The queries, turned and scaled by head_dim ** -0.5: [rows, num_heads, head_dim].
+            The rotated queries times head_dim ** -0.5: [rows, num_heads, head_dim].
         """
         ...
 
@@ -61,7 +61,7 @@ class Operators(Protocol):
 
         Args:
             queries: as `turn_and_store` returns them.
-            layer_kv: with the step's own keys and values in it.
+            layer_kv: includes the step's own keys and values.
             window: a row at position p sees positions p - window + 1 to p; None: all up to p.
         """
         ...

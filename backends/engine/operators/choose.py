@@ -1,4 +1,4 @@
-"""Which operators a model gets."""
+"""Choose the operators of a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from draftgate.backends.engine.operators.reference import TorchOperators
 def operators_for(
     config: ModelConfig, dtype: torch.dtype, max_positions: int, device: torch.device = CPU
 ) -> Operators:
-    """Return the fastest operators that serve a model on a device.
+    """Return the fastest operators for a model on a device.
 
     Args:
-        max_positions: positions that will be asked for.
+        max_positions: maximum length of a context.
     """
     if device.type == "cuda":
-        # Not everywhere is Triton, and where it is, importing it takes a while.
+        # Triton is not installed everywhere, and importing it is slow.
         from draftgate.backends.engine.operators.triton import triton_operators
 
         return triton_operators(config, max_positions, device)
