@@ -103,7 +103,7 @@ class SchedulerHarness:
         self.check_memory()
         if plan is None:
             held_up = [s for s in self.open if s.pace is not Pace.PAUSED]
-            assert not held_up, "nothing planned although something is open"
+            assert not held_up, "no step is planned although a sequence is open"
             return None
         self.check_plan(plan)
         self.apply(plan)
@@ -121,9 +121,9 @@ class SchedulerHarness:
             self.outputs[sequence.key].extend(token_ids)
 
     def run(self) -> None:
-        """Run until all is done; a run which takes longer than recomputing everything starves.
+        """Run all sequences to their end, within the steps that recomputing everything takes.
 
-        Whatever is paused goes on.
+        Paused sequences are resumed first.
         """
         for sequence in self.open:
             if sequence.pace is Pace.PAUSED:
@@ -131,7 +131,7 @@ class SchedulerHarness:
         tokens = sum(s.prompt_tokens + s.request.sampling.max_tokens for s in self.sequences)
         limit = self.steps + tokens * (len(self.sequences) + 1)
         while self.step() is not None:
-            assert self.steps <= limit, "somebody starves"
+            assert self.steps <= limit, "a sequence starves"
         self.check_results()
 
     def set_budget(self, max_step_tokens: int) -> None:
@@ -146,10 +146,12 @@ class SchedulerHarness:
         self.blocks.check_integrity([s.block_table for s in self.sequences])
         assert all(s.state is SequenceState.RUNNING or not s.block_table for s in self.sequences)
         queue = [s.key for s in self.scheduler.waiting]
-        assert queue == sorted(queue), "somebody jumped the queue"
-        assert all(s.pace is not Pace.PAUSED for s in self.scheduler.waiting), "it holds up others"
+        assert queue == sorted(queue), "the queue is not in order of arrival"
+        assert all(s.pace is not Pace.PAUSED for s in self.scheduler.waiting), (
+            "a paused sequence is in the queue"
+        )
         load = self.scheduler.load()
-        assert load.running + load.waiting + load.paused == len(self.open), "somebody is lost"
+        assert load.running + load.waiting + load.paused == len(self.open), "a sequence is lost"
 
     def check_load(self) -> None:
         """The prompt tokens of the load are the pending tokens of running and waiting sequences,
@@ -224,7 +226,7 @@ class SchedulerHarness:
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
-        assert sequence.pace is not Pace.PAUSED, "a paused sequence goes on"
+        assert sequence.pace is not Pace.PAUSED, "a paused sequence is in a step"
         assert sequence.pace is Pace.FULL or not work.num_drafts, "a draft for a slow reader"
 
     def check_results(self) -> None:
