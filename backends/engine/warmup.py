@@ -1,4 +1,4 @@
-"""Before a worker is ready: run its shapes once, time them, and test that bits are exact."""
+"""Time the steps of a worker before it serves, and test that its bits are exact."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ TOKEN_BUCKETS: Final = tuple(
         {padded_rows(n) for n in (4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)}
     )
 )
-"""Token counts that are timed: padded sizes of verify steps, all of them where steps are short."""
+"""Token counts of the timed steps: padded sizes of verify steps."""
 
 TIMED_SLOTS: Final = 8
-"""Draft slots by which it is timed what attention costs for each."""
+"""Draft slots of the step that times the attention of a slot."""
 
 TIMED_SEQUENCES: Final = 16
-"""Sequences of a batch by which what each adds is timed: enough to stand out of the noise."""
+"""Sequences of the batch that times the cost of one: enough to exceed the noise."""
 
 TIMED_CONTEXT: Final = 2048
-"""KV tokens that are read to time reading them: eight tiles, enough to stand out of the noise."""
+"""KV tokens of the step that times reading them: eight tiles, enough to exceed the noise."""
 
 DEPTH_BUCKETS: Final = (1, 4, 16, 64)
-"""Numbers of sequences for which a depth of drafting is timed."""
+"""Batch sizes at which drafting one token deeper is timed."""
 
 TIMED_RUNS: Final = 5
-"""Runs of each shape; their median counts, because other processes disturb single ones."""
+"""Runs of each shape. Their median counts because other processes disturb single runs."""
 
 PROBE_VOCABULARY: Final = 32
-"""Token ids below this are fed; every model has so many."""
+"""Steps are fed token ids below this; every model has that many."""
 
 PROBE_START: Final = KV_TILE - 24
 PROBE_TOKENS: Final = 48
@@ -59,7 +59,7 @@ PROBE_WIDTHS: Final = (1, 5, 16, 33, 48)
 of two KV tiles, and with one step of all tokens."""
 
 PROBE_WINDOW: Final = 50
-"""Sliding windows are probed with a short one, as a model's own would need a long context."""
+"""Sliding windows are probed with a short one; a model's own would need a long context."""
 
 
 def measure_step_cost(
@@ -68,15 +68,15 @@ def measure_step_cost(
     max_sequences: int,
     token_buckets: tuple[int, ...] = TOKEN_BUCKETS,
 ) -> StepCost:
-    """Time verify steps of one sequence by tokens, what each further sequence adds, and KV reads.
+    """Time verify steps by tokens, sequences, and KV tokens read.
 
-    Without what reading the cache costs, a batch of long contexts looks cheap, and the slots that
-    hardly lengthen its steps dear: `auto` then drafts too little where it would pay most.
+    Without the cost of KV reads, `auto` underestimates steps with long contexts. It then drafts too
+    little where draft slots hardly lengthen a step.
 
     Args:
-        max_tokens: most tokens the KV pool can hold for one sequence.
-        max_sequences: most sequences of a batch the pool has a block for.
-        token_buckets: token counts that are timed, ascending.
+        max_tokens: maximum tokens of one sequence in the KV pool.
+        max_sequences: maximum sequences with one block each in the pool.
+        token_buckets: token counts to time, ascending.
     """
     buckets = [tokens for tokens in token_buckets if tokens <= max_tokens] or [max_tokens]
     step_s: list[float] = []
@@ -99,15 +99,15 @@ def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
     """Time drafting one token deeper for several numbers of sequences, up to `most`.
 
     Args:
-        draft: runs one depth for that many sequences.
+        draft: drafts one token for this number of sequences.
 
     Returns:
-        A cost whose tokens are sequences.
+        A step cost over sequences instead of tokens.
     """
     buckets = [count for count in DEPTH_BUCKETS if count < most] + [most]
     step_s: list[float] = []
     for count in buckets:
-        draft(count)  # first runs allocate and choose kernels
+        draft(count)  # the first run allocates and chooses kernels
         measured_s = median(_timed_s(draft, count) for _ in range(TIMED_RUNS))
         step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
     return StepCost(tuple(buckets), tuple(step_s))
@@ -117,15 +117,12 @@ def _timed_s(draft: Callable[[int], object], count: int) -> float:
     started_s = time.perf_counter()
     draft(count)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # what was drafted may still be on its way
+        torch.cuda.synchronize()  # the draft may still be running
     return time.perf_counter() - started_s
 
 
 def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float]:
-    """Return the seconds by which each KV token makes a decode longer, and each further token.
-
-    The second is per pair of a token verified behind the first and a KV token.
-    """
+    """Return `kv_token_s` and `pair_s` of the step cost, in seconds."""
     if context_tokens < 1:
         return 0.0, 0.0
 
@@ -142,7 +139,7 @@ def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float
 
 
 def rehearse(runner: ModelRunner, tokens: int) -> None:
-    """Run the step that takes the most memory: so many tokens, the logits of all of them wanted."""
+    """Run the step of this size that takes the most memory: it returns the logits of all tokens."""
     runner.execute(StepPlan((_verify(tokens),)))
 
 
@@ -155,12 +152,12 @@ def exactness(
     *,
     asked: bool,
 ) -> bool:
-    """Return whether the worker promises exact bits: in float32 on a CPU, or if `--exact` asks.
+    """Return whether the worker promises exact bits: in float32 on a CPU, or with `--exact`.
 
-    A promise is probed before it is made.
+    The promise is tested before it is made.
 
     Raises:
-        ValueError: it was asked for, and the probe found that it would not hold.
+        ValueError: `--exact` was given, and the test failed.
     """
     if not asked and (dtype is not torch.float32 or device.type != "cpu"):
         return False
@@ -177,7 +174,7 @@ def exactness(
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
     """Return whether logits of tokens one by one equal those in blocks, bit for bit.
 
-    Blocks of tokens are read from one run, from two that meet in a tile, and from scattered ones.
+    The KV blocks are contiguous, in two runs that meet in a tile, or scattered.
     """
     stop = min(PROBE_START + PROBE_TOKENS, max_tokens)
     first = max(stop - PROBE_TOKENS, 0)
@@ -221,7 +218,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.dev
 
 
 def _probe(runner: ModelRunner, blocks: list[int], edges: list[int], first: int) -> torch.Tensor:
-    """Return the logits of positions from `first` on, fed in steps between the edges."""
+    """Return the logits of the positions from `first` on, computed in steps between the edges."""
     steps = [
         _verify(end - start, start=start, blocks=blocks, wanted=min(end - first, end - start))
         for start, end in pairwise(edges)
@@ -231,16 +228,18 @@ def _probe(runner: ModelRunner, blocks: list[int], edges: list[int], first: int)
 
 
 def _time_s(runner: ModelRunner, plan: StepPlan) -> float:
-    runner.execute(plan)  # first runs allocate and choose kernels
+    runner.execute(plan)  # the first run allocates and chooses kernels
     return median(runner.execute(plan).step_s for _ in range(TIMED_RUNS))
 
 
 def _verify(
     tokens: int, *, start: int = 0, blocks: list[int] | None = None, wanted: int | None = None
 ) -> SequenceWork:
-    """Return work that verifies `tokens - 1` arbitrary drafts, by default in the first blocks.
+    """Return work that verifies `tokens - 1` arbitrary draft tokens.
 
-    `wanted`: how many rows' logits are, if not all; the last ones.
+    Args:
+        blocks: block table; by default the first blocks of the pool.
+        wanted: number of last rows whose logits are returned; None returns all.
     """
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     view = RequestView(1, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint, fused as the decoder wants them."""
+"""Weights of a Hugging Face checkpoint, fused and packed for the decoder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 TIED_COPY_BYTES: Final = 1 << 27
-"""Up to this size an embedding that is the LM head too is copied into the head's fastest layout
-(1.2 to 2.5 times as fast, `linear.py`); a larger one is held once, and the bits are the same."""
+"""Up to this size a tied embedding is copied into the LM head's fastest layout (1.2 to 2.5 times as
+fast, `linear.py`). A larger one is held once; the bits are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """All of them, in the order in which they are applied."""
+        """The matrices in the order of their application."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -75,13 +75,13 @@ def load_weights(
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
 
-    Beyond the weights themselves it takes memory for the largest matrix and for the pages of one
-    layer, main memory if they go to a GPU. The files are hashed meanwhile.
+    Besides the weights this takes memory for the largest matrix and for the pages of one layer. A
+    second thread hashes the files.
 
     Args:
-        device: where they will lie.
-        exact: rows of products do not depend on each other in bfloat16 either (`linear.py`).
-        progress: hears the share of bytes that are loaded, 0 to 1, after each tensor.
+        device: of the weights.
+        exact: make the rows of bfloat16 products independent of each other (`linear.py`).
+        progress: called after each tensor with the share of bytes loaded, 0 to 1.
 
     Raises:
         CheckpointError: a file or tensor is missing, damaged, or of the wrong shape or dtype.
@@ -101,7 +101,7 @@ def load_weights(
     )
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(checkpoint_hash, directory)
-        # The largest matrices first: the room that packing takes for a moment is used again.
+        # The largest matrices first: later ones reuse the memory of their packing.
         lm_head, embedding = loader.head_and_embedding(head_name, embedding_name)
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
         final_norm = loader.tensor(FINAL_NORM)
@@ -111,8 +111,8 @@ def load_weights(
 def _matrix_names(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, str]:
     """Return the names of the embedding and of the LM head.
 
-    As transformers does it: what a tied checkpoint stores of the two is both, and what it stores
-    twice is not tied.
+    As in transformers, a tied checkpoint that stores one of them uses it for both, and one that
+    stores both is not tied.
     """
     if not config.tied_embeddings:
         return EMBEDDING, HEAD
@@ -121,7 +121,7 @@ def _matrix_names(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, str
 
 
 class _Loader:
-    """Reads the parts of a model in the order they are asked for."""
+    """Reads the parts of a model in any order."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Loader:
         exact: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Read nothing yet; `on_bytes` hears how many bytes were read in all, after each tensor."""
+        """Read nothing yet. `on_bytes` is called after each tensor with all bytes read so far."""
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
@@ -146,7 +146,7 @@ class _Loader:
             return reader.read([name]).to(self._device)
 
     def head_and_embedding(self, head: str, embedding: str) -> tuple[Linear, Tensor]:
-        """Return the two; of one name, they share memory unless a copy is cheap."""
+        """Return the LM head and the embedding. Tied ones share memory unless a copy is cheap."""
         weight = self.tensor(head)
         tied = head == embedding
         # C reads the weight as it is stored.
@@ -199,7 +199,7 @@ class _Loader:
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the layers, as a checkpoint stores them."""
+    """Return the name and shape of every tensor of the layers in a checkpoint."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     products = [
