@@ -225,7 +225,7 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Where others use the machine nothing is measured, unless that is asked for."""
     busy = {"disturbed": True, "busy_share_before": 0.4}
     monkeypatch.setattr(command, "provenance", lambda device: busy)
-    with pytest.raises(SystemExit, match="others use 40% of this machine"):
+    with pytest.raises(SystemExit, match="other processes use 40% of this machine"):
         command.main(["--json", str(tmp_path / "out.json")])
     assert not (tmp_path / "out.json").exists()
 

@@ -88,5 +88,5 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bench, "provenance", lambda _device: {"disturbed": True, "busy_share_before": 0.4}
     )
-    with pytest.raises(SystemExit, match="others use 40% of this machine"):
+    with pytest.raises(SystemExit, match="other processes use 40% of this machine"):
         bench.measure(allow_busy=False)
