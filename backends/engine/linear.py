@@ -1,8 +1,8 @@
-"""Matrix products whose rows do not depend on how many rows there are.
+"""Matrix products whose rows do not depend on the number of rows.
 
 Bits of a row must be equal whether it is computed alone, in a verify step or in a prefill chunk.
-On a CPU that is so with oneDNN when there are `LEAST_ROWS` rows or more: one row alone is computed
-by another kernel where the inner size exceeds about a thousand. Measured with products that
+On a CPU oneDNN keeps this promise for `LEAST_ROWS` rows or more: it computes a single row with
+another kernel where the inner size exceeds about a thousand. Measured with products that
 cancel, so that only rounding is left, over 80 shapes up to 14336 inner columns and 151936 outputs,
 1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 4 to 512 rows give equal
 bits (AMD EPYC Zen 4, 2026-11-21). On processors with AMX bfloat16 is known to change kernels above
@@ -49,10 +49,10 @@ WIDENED_BYTES: Final = 1 << 20
 """Of a bfloat16 weight, in float32, that torch multiplies at once where neither oneDNN nor C do."""
 
 PACKED_FOR: Final = 16
-"""Rows that the layout of packed weights is chosen for; the same layout serves all numbers."""
+"""Number of rows for which the layout of packed weights is chosen; it serves all numbers."""
 
 EXACT_ROWS: Final = 32
-"""Most rows of a bfloat16 product when exactness is promised."""
+"""Maximum rows of a bfloat16 product with exact bits."""
 
 GPU_EXACT_ROWS: Final = 128
 """Rows of every product on a GPU when exactness is promised: one shape for each weight, so one
@@ -78,7 +78,7 @@ by 64 it takes up to 5% more (one thread of a Zen 4, 2026-11-21)."""
 
 
 def padded_rows(rows: int) -> int:
-    """Return the rows of a product for so many, padding included; none for none."""
+    """Return the number of rows of a product with padding; 0 for 0."""
     whole, rest = divmod(rows, MOST_ROWS)
     if not rest:
         return rows
@@ -87,7 +87,7 @@ def padded_rows(rows: int) -> int:
 
 
 PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)}))
-"""The rows that a product on a CPU may have, whatever the step."""
+"""All numbers of rows that a product on a CPU may have."""
 
 
 # Private operators of torch: the public ones pack the weight anew in every call.
@@ -109,14 +109,14 @@ class Linear:
         """Take a weight of shape [out_features, in_features].
 
         Args:
-            weight: may be freed by the caller when it is packed.
+            weight: a packed weight is copied, so the caller may free its own.
             bias: [out_features].
             exact: bfloat16 products have at most `EXACT_ROWS` rows, which costs prefill (on Zen 4
                 about a tenth of a step of 256 tokens); float32 needs no such bound. On a GPU all
                 have `GPU_EXACT_ROWS`.
-            pack: copy the weight into the fastest layout; without, it is used as it lies, so that
-                a tied embedding is held once (same bits in float32 and bfloat16; the product
-                takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 for 32; Zen 4).
+            pack: copy the weight into the fastest layout. Without it the weight is used as it is,
+                so that a tied embedding is held once. The bits are the same; the product takes 1.8
+                to 2.5 times as long for 4 rows, 1.3 to 1.5 times for 32 (Zen 4).
         """
         self.out_features, self.in_features = weight.shape
         on_gpu, rounds = weight.device.type == "cuda", weight.dtype is torch.bfloat16
@@ -153,7 +153,7 @@ class Linear:
         return self._in_parts(self._multiply_wide, x)
 
     def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Multiply at most `_most_rows` rows at a time; the rest is a padded number, too."""
+        """Multiply at most `_most_rows` rows at a time."""
         if self._tile_rows is not None:
             return _in_tiles(multiply, x, self._tile_rows)
         if self._most_rows is None or len(x) <= self._most_rows:
@@ -170,7 +170,7 @@ class Linear:
 
     def _multiply_wide(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is not torch.float32 and self._bias is None:
-            # The sums are float32 there, and need not be rounded at all.
+            # cuBLAS sums in float32 and can return the sums unrounded.
             return torch.mm(x, self._weight.T, out_dtype=torch.float32)
         if self._in_c or self._widens:
             out = multiply(x, self._weight) if self._in_c else _widened_product(x, self._weight)

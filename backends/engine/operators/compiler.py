@@ -1,6 +1,7 @@
-"""Compiles the C of this folder for the machine it runs on, once, and loads it.
+"""Compile the C sources of this folder for this machine, once, and load them.
 
-gcc alone is needed, as Triton needs it on GPUs. Results are kept in `$XDG_CACHE_HOME/draftgate`.
+Only gcc is needed, which Triton needs on GPUs as well. Libraries are kept in
+`$XDG_CACHE_HOME/draftgate`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def compiler_version() -> str | None:
     compiler = shutil.which("gcc")
     if compiler is None:
         return None
-    # Its path is the user's own.
+    # The path comes from the user's own PATH.
     done = subprocess.run(  # noqa: S603
         [compiler, "-dumpfullversion"], capture_output=True, text=True, check=False
     )
@@ -48,7 +49,7 @@ def compiler_version() -> str | None:
 
 @lru_cache(maxsize=1)
 def library_name() -> str:
-    """Return what makes the operators' bits: compiler, `-march` and a hash of the sources."""
+    """Return everything that decides bits: compiler, `-march` and a hash of the sources."""
     sources = hashlib.sha256()
     for path in sorted((*HERE.glob("*.c"), HERE / HEADER)):
         sources.update(path.read_bytes())
@@ -99,7 +100,7 @@ def _compile(arguments: list[str], library: Path) -> None:
 
 
 def _processor() -> str:
-    """Return what `-march=native` depends on: a cache may move to another machine."""
+    """Return the facts that decide `-march=native`, because a cache may move to another machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = ("vendor_id", "cpu family", "model", "flags", "Features")

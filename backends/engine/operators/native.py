@@ -22,7 +22,7 @@ from draftgate.backends.engine.operators.compiler import compiled, library_name
 from draftgate.backends.engine.operators.products import LANES
 
 MOST_ROWS: Final = 64
-"""Rows of a KV head that go over its keys together; `attention.c` has the same number."""
+"""Maximum rows that read the keys of a KV head together; equals MOST_ROWS of `attention.c`."""
 
 MOST_HEAD_DIM: Final = 256
 
@@ -54,11 +54,11 @@ class _Turn(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A step as C reads it, and what its pointers mean: that must live as long.
+    """A step as C reads it. It keeps the memory alive that its pointers refer to.
 
     Attributes:
         chunks: 7 numbers for each `Chunk` of `attention.c`.
-        tables: page tables and tails that the chunks point to.
+        tables: the page tables and tails of the chunks.
     """
 
     inputs: StepInputs
@@ -72,7 +72,7 @@ class NativeStep:
 def native_operators(
     config: ModelConfig, tables: RotaryTables, dtype: torch.dtype
 ) -> NativeOperators | None:
-    """Return operators for a model; None if it or the machine is not one they are made for."""
+    """Return operators for a model; None if they do not support it or do not compile."""
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MOST_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
@@ -168,7 +168,7 @@ class NativeOperators:
         self, step: NativeStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
         """As `Operators.attend`."""
-        # Rows that do not attend are fed on: they must be numbers.
+        # Later layers read rows that do not attend, so these must be finite.
         out = queries.new_zeros(len(queries), queries.shape[1] * queries.shape[2])
         attention = step.attention
         attention.out, attention.query = out.data_ptr(), queries.data_ptr()
@@ -186,7 +186,7 @@ class NativeOperators:
 
 
 def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
-    """Return the chunks of a step, and what they point to."""
+    """Return the chunks of a step and the tables that they point to."""
     chunks: list[int] = []
     tables: list[array[int]] = []
     row = 0
@@ -201,7 +201,7 @@ def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[
             slots = array("q", tail)
             tables.append(slots)
             end = slots.buffer_info()[0]
-        if rows == 1:  # most of a batch
+        if rows == 1:  # the usual case
             chunks += (row, 1, start, address, page_tokens, border, end)
         else:
             for first in range(0, rows, chunk_tokens):
