@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.config import read_model_config
@@ -24,10 +26,25 @@ class Table:
 
 
 def runner_of(directory: Path, num_blocks: int = 256) -> Runner:
-    """A runner in float32."""
+    """Load a checkpoint in float32, with a KV pool of its own."""
+    decoder = _load(directory)
+    return Runner(decoder, KvPool(decoder.config, num_blocks, torch.float32))
+
+
+def shipped_runner(num_blocks: int = 256) -> Runner:
+    """The shipped model, loaded once for all tests, with a KV pool of its own."""
+    decoder = _shipped()
+    return Runner(decoder, KvPool(decoder.config, num_blocks, torch.float32))
+
+
+@cache
+def _shipped() -> Decoder:
+    return _load(SHIPPED_MODEL)
+
+
+def _load(directory: Path) -> Decoder:
     config = read_model_config(directory)
-    decoder = Decoder(config, load_weights(directory, config, torch.float32), 2048)
-    return Runner(decoder, KvPool(config, num_blocks, torch.float32))
+    return Decoder(config, load_weights(directory, config, torch.float32), 2048)
 
 
 def blocks_of(index: int, tokens: int) -> Table:

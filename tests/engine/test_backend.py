@@ -6,9 +6,10 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
+import pytest_asyncio
 
 from bench.harness.prompts import held_out_prompts
 from draftgate.backends.engine.backend import EngineBackend
@@ -25,13 +26,33 @@ SMALL = WorkerConfig(device="cpu", max_model_len=512, kv_bytes=4 << 20, threads=
 """42 blocks of 16 tokens: a dozen long sequences preempt each other."""
 
 
-@pytest.fixture
-async def backend() -> AsyncIterator[EngineBackend]:
-    """A started engine on the shipped model."""
+# One event loop for all tests, so that they can share an engine.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@asynccontextmanager
+async def started() -> AsyncIterator[EngineBackend]:
+    """Start an engine on the shipped model."""
     engine = EngineBackend(SMALL)
     await engine.start()
-    yield engine
-    await engine.stop()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend() -> AsyncIterator[EngineBackend]:
+    """An engine for all tests that leave it idle and whole."""
+    async with started() as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh_backend() -> AsyncIterator[EngineBackend]:
+    """An engine for a test that breaks or stops it."""
+    async with started() as engine:
+        yield engine
 
 
 async def collect(backend: EngineBackend, wanted: GenerationRequest) -> dict[int, list[int]]:
@@ -75,7 +96,7 @@ async def test_64_streams_finish_uncrossed_and_100_disconnects_leak_nothing(
 ) -> None:
     """Concurrent streams equal their solo runs, and cancelled ones give all blocks back."""
     free = backend.load().kv_blocks_free
-    wanted = requests(backend, 64, 40)
+    wanted = requests(backend, 64, 24)
     together = await asyncio.gather(*(collect(backend, one) for one in wanted))
     for one, tokens in zip(wanted, together, strict=True):
         assert await collect(backend, one) == tokens
@@ -116,7 +137,7 @@ async def test_end_of_sequence_ends_with_stop(backend: EngineBackend) -> None:
 
 
 async def test_an_error_in_a_step_ends_every_stream_with_it(
-    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
+    fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failing step ends open streams with one error, and later requests with the same."""
 
@@ -124,10 +145,10 @@ async def test_an_error_in_a_step_ends_every_stream_with_it(
         raise RuntimeError("the device is on fire")
 
     monkeypatch.setattr(Runner, "execute", broken)
-    for wanted in requests(backend, 3, 8):
+    for wanted in requests(fresh_backend, 3, 8):
         with pytest.raises(BackendFailed, match="on fire"):
-            await collect(backend, wanted)
-    assert "on fire" in str(backend.failure)
+            await collect(fresh_backend, wanted)
+    assert "on fire" in str(fresh_backend.failure)
 
 
 async def test_a_missing_checkpoint_fails_the_start(tmp_path) -> None:
@@ -138,11 +159,11 @@ async def test_a_missing_checkpoint_fails_the_start(tmp_path) -> None:
     await engine.stop()
 
 
-async def test_stopping_ends_open_streams(backend: EngineBackend) -> None:
+async def test_stopping_ends_open_streams(fresh_backend: EngineBackend) -> None:
     """A stream that is open when the backend stops ends with an error, not in silence."""
-    stream = backend.generate(requests(backend, 1, 400)[0])
+    stream = fresh_backend.generate(requests(fresh_backend, 1, 400)[0])
     await anext(stream)
-    await backend.stop()
+    await fresh_backend.stop()
     with pytest.raises(BackendFailed, match="stopped"):
         async for _ in stream:
             pass
@@ -198,7 +219,7 @@ async def test_an_engine_of_paused_requests_sleeps(
 
 
 async def test_a_device_that_hangs_does_not_keep_the_process(
-    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
+    fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that does not end is waited for so long only; its streams end with an error."""
     monkeypatch.setattr("draftgate.backends.engine.backend.STOP_S", 0.05)
@@ -212,11 +233,11 @@ async def test_a_device_that_hangs_does_not_keep_the_process(
 
     monkeypatch.setattr(Runner, "launch", hang)
     wanted = request("r", [1, 2, 3], speculation_policy("off"), max_tokens=8)
-    async with aclosing(backend.generate(wanted)) as deltas:
+    async with aclosing(fresh_backend.generate(wanted)) as deltas:
         reading = asyncio.ensure_future(anext(deltas))
         await asyncio.to_thread(hangs.wait, 60)
         async with asyncio.timeout(60):
-            await backend.stop()
+            await fresh_backend.stop()
             with pytest.raises(BackendFailed, match="stopped"):
                 await reading
     release.set()

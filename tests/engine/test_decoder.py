@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.runner import Runner
-from tests.engine.step_logits import Table, blocks_of, logits_in_steps, runner_of, work
+from tests.engine.step_logits import Table, blocks_of, logits_in_steps, shipped_runner, work
 
 
 @pytest.fixture(scope="module")
-def shipped_runner() -> Runner:
-    return runner_of(SHIPPED_MODEL)
+def runner() -> Runner:
+    return shipped_runner()
 
 
 @pytest.fixture(scope="module")
@@ -22,22 +21,22 @@ def tokens() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def one_by_one(shipped_runner: Runner, tokens: list[int]) -> torch.Tensor:
-    return logits_in_steps(shipped_runner, blocks_of(0, 600), tokens, list(range(601)))
+def one_by_one(runner: Runner, tokens: list[int]) -> torch.Tensor:
+    return logits_in_steps(runner, blocks_of(0, 600), tokens, list(range(601)))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 33, 40, 160, 512])
 def test_a_row_has_the_same_bits_in_steps_of_any_size(
-    rows: int, shipped_runner: Runner, tokens: list[int], one_by_one: torch.Tensor
+    rows: int, runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
     """A token's logits are bit for bit those it has alone, whatever the size of the step."""
     edges = [*range(0, 600, rows), 600]
-    logits = logits_in_steps(shipped_runner, blocks_of(1, 600), tokens, edges)
+    logits = logits_in_steps(runner, blocks_of(1, 600), tokens, edges)
     assert torch.equal(logits, one_by_one)
 
 
 def test_a_row_has_the_same_bits_in_a_mixed_batch(
-    shipped_runner: Runner, tokens: list[int], one_by_one: torch.Tensor
+    runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
     """Decodes, verify blocks and prefill chunks in one step do not touch each other's bits."""
     sizes = [1, 3, 17, 64, 100]
@@ -48,16 +47,16 @@ def test_a_row_has_the_same_bits_in_a_mixed_batch(
             for i, (place, size) in enumerate(zip(places, sizes, strict=True))
             if place < 600
         ]
-        logits = shipped_runner.logits(StepPlan(tuple(parts)))
+        logits = runner.logits(StepPlan(tuple(parts)))
         expected = [one_by_one[part.start : part.context_tokens] for part in parts]
         assert torch.equal(logits, torch.cat(expected))
         places = [min(place + size, 600) for place, size in zip(places, sizes, strict=True)]
 
 
 def test_scattered_blocks_give_the_same_bits(
-    shipped_runner: Runner, tokens: list[int], one_by_one: torch.Tensor
+    runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
     """Keys and values gathered from scattered blocks give what a contiguous view gives."""
     table = Table([(7 * i) % 251 for i in range(38)])
-    logits = logits_in_steps(shipped_runner, table, tokens, [*range(0, 600, 7), 600])
+    logits = logits_in_steps(runner, table, tokens, [*range(0, 600, 7), 600])
     assert torch.equal(logits, one_by_one)

@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
-from tests.engine.step_logits import Table, logits_in_steps, runner_of
+from tests.engine.step_logits import Table, logits_in_steps, shipped_runner
 
 BLOCKS = 64
 VOCAB = 4096
@@ -48,7 +47,7 @@ def table(*, scattered: bool) -> Table:
 @pytest.mark.parametrize("tokens", [1, 20, 250, 255, 256, 300])
 def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
     """Around the border of tiles too, and wherever the blocks lie."""
-    runner, known = runner_of(SHIPPED_MODEL, BLOCKS), context(tokens)
+    runner, known = shipped_runner(BLOCKS), context(tokens)
     draft = TREE.depth_first()
     blocks = table(scattered=scattered)
     if tokens > 1:
@@ -57,7 +56,7 @@ def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered:
     rows = runner.logits(StepPlan((work,)))
     for place in (ROOT, *range(len(draft))):
         text = known + path_to(draft, place)
-        alone = runner_of(SHIPPED_MODEL, BLOCKS)
+        alone = shipped_runner(BLOCKS)
         edges = [0, *range(tokens, len(text) + 1)]
         wanted = logits_in_steps(alone, table(scattered=False), text, edges)[-1]
         assert torch.equal(rows[place + 1], wanted)
@@ -69,7 +68,7 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
     known, draft = context(tokens), TREE.depth_first()
     last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
     text = known + path_to(draft, last)
-    runner, blocks = runner_of(SHIPPED_MODEL, BLOCKS), table(scattered=False)
+    runner, blocks = shipped_runner(BLOCKS), table(scattered=False)
     logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
     plan = StepPlan((SequenceWork(blocks, tokens - 1, (known[-1],), True, draft),))
     runner.logits(plan)
@@ -80,7 +79,7 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
     follow = [7, 8, 9]
     edges = [len(text), len(text) + 1, len(text) + 3]
     behind = logits_in_steps(runner, blocks, text + follow, edges)
-    alone = runner_of(SHIPPED_MODEL, BLOCKS)
+    alone = shipped_runner(BLOCKS)
     everything = logits_in_steps(alone, table(scattered=False), text + follow, [0, *edges])
     assert torch.equal(behind, everything[len(text) :])
 
@@ -111,7 +110,7 @@ def test_a_step_may_hold_trees_beside_everything_else() -> None:
         ]
 
     def fed():
-        runner = runner_of(SHIPPED_MODEL, BLOCKS)
+        runner = shipped_runner(BLOCKS)
         for blocks in tables[:3]:
             logits_in_steps(runner, blocks, known[:-1], [0, 39])
         return runner

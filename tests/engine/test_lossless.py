@@ -114,11 +114,11 @@ def alone(model: Model, prompts: tuple[int, ...], temperature: float) -> Outcome
     return run(model, requests(model, list(prompts), Off(), temperature), setup)
 
 
-def test_a_tenth_of_the_prompts_is_lossless_under_every_policy(
+def test_some_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """20 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
-    prompts = random.Random(0).sample(range(PROMPTS), PROMPTS // 10)
+    """10 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
+    prompts = random.Random(0).sample(range(PROMPTS), 10)
     check_all(shipped, prompts, 2000, record_testsuite_property)
 
 
@@ -143,7 +143,7 @@ def test_choices_share_a_seed_but_not_their_noise(shipped: Model) -> None:
 
 def test_a_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
     """Tokens accepted behind a stop string are not part of the output."""
-    prompts = held_out_prompts(shipped.tokenizer, 12, seed=3)
+    prompts = held_out_prompts(shipped.tokenizer, 8, seed=3)
     for stop in ("\n", "):", "self."):
         outcomes = []
         for name in ("off", "fixed:8"):

@@ -22,7 +22,7 @@ from tests.engine.tiny_model import (
 )
 
 REQUESTS = 10
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 
 BATCHINGS = {
     "roomy": {"max_num_seqs": 16, "max_step_tokens": 512, "num_blocks": 200},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
@@ -51,19 +54,25 @@ def _launches(
     )
 
 
-@pytest.mark.parametrize("window", [None, 4096])
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "heads"),
-    [
-        (torch.bfloat16, (32, 8, 128)),
-        (torch.bfloat16, (28, 4, 128)),
-        (torch.bfloat16, (32, 32, 128)),
-        (torch.float16, (32, 32, 80)),
-        (torch.bfloat16, (14, 2, 64)),
-    ],
-)
+_HEADS = [
+    (torch.bfloat16, (32, 8, 128)),
+    (torch.bfloat16, (28, 4, 128)),
+    (torch.bfloat16, (32, 32, 128)),
+    (torch.float16, (32, 32, 80)),
+    (torch.bfloat16, (14, 2, 64)),
+]
+
+
+def _variants() -> Iterator[ParameterSet]:
+    """Every variant; quick are all of one model, and those that the engine launches of others."""
+    flags = (False, True)
+    for (dtype, heads), parallel, trees, window in product(_HEADS, flags, flags, (None, 4096)):
+        quick = heads == (32, 8, 128) or (trees and window is None)
+        marks = () if quick else pytest.mark.long
+        yield pytest.param(dtype, heads, parallel, trees, window, marks=marks)
+
+
+@pytest.mark.parametrize(("dtype", "heads", "parallel", "trees", "window"), _variants())
 def test_two_programs_share_a_multiprocessor(
     dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, trees: bool, window: int | None
 ) -> None:
@@ -73,7 +82,8 @@ def test_two_programs_share_a_multiprocessor(
     assert len(launches) == 1 + parallel
 
 
-@pytest.mark.parametrize("trees", [False, True])
+# The engine always compiles trees in.
+@pytest.mark.parametrize("trees", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),

@@ -1,4 +1,4 @@
-"""Runs the interpreted kernel tests in a process of their own."""
+"""Runs the tests of interpreted kernels in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ pytest.importorskip("triton")
 
 _FOLDER = Path(__file__).parent / "interpreted"
 _ROOT = Path(__file__).parents[2]
-# The interpreter multiplies with numpy. Which bits a row gets must not depend on where it stands,
-# as on a GPU, but in OpenBLAS' kernels for Haswell and Zen it does; these run on any x86-64.
+# The interpreter multiplies with NumPy. As on a GPU, the bits of a row must not depend on its place
+# in the batch. OpenBLAS' kernels for Haswell and Zen violate that; these run on any x86-64.
 _SAME_ROWS = {"OPENBLAS_CORETYPE": "Prescott"} if platform.machine() == "x86_64" else {}
-# One process per file keeps failures apart and lets the files run side by side.
-_FILES = sorted(path.name for path in _FOLDER.glob("test_*.py"))
+_FILES = sorted(_FOLDER.glob("test_*.py"))
+_ON_ENGINE = [path for path in _FILES if path.stem.startswith(("test_gpu", "test_triton"))]
+# Two processes for all files, because each takes seconds to import torch and Triton.
+_GROUPS = {
+    "kernels": [path for path in _FILES if path not in _ON_ENGINE],
+    "engine": _ON_ENGINE,
+}
 
 
-@pytest.mark.parametrize("name", _FILES)
-def test_kernels_equal_their_references_in_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize("group", _GROUPS)
+def test_kernels_equal_their_references_in_the_interpreter(group: str) -> None:
     """Every Triton kernel computes what its torch reference does, run by Triton's interpreter."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **_SAME_ROWS}
-    # An outer run's options (coverage, parallelism) are not meant for the inner one.
+    # Options of the outer run (coverage, parallelism) are not meant for the inner one.
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, str(_FOLDER / name)],
+        [*command, *map(str, _GROUPS[group])],
         cwd=_ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     if result.returncode != 0:
-        pytest.fail(f"{name} failed:\n{result.stdout}\n{result.stderr}", pytrace=False)
+        pytest.fail(f"{group} failed:\n{result.stdout}\n{result.stderr}", pytrace=False)
 
 
 def test_interpreted_tests_are_found() -> None:
-    """The folder of interpreted tests is not empty, so its run means something."""
-    assert len(_FILES) >= 3
+    """Neither group of interpreted tests is empty, so running them means something."""
+    assert all(len(files) >= 3 for files in _GROUPS.values())

@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
 ]
 
+# Two layers are tested by test_gpu_runner.py.
+ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads": 1}
+
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
     """The same texts were embedded, to hidden states that differ by rounding."""
@@ -30,7 +33,7 @@ def assert_close(found: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
 def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
     """In chunks, in overlapped steps (`off`) and beside trees; tokens beside them are the same."""
-    config = tiny_config()
+    config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy(policy)
     rng = random.Random(4)
     texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 30)]
@@ -53,7 +56,7 @@ def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
 
 def test_a_step_of_embeddings_alone_draws_nothing() -> None:
     """No row is sampled, and the rows that are pooled come out."""
-    config = tiny_config()
+    config = tiny_config(**ONE_LAYER)
     weights, setup = tiny_weights(config), Setup(num_blocks=64, max_num_seqs=4)
     wanted = [to_embed("e", range(1, 20)), to_embed("f", range(20, 23))]
     expected, found = (

@@ -20,6 +20,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
 ]
 
+# One layer is enough where the schedule of steps is tested, and not the model.
+ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads": 1}
+
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "filtered": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
@@ -95,7 +98,7 @@ def test_the_runner_for_gpus_gives_what_the_cpus_gives() -> None:
 
 def test_tokens_that_the_host_does_not_know_are_fed_on_the_device() -> None:
     """Most steps are launched behind one that is under way, and the outcome is the same."""
-    config = tiny_config()
+    config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy("off")
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     wanted = requests(chosen, **plain)
@@ -109,7 +112,7 @@ def test_tokens_that_the_host_does_not_know_are_fed_on_the_device() -> None:
 
 def test_what_was_launched_can_be_fetched_late() -> None:
     """Results belong to the step that was launched, however late they are fetched."""
-    config = tiny_config()
+    config = tiny_config(**ONE_LAYER)
     chosen = speculation_policy("off")
     engines = [gpu_engine(config, tiny_weights(config), setup(chosen)) for _ in range(2)]
     for engine in engines:

@@ -24,39 +24,40 @@ _QUERY_LENS = [20, 1, 5, 0, 4, 1, 18]
 _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
 
 
-def _equals_the_reference(case: AttentionCase, window: int | None, *, parallel: bool) -> None:
-    out = paged_attention(
-        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
+def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
+    """Both modes get the reference's values, and the same bits."""
+    loops, parallel = (
+        paged_attention(
+            *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
+        )
+        for mode in (False, True)
     )
     expected = paged_attention_ref.paged_attention(
         *case.arguments(), **case.keywords(), window=window
     )
-    torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(loops, expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(loops, parallel)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "head_dim"),
     [(4, 4, 16), (6, 2, 32), (8, 2, 64), (7, 1, 80)],
 )
-def test_ragged_batch_equals_the_reference(
-    query_heads: int, kv_heads: int, head_dim: int, parallel: bool
-) -> None:
+def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head_dim: int) -> None:
     """A mixed batch gets the reference's values, for odd head sizes and groups."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim
     )
-    _equals_the_reference(case, None, parallel=parallel)
+    _equals_the_reference(case, None)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("window", [1, 30, 64, 1000])
-def test_windows_equal_the_reference(window: int, parallel: bool) -> None:
+def test_windows_equal_the_reference(window: int) -> None:
     """Rows see their window, whether it ends inside a tile, at its border, or nowhere."""
     case = attention_case(
-        [20, 1, 0, 5, 33], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
+        [20, 1, 0, 5, 17], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
     )
-    _equals_the_reference(case, window, parallel=parallel)
+    _equals_the_reference(case, window)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -81,25 +82,10 @@ def test_tiles_before_every_window_are_not_read(parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_splits_in_parallel_and_in_a_loop_give_the_same_bits(window: int | None) -> None:
-    """Whether splits run in parallel is a matter of speed alone."""
-    case = attention_case(
-        _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, seed=1
-    )
-    results = [
-        paged_attention(
-            *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
-        )
-        for mode in (False, True)
-    ]
-    assert torch.equal(results[0], results[1])
-
-
-@pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool, window: int | None) -> None:
     """Each row of chunks and verifications has the bits of its token decoded alone."""
-    case = attention_case([6, 5, 3], [67, 21, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
+    case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     together = paged_attention(
         *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
     )
@@ -153,7 +139,7 @@ def test_layers_of_the_pool_are_read_as_they_lie() -> None:
         # The case's slots, then what the other model has there.
         layer.fill_(torch.nan)
         layer[:, : case.layer_kv.shape[1]] = case.layer_kv
-        _equals_the_reference(replace(case, layer_kv=layer), None, parallel=True)
+        _equals_the_reference(replace(case, layer_kv=layer), None)
     assert view.page_tokens == 32
 
 

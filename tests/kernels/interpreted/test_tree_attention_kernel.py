@@ -28,7 +28,7 @@ def _mixed() -> AttentionCase:
     split's border, the tree of 64 tokens fills several programs.
     """
     return attention_case(
-        [9, 7, 66, 0, 1, 20, 4, 12],
+        [9, 7, 66, 0, 1, 6, 4, 12],
         [70, 71, 150, 3, 100, 40, 40, 139],
         query_heads=3,
         kv_heads=1,
@@ -61,12 +61,12 @@ def test_trees_equal_the_reference(window: int | None) -> None:
 def test_every_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
     """A row of any branch has the bits of its token decoded alone behind its ancestors."""
     case = attention_case(
-        [9, 4, 15],
-        [70, 68, 75],
+        [6, 3, 9],
+        [67, 66, 70],
         query_heads=2,
         kv_heads=1,
         head_dim=16,
-        drafts=[comb(8), star(4), bushy(14, 3)],
+        drafts=[comb(5), star(3), bushy(8, 3)],
         seed=2,
     )
     together = _attend(case, parallel=parallel, window=window)

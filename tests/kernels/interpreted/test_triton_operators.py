@@ -24,12 +24,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
+# One layer is enough where layers are alike.
+ONE_LAYER = {"num_layers": 1, "windows": (None,)}
 CONFIGS = {
-    "plain": {},
-    "windows": {"windows": (20, None)},
-    "norms and biases": {"qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
-    "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True},
-    "no groups": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 10},
+    "a layer with a window and one without": {"windows": (20, None)},
+    "norms and biases": {
+        "qk_norm": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        **ONE_LAYER,
+    },
+    "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True, **ONE_LAYER},
+    "no groups": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 10, **ONE_LAYER},
 }
 
 
