@@ -1,4 +1,4 @@
-"""Inputs of paged attention, from seeded generators, and what each row would be decoded alone."""
+"""Seeded inputs for paged attention, and the decode of each row alone."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import torch
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SLACK = 256
-"""Slots behind the blocks, as in the pool of the engine."""
+"""Slots after the blocks, as in the engine's pool."""
 
 Parents = Sequence[int]
-"""Of each draft token, depth first, the one it follows; -1 for the last confirmed token."""
+"""The parent of each draft token, depth first; -1 for the last confirmed token."""
 
 
 def chain(tokens: int) -> Parents:
-    """Returns a draft without branches."""
+    """Return a draft without branches."""
     return range(-1, tokens - 1)
 
 
 def star(tokens: int) -> Parents:
-    """Returns a draft of alternatives for one position."""
+    """Return a draft of alternatives for one position."""
     return [-1] * tokens
 
 
 def comb(tokens: int) -> Parents:
-    """Returns a chain each of whose tokens has one more child, a leaf: every second token."""
+    """Return a chain in which every token has a leaf as a second child."""
     pending = [-1]
     parents: list[int] = []
     for token in range((tokens + 1) // 2):
         parents.append(pending[-1])
         pending.append(token)
-    # Depth first: the leaves come from the chain's end back to its beginning.
+    # Depth first, the leaves follow from the end of the chain back to its beginning.
     parents.extend(pending[-2::-1][: tokens // 2])
     return parents
 
 
 def bushy(tokens: int, seed: int) -> Parents:
-    """Returns a random tree whose branches are short and long."""
+    """Return a random tree with short and long branches."""
     generator = torch.Generator().manual_seed(seed)
     parents: list[int] = []
     path = [-1]
@@ -53,7 +53,7 @@ def bushy(tokens: int, seed: int) -> Parents:
 
 
 def ancestors_of(parents: Parents) -> list[int]:
-    """Returns the mask of each draft token as the int64 with these bits."""
+    """Return the ancestor mask of each draft token as an int64."""
     masks: list[int] = []
     for token, parent in enumerate(parents):
         masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
@@ -73,7 +73,7 @@ class AttentionCase:
     trees: DraftTrees | None = None
 
     def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-        """Returns the positional arguments on a device."""
+        """Return the positional arguments on a device."""
         fields = (
             self.query,
             self.layer_kv,
@@ -84,22 +84,22 @@ class AttentionCase:
         return tuple(field.to(device) for field in fields)
 
     def keywords(self, device: str = "cpu") -> dict[str, Any]:
-        """Returns the keyword arguments that the reference takes too, but for the window."""
+        """Return the keyword arguments that kernel and reference share, except for the window."""
         trees = self.trees and DraftTrees(*(field.to(device) for field in self.trees))
         scale = float(self.query.shape[2]) ** -0.5
         return {"block_size": self.block_size, "scale": scale, "trees": trees}
 
     def rows(self) -> list[tuple[int, int]]:
-        """Returns (sequence, index of the query token) of each row."""
+        """Return (sequence, index of the query token) of each row."""
         lens = self.cu_query_lens.diff().tolist()
         return [
             (sequence, index) for sequence, length in enumerate(lens) for index in range(length)
         ]
 
     def decode_of(self, sequence: int, index: int) -> AttentionCase:
-        """Returns the batch that has only query token ``index`` of a sequence, as a decode.
+        """Return the batch that decodes only query token ``index`` of a sequence.
 
-        The draft tokens on the token's path lie behind each other, as after they were accepted.
+        The draft tokens on its path have consecutive slots, as after their acceptance.
         """
         begin, end = self.cu_query_lens[sequence : sequence + 2].tolist()
         token = begin + index
@@ -119,7 +119,7 @@ class AttentionCase:
         )
 
     def _accepted(self, sequence: int, token: int) -> torch.Tensor:
-        """Returns the cache after the path of a token was accepted."""
+        """Return the cache after the path of a token was accepted."""
         assert self.trees is not None
         start = int(self.trees.draft_starts[sequence])
         mask = int(self.trees.ancestors[token])
@@ -133,7 +133,7 @@ class AttentionCase:
 
 
 def slots_of(table: torch.Tensor, tokens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Returns where a sequence's tokens lie."""
+    """Return the slots of a sequence's tokens."""
     return table[tokens // block_size].to(torch.int64) * block_size + tokens % block_size
 
 
@@ -149,12 +149,12 @@ def attention_case(
     drafts: Sequence[Parents] | None = None,
     seed: int = 0,
 ) -> AttentionCase:
-    """Returns a ragged batch whose sequences own shuffled blocks.
+    """Return a ragged batch whose sequences own shuffled blocks.
 
     Args:
-      query_lens: query tokens of each sequence, those of its draft included.
-      context_lens: tokens in the cache, likewise.
-      drafts: trees of each sequence; None for a case without.
+      query_lens: query tokens of each sequence, drafts included.
+      context_lens: tokens of each sequence in the cache, drafts included.
+      drafts: the tree of each sequence; None for a case without trees.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-context // block_size) for context in context_lens]
@@ -185,7 +185,7 @@ def attention_case(
 def _trees(
     query_lens: Sequence[int], context_lens: Sequence[int], drafts: Sequence[Parents]
 ) -> DraftTrees:
-    """Returns what the rows of a step see of the drafts at their sequences' ends."""
+    """Return the draft tokens that each row sees, for drafts at the ends of the sequences."""
     ancestors: list[int] = []
     starts: list[int] = []
     positions: list[int] = []

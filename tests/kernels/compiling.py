@@ -1,11 +1,10 @@
-"""What a launch would run on a Hopper GPU that need not be there: code, registers, memory, spills.
+"""Compiles kernels for a Hopper GPU without one, and reports their code and resource usage.
 
-A launch specialises its kernel on what it is given: on types, on pointers that begin at multiples
-of 16 bytes (those of torch do) and on integers that are multiples of 16. So the public functions
-themselves are called, on tensors without memory, with a driver in place that knows what GPU it is
-for and has none; instead of being launched, each kernel is compiled with the tiles and the number
-of warps that its function chose. The figures are what `cuobjdump`, which Triton carries, reads from
-the machine code.
+A launch specialises its kernel on its arguments: on types, on pointers aligned to 16 bytes (as
+those of torch are), and on integers that are multiples of 16. The helpers therefore call the public
+functions themselves, with tensors without memory and a driver without a device. Each kernel is
+compiled, with the tiles and warps that its function chose, instead of launched. `cuobjdump`, which
+Triton ships, reads the resource usage from the machine code.
 """
 
 from __future__ import annotations
@@ -27,28 +26,31 @@ from triton.runtime.jit import JITFunction
 HOPPER = GPUTarget("cuda", 90, 32)
 
 REGISTERS = 65536
-"""Of a multiprocessor of sm_90, which hands them out to warps by 256."""
+"""Registers of an sm_90 multiprocessor, allocated to warps in units of 256."""
 SHARED_BYTES = 228 << 10
-"""Of a multiprocessor; a program takes 1 KiB more than it asks for."""
+"""Shared memory of a multiprocessor; a program takes 1 KiB more than it requests."""
 WARPS = 64
-"""A multiprocessor holds so many at most."""
+"""Upper bound on the warps of a multiprocessor."""
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Usage(NamedTuple):
-    """What a program takes of a multiprocessor."""
+    """Resources of a program.
+
+    Attributes:
+      registers: per thread.
+      stack_bytes: per thread, in local (that is, device) memory: spilled registers, indexed arrays.
+      shared_bytes: per program.
+    """
 
     registers: int
-    """Of a thread."""
     stack_bytes: int
-    """Of a thread, in local memory, which is device memory: spilled registers, indexed arrays."""
     shared_bytes: int
-    """Of a program."""
 
 
 class Launch(NamedTuple):
-    """One kernel that a function would launch."""
+    """A compiled kernel that a function would launch."""
 
     name: str
     num_warps: int
@@ -56,31 +58,31 @@ class Launch(NamedTuple):
     usage: Usage
 
     def programs(self) -> int:
-        """Returns how many programs a multiprocessor holds at once."""
-        # Handed out by 8 to a thread.
+        """Return how many programs a multiprocessor holds at once."""
+        # Allocated in units of 8 per thread.
         registers = -(-self.usage.registers // 8) * 8 * 32 * self.num_warps
         shared = self.usage.shared_bytes + 1024
         return min(REGISTERS // registers, SHARED_BYTES // shared, WARPS // self.num_warps, 32)
 
 
 class _NoDevice:
-    """A driver of a Hopper GPU as far as compilation asks it."""
+    """As much of a Hopper GPU's driver as compilation needs."""
 
     def get_current_device(self) -> str:
-        """Returns a key of kernels' caches that no device has."""
+        """Return a key for kernel caches that no device has."""
         return "none, for sm_90"
 
     def get_current_stream(self, device: str) -> int:
-        """Returns a stream that nothing runs in."""
+        """Return a stream that is never used."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """Returns what is compiled for."""
+        """Return the target of the compilation."""
         return HOPPER
 
 
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """Returns the kernels that a function launches, in order, compiled and not run.
+    """Compile the kernels that a function launches, without running them; return them in order.
 
     Args:
       call: calls the function, with tensors of the device `meta`.
@@ -95,20 +97,20 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
 
 
 def assert_lean(launches: list[Launch], programs: int = 1) -> None:
-    """Asserts that no launch spills, and that a multiprocessor holds so many programs of each."""
+    """Assert that no kernel spills, and that a multiprocessor holds `programs` of each."""
     for launch in launches:
         assert launch.usage.stack_bytes == 0, launch.usage
         assert launch.programs() >= programs, launch.usage
 
 
-def on_paper(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns a tensor that has no memory, as the arguments of what is only compiled."""
+def meta_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor without memory, as an argument for compilation."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @contextmanager
 def _compiled_only(compiled: list[Any]) -> Iterator[None]:
-    """Within it launches compile for Hopper, and add what they compiled to the list."""
+    """Make launches compile for Hopper and append the compiled kernels to the list."""
     run, active = JITFunction.run, driver._active
 
     def compile_it(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -124,11 +126,11 @@ def _compiled_only(compiled: list[Any]) -> Iterator[None]:
 
 
 def _usage(kernel: Any) -> Usage:
-    """Returns what the machine code says that a program takes."""
+    """Return the resources of a compiled program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(_CUOBJDUMP), "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
     return Usage(found["REG"], found["STACK"] + found["LOCAL"], kernel.metadata.shared)

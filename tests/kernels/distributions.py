@@ -1,4 +1,4 @@
-"""Exact laws of tokens by double-precision arithmetic, and chi-square tests against them."""
+"""Exact distributions of tokens in double precision, and chi-square tests against them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 ALPHA = 1e-3
-"""Tests are deterministic; a right sampler fails a newly chosen seed once in a thousand times."""
+"""Significance level. Tests are deterministic; a correct sampler fails one seed in a thousand."""
 
 
 def filtered_distribution(
@@ -19,42 +19,42 @@ def filtered_distribution(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """Temperature, top-k, top-p and min-p as they read, renormalised after each."""
+    """Apply temperature, top-k, top-p and min-p as defined, renormalising after each."""
     best = max(logits)
-    law = {t: math.exp((value - best) / temperature) for t, value in enumerate(logits)}
+    share = {t: math.exp((value - best) / temperature) for t, value in enumerate(logits)}
 
     def normalise(kept: list[int]) -> dict[int, float]:
-        total = math.fsum(law[token] for token in kept)
-        return {token: law[token] / total for token in kept}
+        total = math.fsum(share[token] for token in kept)
+        return {token: share[token] / total for token in kept}
 
-    order = sorted(law, key=lambda token: (-law[token], token))
-    law = normalise(order)
-    law = normalise(order[: top_k or len(order)])
+    order = sorted(share, key=lambda token: (-share[token], token))
+    share = normalise(order)
+    share = normalise(order[: top_k or len(order)])
     if top_p < 1:
         length, reached = 0, 0.0
         while reached < top_p:
-            reached += law[order[length]]
+            reached += share[order[length]]
             length += 1
-        law = normalise(order[:length])
-    likeliest = max(law.values())
-    law = normalise([token for token in law if law[token] >= min_p * likeliest])
-    return [law.get(token, 0.0) for token in range(len(logits))]
+        share = normalise(order[:length])
+    likeliest = max(share.values())
+    share = normalise([token for token in share if share[token] >= min_p * likeliest])
+    return [share.get(token, 0.0) for token in range(len(logits))]
 
 
 def histogram(cells: torch.Tensor, num_cells: int) -> list[int]:
-    """How often each cell occurs."""
+    """Count how often each cell occurs."""
     return torch.bincount(cells, minlength=num_cells).tolist()
 
 
-def p_value(counts: Sequence[int], law: Sequence[float]) -> float:
-    """The chi-square test of counts against a law; 0 if something impossible was counted.
+def p_value(counts: Sequence[int], distribution: Sequence[float]) -> float:
+    """Test counts against a distribution by chi-square; 0 if an impossible cell was counted.
 
-    Cells in which fewer than 5 counts are expected, too few for the approximation, are merged.
+    Cells with fewer than 5 expected counts, too few for the approximation, are merged.
     """
     total = sum(counts)
     observed, expected = [], []
     rest_observed, rest_expected = 0.0, 0.0
-    for count, probability in zip(counts, law, strict=True):
+    for count, probability in zip(counts, distribution, strict=True):
         if probability == 0 and count:
             return 0.0
         if probability * total >= 5:
@@ -75,6 +75,6 @@ def p_value(counts: Sequence[int], law: Sequence[float]) -> float:
     return float(stats.chisquare(observed, expected).pvalue)
 
 
-def assert_follows(counts: Sequence[int], law: Sequence[float]) -> None:
-    """Fail if the counts are unlikely under the law, or hit what has probability zero."""
-    assert p_value(counts, law) > ALPHA
+def assert_follows(counts: Sequence[int], distribution: Sequence[float]) -> None:
+    """Fail if the counts are unlikely, or hit a cell of probability zero."""
+    assert p_value(counts, distribution) > ALPHA

@@ -1,4 +1,4 @@
-"""Inputs of the layer kernels' tests, from seeded generators."""
+"""Seeded inputs for the tests of the layer kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from draftgate.backends.engine.rope import Rope
 def normal(
     shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> torch.Tensor:
-    """Returns standard normal values."""
+    """Return standard normal values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 @dataclass(frozen=True)
 class RopeCase:
-    """Arguments of `rope_kv`; the slots of the KV memory hold 7 until they are written."""
+    """Arguments of `rope_kv`; unwritten slots of the KV memory hold 7."""
 
     qkv: torch.Tensor
     positions: torch.Tensor
@@ -32,17 +32,17 @@ class RopeCase:
     eps: float = 1e-6
 
     def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-        """Returns the positional arguments on a device, the KV memory a fresh copy."""
+        """Return the positional arguments on a device, with a fresh copy of the KV memory."""
         inputs = (self.qkv, self.positions, self.slots, self.cos, self.sin)
         return (*(tensor.to(device) for tensor in inputs), self.layer_kv.clone().to(device))
 
     def options(self, device: str = "cpu") -> dict[str, object]:
-        """Returns the keyword arguments on a device."""
+        """Return the keyword arguments on a device."""
         weight = None if self.qk_norm is None else self.qk_norm.to(device)
         return {"qk_norm": weight, "eps": self.eps}
 
     def row(self, index: int) -> RopeCase:
-        """Returns the batch that has only one of the rows."""
+        """Return the batch of one of the rows."""
         return RopeCase(
             self.qkv[index : index + 1].clone(),
             self.positions[index : index + 1].clone(),
@@ -65,7 +65,7 @@ def rope_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> RopeCase:
-    """Returns rows at random positions that write to slots of their own."""
+    """Return rows at random positions, each with its own slot."""
     generator = torch.Generator().manual_seed(seed)
     max_positions, num_slots = 97, 3 * rows + 5
     cos, sin = Rope(theta=10_000.0).tables(head_dim, max_positions, dtype)
@@ -84,14 +84,14 @@ def rope_case(
 def path_moves(
     paths: list[list[int]], max_depth: int, num_slots: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (sources, targets) of accepted paths, each in shuffled slots of its own.
+    """Return (sources, targets) of accepted paths, each in its own shuffled slots.
 
-    What stays where it is, is its own target at odd depths, and no move at even ones. The source of
-    no move does not exist.
+    A token that stays in place is its own target at odd depths, and `NO_MOVE` at even ones. The
+    source of `NO_MOVE` does not exist.
 
     Args:
       paths: the places of each sequence's accepted tokens in its draft, ascending.
-      max_depth: columns of the result; what a path does not fill is no move.
+      max_depth: columns of the result, filled up with `NO_MOVE`.
       num_slots: slots of the memory.
       seed: of the shuffle.
     """
@@ -111,4 +111,4 @@ def path_moves(
 
 
 PATHS = [[0, 2, 3, 7, 8], [], [1], [0, 1, 2], [1, 2, 3, 4, 5, 6], [4, 9], [0, 1, 5]]
-"""Gaps, nothing accepted, one move, nothing to move, places that are later targets."""
+"""Gaps, nothing accepted, one move, no move, and places that are later targets."""

@@ -1,4 +1,4 @@
-"""Inputs shared by the tests of kernels, from seeded generators, and how results are compared."""
+"""Seeded inputs for the tests of sampling, and the comparison of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row_sampling(
     seed: int = 0,
     first_position: int = 0,
 ) -> RowSampling:
-    """Returns equal parameters for rows at consecutive positions."""
+    """Return equal parameters for rows at consecutive positions."""
     return RowSampling(
         temperature=torch.full((rows,), temperature),
         top_k=torch.full((rows,), top_k, dtype=torch.int32),
@@ -34,7 +34,7 @@ def row_sampling(
 
 
 def mixed_row_sampling(rows: int, seed: int) -> RowSampling:
-    """Returns rows with independently drawn parameters: greedy, plain and filtered ones mixed."""
+    """Return rows with random parameters: greedy, plain and filtered ones mixed."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +53,7 @@ def mixed_row_sampling(rows: int, seed: int) -> RowSampling:
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
-    """Returns logits of which every second row has many ties and every fifth forbidden tokens."""
+    """Return logits with many ties in every second row and forbidden tokens in every fifth."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((rows, vocab), generator=generator) * 3
     logits[::2] = (logits[::2] * 2).round() / 2
@@ -64,7 +64,7 @@ def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
 
 
 def to_device(value: Any, device: str) -> Any:
-    """Moves a tensor, or a tuple of tensors, to a device."""
+    """Move a tensor, or a tuple of tensors, to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, RowSampling):
@@ -73,7 +73,7 @@ def to_device(value: Any, device: str) -> Any:
 
 
 def score_gap(logits: torch.Tensor, rows: RowSampling, row: int, other: int) -> float:
-    """Returns by how much a token falls short of the best score of a row (CPU tensors)."""
+    """Return the difference between the best score of a row and a token's score (CPU tensors)."""
     index = torch.tensor([row])
     one = rows.select(index)
     if float(one.temperature) == 0:

@@ -1,4 +1,4 @@
-"""Attention against its reference on a GPU, where there is one."""
+"""Attention against its reference on a GPU, if there is one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTEXT_LENS = [700, 1500, 1030, 3, 514, 1, 64]
 
 
 def _trees(dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int) -> AttentionCase:
-    """Returns trees across borders of tiles and splits, among a chunk, a decode and padding."""
+    """Return trees across tile and split boundaries, among a chunk, a decode and padding."""
     return attention_case(
         [13, 9, 66, 0, 1, 40, 5],
         [520, 1032, 700, 3, 1500, 40, 513],
@@ -68,7 +68,7 @@ def test_attention_equals_the_reference(
     window: int | None,
     parallel: bool,
 ) -> None:
-    """Mixed batches, plain and with trees, get the reference's values on the GPU."""
+    """Mixed batches, plain and with trees, get the values of the reference."""
     shape = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     plain = attention_case(_QUERY_LENS, _CONTEXT_LENS, dtype=dtype, **shape)
     for case in (plain, _trees(dtype, **shape)):
@@ -86,8 +86,8 @@ def test_attention_equals_the_reference(
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_verified_rows_equal_decodes_bit_for_bit(dtype: torch.dtype, window: int | None) -> None:
-    """On the GPU too each row, of any branch, has the bits of its token decoded alone."""
+def test_verified_rows_have_the_bits_of_decodes(dtype: torch.dtype, window: int | None) -> None:
+    """Each row, of any branch, has the bits of its token decoded alone."""
     plain = attention_case(
         [6, 5, 9], [1030, 21, 2050], query_heads=8, kv_heads=2, head_dim=64, dtype=dtype
     )
@@ -109,8 +109,8 @@ def test_verified_rows_equal_decodes_bit_for_bit(dtype: torch.dtype, window: int
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_a_captured_graph_follows_what_lies_in_its_tensors(parallel: bool) -> None:
-    """A graph captured for one batch of trees attends to another one of the same shapes."""
+def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
+    """A graph captured for one batch of trees attends to another batch of the same shapes."""
     first = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     second = attention_case(
         [13, 9, 66, 1, 0, 40, 5],
@@ -126,7 +126,7 @@ def test_a_captured_graph_follows_what_lies_in_its_tensors(parallel: bool) -> No
     slots = max(first.layer_kv.shape[1], second.layer_kv.shape[1])
     layer_kv = torch.zeros((4, slots, 64), dtype=torch.bfloat16, device="cuda")
     inputs = (inputs[0], layer_kv, *inputs[2:])
-    # Once before, for the compilation.
+    # The first call compiles the kernel.
     paged_attention(*inputs, **keywords, parallel_splits=parallel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -146,11 +146,11 @@ def test_a_captured_graph_follows_what_lies_in_its_tensors(parallel: bool) -> No
 
 
 def test_attention_does_not_synchronise() -> None:
-    """Attention to trees leaves the host running ahead of the GPU, in either mode."""
+    """The host does not wait for the GPU, in either mode."""
     case = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     inputs, keywords = case.arguments("cuda"), case.keywords("cuda")
     for parallel in (False, True):
-        # Once before, for the compilation.
+        # The first call compiles the kernel.
         paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -160,7 +160,7 @@ def test_attention_does_not_synchronise() -> None:
 
 
 def test_merge_equals_the_reference() -> None:
-    """The merge of splits alone gets the reference's values on the GPU."""
+    """The merge of splits alone gets the values of the reference."""
     generator = torch.Generator().manual_seed(1)
     weighted = torch.randn((8, 4, 6, 128), generator=generator)
     stats = torch.randn((8, 4, 6, 2), generator=generator).abs() + 1

@@ -1,4 +1,4 @@
-"""The accept walk compiles for a Hopper GPU without one, and spills nothing."""
+"""The accept walk compiles for a Hopper GPU without one, and does not spill."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels.accept_walk import accept_walk
 from draftgate.backends.engine.kernels.accept_walk_ref import StopRules
-from tests.kernels.compiling import assert_lean, launches_of, on_paper
+from tests.kernels.compiling import assert_lean, launches_of, meta_tensor
 
 _SEQUENCES = 256
 
 
 def _index(*shape: int) -> torch.Tensor:
-    return on_paper(*shape, dtype=torch.int32)
+    return meta_tensor(*shape, dtype=torch.int32)
 
 
 def _tokens(*shape: int) -> torch.Tensor:
-    return on_paper(*shape, dtype=torch.int64)
+    return meta_tensor(*shape, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("flags", [torch.int8, torch.bool])
@@ -28,7 +28,7 @@ def _tokens(*shape: int) -> torch.Tensor:
 def test_accept_walk_does_not_spill(max_rows: int, num_eos: int, flags: torch.dtype) -> None:
     """A multiprocessor holds 32 walks, the most it can, with 4 and with 64 drafts."""
     rows = _SEQUENCES * max_rows
-    stop = StopRules(_index(_SEQUENCES), _tokens(num_eos), on_paper(_SEQUENCES, dtype=flags))
+    stop = StopRules(_index(_SEQUENCES), _tokens(num_eos), meta_tensor(_SEQUENCES, dtype=flags))
     launches = launches_of(
         lambda: accept_walk(
             _tokens(rows),

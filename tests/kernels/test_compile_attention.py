@@ -1,4 +1,4 @@
-"""Attention compiles for a Hopper GPU that need not be there: no spills, one rounding for all."""
+"""Attention compiles for a Hopper GPU without one: no spills, equal rounding in all variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from draftgate.backends.engine.kernels.merge_splits import merge_splits
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
-from tests.kernels.compiling import Launch, assert_lean, launches_of, on_paper
+from tests.kernels.compiling import Launch, assert_lean, launches_of, meta_tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -30,21 +30,21 @@ def _launches(
     window: int | None = None,
     slots: int = 1 << 20,
 ) -> list[Launch]:
-    """Returns what 64 sequences of 5 tokens launch, given (query heads, kv heads, dimensions)."""
+    """Return the kernels for 64 sequences of 5 tokens; heads are (query, kv, dimensions)."""
     query_heads, kv_heads, head_dim = heads
     tokens, index = 320, torch.int32
     drafts = DraftTrees(
-        on_paper(tokens, dtype=torch.int64),
-        on_paper(64, dtype=index),
-        on_paper(tokens, dtype=torch.int64),
+        meta_tensor(tokens, dtype=torch.int64),
+        meta_tensor(64, dtype=index),
+        meta_tensor(tokens, dtype=torch.int64),
     )
     return launches_of(
         lambda: paged_attention(
-            on_paper(tokens, query_heads, head_dim, dtype=dtype),
-            on_paper(2 * kv_heads, slots, head_dim, dtype=dtype),
-            on_paper(65, dtype=index),
-            on_paper(64, dtype=index),
-            on_paper(64, 512, dtype=index),
+            meta_tensor(tokens, query_heads, head_dim, dtype=dtype),
+            meta_tensor(2 * kv_heads, slots, head_dim, dtype=dtype),
+            meta_tensor(65, dtype=index),
+            meta_tensor(64, dtype=index),
+            meta_tensor(64, 512, dtype=index),
             block_size=16,
             scale=1.0,
             window=window,
@@ -64,7 +64,7 @@ _HEADS = [
 
 
 def _variants() -> Iterator[ParameterSet]:
-    """Every variant; quick are all of one model, and those that the engine launches of others."""
+    """Yield every variant; quick runs have all of one model, and the engine's of the others."""
     flags = (False, True)
     for (dtype, heads), parallel, trees, window in product(_HEADS, flags, flags, (None, 4096)):
         quick = heads == (32, 8, 128) or (trees and window is None)
@@ -72,11 +72,11 @@ def _variants() -> Iterator[ParameterSet]:
         yield pytest.param(dtype, heads, parallel, trees, window, marks=marks)
 
 
-@pytest.mark.parametrize(("dtype", "heads", "parallel", "trees", "window"), _variants())
-def test_two_programs_share_a_multiprocessor(
+@pytest.mark.parametrize(("dtype", "heads", "parallel", "trees", "window"), list(_variants()))
+def test_attention_in_16_bits_leaves_space_for_two_programs(
     dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, trees: bool, window: int | None
 ) -> None:
-    """In 16 bits nothing spills, and one program can compute while another one waits for keys."""
+    """In 16 bits no kernel spills, and one program can compute while another one loads keys."""
     launches = _launches(dtype, heads, trees=trees, parallel=parallel, window=window)
     assert_lean(launches, programs=2)
     assert len(launches) == 1 + parallel
@@ -89,21 +89,21 @@ def test_two_programs_share_a_multiprocessor(
     ("dtype", "head_dim"),
     [(torch.float16, 32), (torch.float32, 20), (torch.float32, 64), (torch.float32, 128)],
 )
-def test_other_heads_and_types_do_not_spill(
+def test_small_heads_and_float32_do_not_spill(
     dtype: torch.dtype, head_dim: int, parallel: bool, trees: bool
 ) -> None:
-    """Small heads, and float32, whose tiles are others, fit the registers too."""
+    """Small heads, and float32 with its own tiles, fit the registers, too."""
     assert_lean(_launches(dtype, (8, 2, head_dim), trees=trees, parallel=parallel))
 
 
 @pytest.mark.parametrize(("trees", "parallel"), [(False, False), (False, True), (True, True)])
 def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
-    """Heads of 256 fit the registers, but for trees in a loop over splits, which `tiles` tells."""
+    """Heads of 256 fit the registers, except for trees in a loop over splits (see `tiles`)."""
     assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
 
 
-def test_a_pool_beyond_32_bits_is_addressed() -> None:
-    """Where an offset needs more than 32 bits the kernel computes it in 64, without spilling."""
+def test_offsets_beyond_32_bits_are_computed_in_64() -> None:
+    """If an offset needs more than 32 bits, the kernel computes it in 64, without spilling."""
     wide = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 27)
     narrow = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 20)
     assert_lean(wide)
@@ -111,18 +111,18 @@ def test_a_pool_beyond_32_bits_is_addressed() -> None:
 
 
 def _float_operations(launch: Launch) -> Counter[str]:
-    """Returns how often each instruction occurs that rounds or compares float32, products too."""
+    """Count the instructions that round or compare float32, products included."""
     pattern = r"^\s*(?:@%p\d+ )?((?!selp|setp)\w+\.\S*f32\S*)"
     return Counter(re.findall(pattern, launch.ptx, re.MULTILINE))
 
 
 @pytest.mark.parametrize("window", [None, 4096])
-def test_variants_round_alike(window: int | None) -> None:
-    """Rows meet the same arithmetic with and without trees, windows and parallel splits.
+def test_all_variants_have_the_same_float_operations(window: int | None) -> None:
+    """Rows get the same arithmetic with and without trees, windows and parallel splits.
 
-    Only then does a row that is verified among trees have the bits of its decode. The plain kernel
-    with parallel splits has one loop over tiles, trees have it twice; loops over splits add the
-    merge. A product that the compiler fused in one variant alone would not add up.
+    Otherwise a row that is verified among trees would not have the bits of its decode. The plain
+    kernel with parallel splits has one loop over tiles, trees have it twice, and loops over splits
+    add the merge. A product fused in only one variant would change these sums.
     """
     plain, tiles, trees, loops, merged = (
         _float_operations(
@@ -146,16 +146,16 @@ def test_variants_round_alike(window: int | None) -> None:
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("dtype", [*_HALVES, torch.float32])
 def test_merge_does_not_spill(dtype: torch.dtype, positions: bool) -> None:
-    """The merge of splits is lean enough for 32 programs, as many as a multiprocessor takes."""
+    """A multiprocessor holds 32 programs of the merge, the most it can."""
     rows, index = (64, 32), torch.int32
     launches = launches_of(
         lambda: merge_splits(
-            on_paper(*rows, 80, dtype=dtype),
-            on_paper(*rows, 16, 80),
-            on_paper(*rows, 16, 2),
-            on_paper(65, dtype=index),
-            on_paper(64, dtype=index),
-            on_paper(64, dtype=torch.int64) if positions else None,
+            meta_tensor(*rows, 80, dtype=dtype),
+            meta_tensor(*rows, 16, 80),
+            meta_tensor(*rows, 16, 2),
+            meta_tensor(65, dtype=index),
+            meta_tensor(64, dtype=index),
+            meta_tensor(64, dtype=torch.int64) if positions else None,
             window=4096 if positions else None,
         )
     )

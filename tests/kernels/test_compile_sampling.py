@@ -1,4 +1,4 @@
-"""Noise and sampling compile for a Hopper GPU, on machines without one, and spill nothing."""
+"""Noise and sampling compile for a Hopper GPU without one, and do not spill."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ pytest.importorskip("triton")
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from tests.kernels import noise_kernel
-from tests.kernels.compiling import assert_lean, launches_of, on_paper
+from tests.kernels.compiling import assert_lean, launches_of, meta_tensor
 
 _ROWS = 320
 _VOCABS = [49152, 128256, 151936]
 
 
 def _row_sampling() -> RowSampling:
-    integers = [on_paper(_ROWS, dtype=torch.int32) for _ in range(3)]
-    numbers = [on_paper(_ROWS) for _ in range(3)]
-    seed = on_paper(_ROWS, dtype=torch.int64)
+    integers = [meta_tensor(_ROWS, dtype=torch.int32) for _ in range(3)]
+    numbers = [meta_tensor(_ROWS) for _ in range(3)]
+    seed = meta_tensor(_ROWS, dtype=torch.int64)
     return RowSampling(
         numbers[0], integers[0], numbers[1], numbers[2], seed, integers[1], integers[2]
     )
@@ -27,9 +27,9 @@ def _row_sampling() -> RowSampling:
 
 @pytest.mark.parametrize("name", ["philox_words", "uniform", "gumbel"])
 def test_noise_does_not_spill(name: str) -> None:
-    """Words, uniforms and Gumbel noise fill a multiprocessor; logarithms are accurate ones.
+    """Words, uniforms and Gumbel noise do not spill, and logarithms are accurate.
 
-    The error of lg2.approx near u = 1 would make infinities.
+    The error of lg2.approx near u = 1 would give infinities.
     """
     rows = _row_sampling()
     arguments = (rows.seed, rows.choice, rows.position, 0, 128256)
@@ -41,8 +41,8 @@ def test_noise_does_not_spill(name: str) -> None:
 @pytest.mark.parametrize("vocab", _VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampling_does_not_spill(dtype: torch.dtype, vocab: int) -> None:
-    """Cut-offs, races of tiles and of rows spill nothing; two programs hide each other's waits."""
-    logits = on_paper(_ROWS, vocab, dtype=dtype)
+    """None of the three kernels spills, and a multiprocessor holds two programs of each."""
+    logits = meta_tensor(_ROWS, vocab, dtype=dtype)
     launches = launches_of(lambda: sample(logits, _row_sampling()))
     assert_lean(launches, programs=2)
     assert [launch.name for launch in launches] == [

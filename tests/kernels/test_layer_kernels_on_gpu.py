@@ -38,7 +38,7 @@ _DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize(("dtype", "tolerance"), _TOLERANCES)
 @pytest.mark.parametrize("hidden", [64, 576, 1001, 4096, 8192])
 def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: float) -> None:
-    """The GPU norms rows of any size as the reference does, and sums the residual exactly."""
+    """Rows of any size equal the reference, and the residual sum equals it exactly."""
     x = normal((37, hidden), 1, dtype, "cuda")
     residual = normal((37, hidden), 2, dtype, "cuda")
     weight = normal((hidden,), 3, dtype, "cuda")
@@ -55,7 +55,7 @@ def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: f
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("hidden", [576, 4096])
 def test_normed_rows_do_not_depend_on_batch_or_fusion(hidden: int, dtype: torch.dtype) -> None:
-    """On the GPU a row has the same bits alone, among others, and with the sum fused or not."""
+    """A row has the same bits alone, in a batch, and with the sum fused or not."""
     x = normal((33, hidden), 4, dtype, "cuda")
     residual = normal((33, hidden), 5, dtype, "cuda")
     weight = normal((hidden,), 6, dtype, "cuda")
@@ -138,13 +138,13 @@ def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtyp
 
 
 def test_layer_kernels_can_be_captured() -> None:
-    """A graph of all four, captured once, computes from new inputs what a direct call does."""
+    """A graph of all four kernels computes the results of direct calls from new inputs."""
     case = rope_case(8, 8, 2, 64, normed=True, dtype=torch.bfloat16)
     x, residual = (normal((8, 256), seed, torch.bfloat16, "cuda") for seed in (1, 2))
     weight, gate_up = (normal(shape, 3, torch.bfloat16, "cuda") for shape in [(256,), (8, 512)])
     arguments, options = case.arguments("cuda"), case.options("cuda")
     layer_kv = arguments[-1]
-    # Into slots that no row writes.
+    # Move into slots that no row writes.
     free = sorted(set(range(layer_kv.shape[1])) - set(case.slots.tolist()))[:2]
     sources = case.slots[:2].view(1, 2).cuda()
     targets = torch.tensor([free], device="cuda")
@@ -157,7 +157,7 @@ def test_layer_kernels_can_be_captured() -> None:
         kv_move.kv_move(layer_kv, sources, targets)
         return normed, summed, plain, queries, swiglu.swiglu(gate_up)
 
-    # Once before, for the compilation.
+    # The first call compiles the kernels.
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

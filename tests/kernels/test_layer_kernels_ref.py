@@ -11,8 +11,8 @@ from tests.kernels.layer_cases import PATHS, normal, path_moves, rope_case
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
-def test_norm_is_that_of_torch(dtype: torch.dtype, tolerance: float) -> None:
-    """The norm is torch's to a rounding, and the residual sum is torch's exactly."""
+def test_rms_norm_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
+    """The norm equals torch up to rounding, and the residual sum exactly."""
     x, residual, weight = (normal(shape, 1, dtype) for shape in [(5, 48), (5, 48), (48,)])
     summed = residual.clone()
     normed = rms_norm_ref.add_rms_norm(x, summed, weight, 1e-5)
@@ -21,8 +21,8 @@ def test_norm_is_that_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(normed, expected, rtol=tolerance, atol=0)
 
 
-def test_rotation_has_the_bits_of_the_decoder() -> None:
-    """In float32 queries, keys and values have the bits that the decoder computes on a CPU."""
+def test_rotation_has_the_bits_of_the_cpu_decoder() -> None:
+    """In float32, queries, keys and values have the bits of the decoder on a CPU."""
     case = rope_case(6, 4, 2, 20, normed=False)
     arguments = case.arguments()
     queries = rope_kv_ref.rope_kv(*arguments, **case.options())
@@ -37,7 +37,7 @@ def test_rotation_has_the_bits_of_the_decoder() -> None:
 
 
 def test_heads_are_normed_before_they_are_rotated() -> None:
-    """With head norms the result is that of normed heads, to a rounding; values are left alone."""
+    """With head norms the result is that of normed heads up to rounding; values are unchanged."""
     case = rope_case(6, 4, 2, 20, normed=True)
     arguments = case.arguments()
     queries = rope_kv_ref.rope_kv(*arguments, **case.options())

@@ -1,4 +1,4 @@
-"""The noise: golden vectors, known answers of the generator, and independence of rows."""
+"""Noise: golden vectors, known answers of the generator, and independence of rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_golden_vectors(
     seed: int, choice: int, position: int, purpose: int, token: int, word: int, u: float, g: float
 ) -> None:
-    """The noise is version 1 of the contract: words and uniforms exactly, Gumbels to rounding."""
+    """Words and uniforms equal version 1 of the noise exactly, Gumbel noise up to rounding."""
     arguments = (*_row(seed, choice, position), purpose, token + 1)
     assert int(noise.philox_words(*arguments)[0, token]) == word
     assert float(noise.uniform(*arguments)[0, token]) == u
@@ -80,14 +80,14 @@ def test_known_answers_of_random123(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 4096, 33001])
 def test_torch_operations_draw_the_same_words(num_tokens: int) -> None:
-    """The path for other devices equals the CPU path, word for word."""
+    """The path for other devices equals the CPU path exactly."""
     arguments = (*_rows(9), noise.PURPOSE_RESIDUAL, num_tokens)
     expected = noise.philox_words(*arguments)
     assert torch.equal(noise._philox_words_torch(*arguments), expected)
 
 
 def test_uniform_and_gumbel_follow_from_the_words() -> None:
-    """u is ((word >> 9) + 0.5) / 2**23 exactly, and g is -log(-log u) to float32 rounding."""
+    """u is ((word >> 9) + 0.5) / 2**23 exactly, and g is -log(-log u) up to rounding."""
     arguments = (*_rows(3), noise.PURPOSE_OUTPUT, 5000)
     words = noise.philox_words(*arguments)
     u = ((words >> 9).to(torch.float64) + 0.5) / 2**23
@@ -97,7 +97,7 @@ def test_uniform_and_gumbel_follow_from_the_words() -> None:
 
 
 def test_extreme_words_give_finite_noise() -> None:
-    """The smallest and the largest word give finite Gumbel noise, as u lies inside (0, 1)."""
+    """The smallest and the largest word give finite Gumbel noise, as u is inside (0, 1)."""
     words = np.array([0, 2**32 - 1], dtype=np.uint64)
     u = noise._uniform_of_words(words)
     assert u.tolist() == [2.0**-24, 1 - 2.0**-24]
@@ -105,8 +105,8 @@ def test_extreme_words_give_finite_noise() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [7, 4096, 40000])
-def test_a_row_does_not_depend_on_its_batch(num_tokens: int) -> None:
-    """A row drawn alone has the bits it has among others, also where blocks end."""
+def test_noise_of_a_row_does_not_depend_on_the_batch(num_tokens: int) -> None:
+    """A row has the same bits alone and in a batch, also at the ends of blocks."""
     seeds, choices, positions = _rows(19)
     together = noise.gumbel(seeds, choices, positions, noise.PURPOSE_OUTPUT, num_tokens)
     for row in (0, 7, 8, 18):
@@ -117,8 +117,8 @@ def test_a_row_does_not_depend_on_its_batch(num_tokens: int) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def test_a_shorter_vocabulary_is_a_prefix() -> None:
-    """A draft model with a smaller vocabulary samples with the same noise for the same tokens."""
+def test_noise_of_a_smaller_vocabulary_is_a_prefix() -> None:
+    """A draft model with a smaller vocabulary has the same noise for the same tokens."""
     rows = _rows(2)
     long = noise.gumbel(*rows, noise.PURPOSE_OUTPUT, 1000)
     assert torch.equal(noise.gumbel(*rows, noise.PURPOSE_OUTPUT, 333), long[:, :333])
@@ -131,7 +131,7 @@ def test_no_rows_give_no_noise() -> None:
 
 
 def test_references_import_without_triton() -> None:
-    """The torch references do not import Triton, so a machine without it can serve."""
+    """A machine without Triton can serve, as the references do not import it."""
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
@@ -142,11 +142,11 @@ def test_references_import_without_triton() -> None:
 
 
 def test_kernels_import_without_a_driver() -> None:
-    """Importing the Triton modules asks for no GPU driver."""
+    """Importing the Triton modules does not need a GPU driver."""
     pytest.importorskip("triton")
     code = (
         "from triton.runtime import driver\n"
-        "def refuse(self): raise AssertionError('the driver was asked for')\n"
+        "def refuse(self): raise AssertionError('the driver was used')\n"
         "type(driver).active = property(refuse)\n"
         "from draftgate.backends.engine.kernels import noise_triton, paged_attention\n"
         "from draftgate.backends.engine.kernels import sample_verify\n"

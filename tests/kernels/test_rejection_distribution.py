@@ -1,4 +1,4 @@
-"""Verification by rejection: exact law, acceptance, supports; and that wrong rules are caught."""
+"""Rejection sampling: exact distribution, acceptance and support; wrong rules are detected."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def _exact(logits: list[float], filters: dict[str, float]) -> list[float]:
     return filtered_distribution(logits, **{"temperature": 1.0, **filters})  # type: ignore[arg-type]
 
 
-def _draw_drafts(law: list[float], rows: RowSampling) -> torch.Tensor:
-    """Draws as a draft model does: with the noise that coupled verification would use here."""
-    logits = torch.tensor(law).log().expand(_DRAWS, -1).contiguous()
+def _draw_drafts(probs: list[float], rows: RowSampling) -> torch.Tensor:
+    """Sample as a draft model does, with the noise of coupled verification."""
+    logits = torch.tensor(probs).log().expand(_DRAWS, -1).contiguous()
     plain = cases.row_sampling(_DRAWS)
     return sample(logits, plain._replace(seed=rows.seed, position=rows.position))
 
 
-def _settled(
-    draft_law: list[float], filters: dict[str, float]
+def _drafts_and_tokens(
+    draft_probs: list[float], filters: dict[str, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The drafts and the tokens of many positions."""
+    """Return the drafts and the tokens of many positions."""
     rows = cases.row_sampling(_DRAWS, seed=4321, **filters)  # type: ignore[arg-type]
-    drafts = _draw_drafts(draft_law, rows)
+    drafts = _draw_drafts(draft_probs, rows)
     logits = torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous()
-    law = torch.tensor(draft_law).expand(_DRAWS, -1)
-    return drafts, rejection_sample(logits, rows, drafts, law)
+    probs = torch.tensor(draft_probs).expand(_DRAWS, -1)
+    return drafts, rejection_sample(logits, rows, drafts, probs)
 
 
-def _joint_law(target: list[float], draft: list[float]) -> list[float]:
-    """The exact law of (draft, token), flat: accepted on the diagonal, residual off it."""
+def _joint_distribution(target: list[float], draft: list[float]) -> list[float]:
+    """Return the exact distribution of (draft, token): accepted on the diagonal, else residual."""
     residual = [max(p - q, 0.0) for p, q in zip(target, draft, strict=True)]
     mass = sum(residual)
     joint = []
@@ -73,21 +73,21 @@ def _pairs(drafts: torch.Tensor, tokens: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("filters", _FILTERS, ids=str)
 @pytest.mark.parametrize("draft_filters", [{}, {"top_k": 4}, {"temperature": 0.5}], ids=str)
-def test_drawn_drafts_and_tokens_have_their_joint_law(
+def test_sampled_drafts_and_tokens_have_the_exact_joint_distribution(
     filters: dict[str, float], draft_filters: dict[str, float]
 ) -> None:
-    """Tokens have the target's filtered law, and each draft is kept with min(1, p/q)."""
+    """Tokens are distributed as the target, and a draft is accepted with min(1, p/q)."""
     target, draft = _exact(_TARGET, filters), _exact(_DRAFT, draft_filters)
-    drafts, tokens = _settled(draft, filters)
+    drafts, tokens = _drafts_and_tokens(draft, filters)
     assert_follows(histogram(tokens, _VOCAB), target)
-    assert_follows(_pairs(drafts, tokens), _joint_law(target, draft))
+    assert_follows(_pairs(drafts, tokens), _joint_distribution(target, draft))
 
 
 @pytest.mark.parametrize("filters", _FILTERS, ids=str)
-def test_as_many_drafts_are_accepted_as_any_rule_could(filters: dict[str, float]) -> None:
-    """The share of accepted drafts is sum min(p, q), the most there can be."""
+def test_acceptance_rate_is_the_highest_possible(filters: dict[str, float]) -> None:
+    """The share of accepted drafts is sum min(p, q), the upper bound."""
     target, draft = _exact(_TARGET, filters), _exact(_DRAFT, {"temperature": 0.8})
-    drafts, tokens = _settled(draft, filters)
+    drafts, tokens = _drafts_and_tokens(draft, filters)
     best = sum(min(p, q) for p, q in zip(target, draft, strict=True))
     accepted = int((drafts == tokens).sum())
     assert stats.binomtest(accepted, _DRAWS, best).pvalue > ALPHA
@@ -95,69 +95,69 @@ def test_as_many_drafts_are_accepted_as_any_rule_could(filters: dict[str, float]
 
 @pytest.mark.parametrize("filters", _FILTERS[:-1], ids=str)
 @pytest.mark.parametrize("draft", [1, 2, 3])
-def test_a_token_that_was_not_drawn_is_accepted_with_its_probability(
+def test_one_hot_draft_is_accepted_with_its_probability(
     filters: dict[str, float], draft: int
 ) -> None:
-    """One-hot drafts: accepted with p(d), and the token has the target's law all the same."""
+    """A fixed draft is accepted with p(d), and tokens are distributed as the target."""
     target = _exact(_TARGET, filters)
     one_hot = [float(token == draft) for token in range(_VOCAB)]
-    drafts, tokens = _settled(one_hot, filters)
+    drafts, tokens = _drafts_and_tokens(one_hot, filters)
     assert bool((drafts == draft).all())
     assert_follows(histogram(tokens, _VOCAB), target)
 
 
-def test_equal_laws_accept_everything() -> None:
-    """A draft model that equals the target is never refused but for rounding."""
-    drafts, tokens = _settled(_exact(_TARGET, {}), {})
+def test_equal_distributions_accept_every_draft() -> None:
+    """A draft model equal to the target is rejected only by rounding."""
+    drafts, tokens = _drafts_and_tokens(_exact(_TARGET, {}), {})
     assert int((drafts != tokens).sum()) <= 2
 
 
 @pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf, 1e-45])
-def test_no_draft_law_leads_outside_the_support(broken: float) -> None:
-    """Whatever a draft law holds, also where it denies its own draft, tokens are possible ones."""
+def test_broken_draft_probabilities_never_leave_the_support(broken: float) -> None:
+    """For any draft probabilities, NaN included, tokens are possible under the target."""
     filters = {"temperature": 0.9, "top_k": 3}
     target = _exact(_TARGET, filters)
     rows = cases.row_sampling(_DRAWS, seed=5, **filters)  # type: ignore[arg-type]
     drafts = torch.arange(_DRAWS) % _VOCAB
-    law = torch.full((_DRAWS, _VOCAB), broken)
+    probs = torch.full((_DRAWS, _VOCAB), broken)
     tokens = rejection_sample(
-        torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous(), rows, drafts, law
+        torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous(), rows, drafts, probs
     )
     assert all(target[token] > 0 for token in set(tokens.tolist()))
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    """Rows give the same tokens alone and in any batch, and inputs stay as they were."""
+def test_token_of_a_row_does_not_depend_on_the_batch() -> None:
+    """A row has the same token alone and in a batch, and the inputs are not modified."""
     rows = cases.mixed_row_sampling(64, seed=3)
     rows = rows._replace(temperature=rows.temperature.clamp(min=0.5))
     logits = cases.random_logits(64, 500, seed=4)
-    law = cases.random_logits(64, 500, seed=5).softmax(dim=1)
-    drafts = law.argmax(dim=1)
-    before = logits.clone(), law.clone()
-    together = rejection_sample(logits, rows, drafts, law)
+    probs = cases.random_logits(64, 500, seed=5).softmax(dim=1)
+    drafts = probs.argmax(dim=1)
+    before = logits.clone(), probs.clone()
+    together = rejection_sample(logits, rows, drafts, probs)
     assert torch.equal(logits, before[0])
-    assert torch.equal(law, before[1])
+    assert torch.equal(probs, before[1])
     for row in range(64):
         index = torch.tensor([row])
-        alone = rejection_sample(logits[index], rows.select(index), drafts[index], law[index])
+        alone = rejection_sample(logits[index], rows.select(index), drafts[index], probs[index])
         assert torch.equal(alone, together[index])
 
 
 def _residual_ignored(
-    target_law: torch.Tensor, rows: RowSampling, draft_law: torch.Tensor
+    target_probs: torch.Tensor, rows: RowSampling, draft_probs: torch.Tensor
 ) -> torch.Tensor:
-    """Wrong: the token behind a refusal is drawn from p, not from the residual."""
-    return _RESIDUAL(target_law, rows, torch.zeros_like(draft_law))
+    """Wrong: after a rejection, draw from p instead of the residual."""
+    return _RESIDUAL(target_probs, rows, torch.zeros_like(draft_probs))
 
 
 def _every_draft_at_p(
-    target_law: torch.Tensor,
+    target_probs: torch.Tensor,
     rows: RowSampling,
     draft_tokens: torch.Tensor,
-    draft_law: torch.Tensor,
+    draft_probs: torch.Tensor,
 ) -> torch.Tensor:
-    """Wrong: drawn drafts are accepted as if they had not been drawn."""
-    return _ACCEPTS(target_law, rows, draft_tokens, torch.ones_like(draft_law))
+    """Wrong: accept sampled drafts as if they had not been sampled."""
+    return _ACCEPTS(target_probs, rows, draft_tokens, torch.ones_like(draft_probs))
 
 
 _RESIDUAL = rejection_ref._draw_residual
@@ -174,11 +174,11 @@ _ACCEPTS = rejection_ref._accepts
     ],
     ids=["residual from p", "accept at p", "residual reuses noise", "coin reuses noise"],
 )
-def test_a_wrong_rule_is_caught(
+def test_wrong_rule_is_detected(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
 ) -> None:
-    """The test above fails, by far, for rules and noise that look nearly right."""
+    """Nearly right rules and noise give another distribution, by a wide margin."""
     target, draft = _exact(_TARGET, {}), _exact(_DRAFT, {})
     monkeypatch.setattr(owner, name, wrong)
-    _, tokens = _settled(draft, {})
+    _, tokens = _drafts_and_tokens(draft, {})
     assert p_value(histogram(tokens, _VOCAB), target) < 1e-12

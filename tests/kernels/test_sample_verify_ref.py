@@ -1,4 +1,4 @@
-"""The torch sampler: filters, ties, independence of rows."""
+"""The torch sampler: filters, ties, and independence of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels import sampling_cases as cases
 def _kept(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> set[int]:
-    """Filters by sorting in double precision, as the definition reads."""
+    """Filter by sorting in double precision, literally as defined."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     best = logits[order[0]]
     mass = [math.exp((logits[token] - best) / temperature) for token in order]
@@ -55,10 +55,10 @@ def _kept_by_reference(logits: torch.Tensor, **parameters: float) -> set[int]:
         (12, 0.8, 0.3),
     ],
 )
-def test_filters_keep_what_the_definition_keeps(
+def test_filters_keep_the_tokens_of_a_plain_sort(
     vocab: int, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """The kept tokens are those of a plain sort, with few and many ties, at any temperature."""
+    """With few and many ties, and at any temperature."""
     generator = torch.Generator().manual_seed(vocab)
     for temperature in (0.6, 1.0, 8.0):
         logits = torch.randn(vocab, generator=generator) * 3
@@ -70,34 +70,34 @@ def test_filters_keep_what_the_definition_keeps(
             assert kept == _kept(candidate.tolist(), temperature, top_k, exact_p, min_p)
 
 
-def test_top_p_keeps_the_token_that_crosses() -> None:
+def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
     """Of four equal tokens p = 0.5 keeps two and p just above keeps three, lowest ids first."""
     logits = torch.zeros(4)
     assert _kept_by_reference(logits, top_p=0.5) == {0, 1}
     assert _kept_by_reference(logits, top_p=0.50001) == {0, 1, 2}
 
 
-def test_top_p_counts_what_top_k_left() -> None:
-    """top-p measures the mass after top-k, so p = 0.5 of two equal survivors keeps one."""
+def test_top_p_applies_to_the_mass_after_top_k() -> None:
+    """p = 0.5 of two equal tokens that top-k kept keeps one."""
     assert _kept_by_reference(torch.zeros(10), top_k=2, top_p=0.5) == {0}
 
 
 def test_top_k_one_equals_greedy_for_logits_that_temperature_merges() -> None:
-    """top_k = 1 is greedy even where neighbouring logits become equal once divided by T."""
+    """top_k = 1 is greedy even if neighbouring logits become equal when divided by T."""
     logits = torch.tensor([[1.0, 1.0 + 2.0**-23]])
     assert sample(logits, cases.row_sampling(1, temperature=3.0, top_k=1)).tolist() == [1]
     assert sample(logits, cases.row_sampling(1, temperature=0.0)).tolist() == [1]
 
 
-def test_greedy_takes_the_lowest_id_of_the_best() -> None:
-    """Ties of greedy rows go to the lowest id, and filters do not matter there."""
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    """Filters do not matter for greedy rows."""
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     rows = cases.row_sampling(1, temperature=0.0, top_k=3, top_p=0.1, min_p=1.0)
     assert sample(logits, rows).tolist() == [1]
 
 
 def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is drawn for the rows at a positive temperature and for no other."""
+    """Noise is drawn only for rows with a positive temperature."""
     drawn = []
 
     def spy(seed: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -113,8 +113,8 @@ def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("vocab", [33, 4096])
-def test_a_token_does_not_depend_on_the_batch(vocab: int) -> None:
-    """Every row of a mixed batch gets the token it gets alone."""
+def test_token_of_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
+    """Every row of a mixed batch gets the token that it gets alone."""
     rows = cases.mixed_row_sampling(40, seed=11)
     logits = cases.random_logits(40, vocab, seed=11)
     together = sample(logits, rows).tolist()
@@ -123,16 +123,16 @@ def test_a_token_does_not_depend_on_the_batch(vocab: int) -> None:
         assert sample(logits[index], rows.select(index)).tolist() == [together[row]]
 
 
-def test_the_token_is_the_best_score_under_the_output_noise() -> None:
-    """Without filters the token is argmax(logits / T + g), g drawn for the purpose 0."""
+def test_token_is_the_argmax_under_the_output_noise() -> None:
+    """Without filters the token is argmax(logits / T + g), with g drawn for purpose 0."""
     logits = torch.randn((50, 64), generator=torch.Generator().manual_seed(6))
     rows = cases.row_sampling(50, temperature=0.7, seed=31, first_position=1000)
     gumbel = noise.gumbel(rows.seed, rows.choice, rows.position, 0, 64)
     assert sample(logits, rows).tolist() == (logits / 0.7 + gumbel).argmax(dim=1).tolist()
 
 
-def test_logits_are_left_alone() -> None:
-    """Sampling does not write to the logits, which log-probabilities still need."""
+def test_sampling_does_not_modify_logits() -> None:
+    """Log probabilities still need the logits after sampling."""
     logits = cases.random_logits(10, 300, seed=4)
     before = logits.clone()
     sample(logits, cases.mixed_row_sampling(10, seed=4))
@@ -140,7 +140,7 @@ def test_logits_are_left_alone() -> None:
 
 
 def test_forbidden_tokens_are_never_sampled() -> None:
-    """A token at -inf is not drawn, whatever the temperature and the filters."""
+    """A token at -inf is not drawn at any temperature and with any filters."""
     rows = cases.mixed_row_sampling(60, seed=12)
     logits = torch.full((60, 50), -torch.inf)
     logits[:, 17] = -30.0

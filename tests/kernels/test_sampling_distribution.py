@@ -1,4 +1,4 @@
-"""The law of sampled tokens against exact probabilities, by chi-square tests of fixed seeds."""
+"""Sampled tokens against exact probabilities, by chi-square tests with fixed seeds."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ _LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -2.0, 1.7, 0.9, 2.6, -0.5
     ],
     ids=str,
 )
-def test_tokens_follow_the_filtered_law(temperature: float, filters: dict[str, float]) -> None:
-    """For every combination of filters, tokens over positions have the exact filtered law."""
+def test_tokens_have_the_filtered_distribution(
+    temperature: float, filters: dict[str, float]
+) -> None:
+    """For every combination of filters, tokens over positions have the exact distribution."""
     rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
     assert_follows(
@@ -48,20 +50,20 @@ def test_tokens_follow_the_filtered_law(temperature: float, filters: dict[str, f
 
 
 @pytest.mark.parametrize("varied", ["seed", "choice", "position"])
-def test_noise_is_fresh_in_every_coordinate(varied: str) -> None:
-    """Neighbouring tokens are independent along seeds, choices and positions alike."""
+def test_noise_is_independent_along_every_coordinate(varied: str) -> None:
+    """Neighbouring tokens are independent along seeds, choices and positions."""
     rows = cases.row_sampling(_DRAWS, seed=99)
     index = torch.arange(_DRAWS)
     coordinates = {"seed": rows.seed, "choice": rows.choice, "position": rows.position}
     for name, tensor in coordinates.items():
         tensor.copy_(index if name == varied else torch.full_like(index, 7))
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
-    law = filtered_distribution(_LOGITS.tolist(), 1.0)
+    exact = filtered_distribution(_LOGITS.tolist(), 1.0)
     # Pairs with the rarest tokens merged, so that all cells are large enough.
-    common = [token for token in range(_VOCAB) if law[token] > 0.04]
+    common = [token for token in range(_VOCAB) if exact[token] > 0.04]
     cell = torch.full((_VOCAB,), len(common))
     cell[common] = torch.arange(len(common))
-    marginal = [law[token] for token in common]
+    marginal = [exact[token] for token in common]
     marginal.append(1 - math.fsum(marginal))
     side = len(marginal)
     pairs = cell[tokens[0::2]] * side + cell[tokens[1::2]]
@@ -87,7 +89,7 @@ Drafter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def _draw(
     model: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor
 ) -> torch.Tensor:
-    """Samples the next token of every row from a Markov model with the request's noise."""
+    """Sample the next token of every row from a Markov model with the request's noise."""
     rows = cases.row_sampling(seeds.shape[0], temperature=_TEMPERATURE)
     rows = rows._replace(seed=seeds, position=positions.to(torch.int32))
     return sample(model[previous], rows)
@@ -112,9 +114,9 @@ def _draft_same_noise(
 
 
 def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.Tensor:
-    """Generates three tokens per seed by draft and verify steps: int64 [seeds, 3].
+    """Generate three tokens per seed by draft and verify steps: int64 [seeds, 3].
 
-    Sequence i drafts ``i % (max_drafts + 1)`` tokens a step, so that batches are ragged.
+    Sequence i drafts ``i % (max_drafts + 1)`` tokens per step, so batches are ragged.
     """
     count = seeds.shape[0]
     text = torch.full((count, 1 + _LENGTH + max_drafts), NO_DRAFT)
@@ -150,24 +152,24 @@ def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.T
     return text[:, 1 : 1 + _LENGTH]
 
 
-def _joint_law() -> list[float]:
-    """The exact law of three tokens of the Markov model."""
+def _joint_distribution() -> list[float]:
+    """Return the exact distribution of three tokens of the Markov model."""
     step = (_MARKOV.to(torch.float64) / _TEMPERATURE).softmax(dim=1)
     joint = step[_START][:, None, None] * step[:, :, None] * step[None, :, :]
     return [float(probability) for probability in joint.reshape(-1)]
 
 
 @pytest.mark.parametrize("drafter", [_draft_constant, _draft_greedy, _draft_same_noise])
-def test_speculation_keeps_the_joint_law(drafter: Drafter) -> None:
-    """Three tokens generated with drafts and the accept walk have the model's exact joint law."""
+def test_speculation_keeps_the_joint_distribution(drafter: Drafter) -> None:
+    """Three tokens generated with drafts have the model's exact joint distribution."""
     seeds = torch.arange(_DRAWS) * 0x1E3779B97F4A7C15
     text = _generate(seeds, 3, drafter)
     cells = (text[:, 0] * _STATES + text[:, 1]) * _STATES + text[:, 2]
-    assert_follows(histogram(cells, _STATES**3), _joint_law())
+    assert_follows(histogram(cells, _STATES**3), _joint_distribution())
 
 
 def test_text_does_not_depend_on_the_drafter() -> None:
-    """For a seed every drafter and every draft length gives the same tokens."""
+    """For one seed every drafter and every draft length gives the same tokens."""
     seeds = torch.arange(2000) + 5
     plain = _generate(seeds, 0, _draft_constant)
     for drafter in (_draft_constant, _draft_greedy, _draft_same_noise):
@@ -175,12 +177,12 @@ def test_text_does_not_depend_on_the_drafter() -> None:
             assert torch.equal(_generate(seeds, max_drafts, drafter), plain)
 
 
-def test_one_hot_drafts_are_accepted_with_their_probability() -> None:
-    """A proposed token is accepted exactly with the probability that the model gives it."""
+def test_one_hot_draft_is_accepted_with_its_probability() -> None:
+    """A proposed token is accepted with the probability that the model gives it."""
     seeds = torch.arange(_DRAWS) + 77
     positions = torch.full((_DRAWS,), _FIRST_POSITION)
     sampled = _draw(_MARKOV, seeds, positions, torch.full((_DRAWS,), _START))
-    law = (_MARKOV[_START].to(torch.float64) / _TEMPERATURE).softmax(dim=0)
+    exact = (_MARKOV[_START].to(torch.float64) / _TEMPERATURE).softmax(dim=0)
     for draft in range(_STATES):
         hits = int((sampled == draft).sum())
-        assert stats.binomtest(hits, _DRAWS, float(law[draft])).pvalue > ALPHA
+        assert stats.binomtest(hits, _DRAWS, float(exact[draft])).pvalue > ALPHA

@@ -27,8 +27,8 @@ _CASES = list(cases(Inputs(_TINY, "cpu", torch.float32)))
 
 
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
-def test_every_case_calls_its_kernel_and_its_reference_alike(case: KernelCase) -> None:
-    """What is timed does what its definition does, the first time and after it was run before."""
+def test_bench_case_equals_its_reference(case: KernelCase) -> None:
+    """A case equals its reference in the first run and in a repeated one."""
     case.check()
     case.run()
     case.check()

@@ -1,4 +1,4 @@
-"""Embeddings on the runner for GPUs, interpreted on the CPU, against the CPU's own runner."""
+"""Embeddings on the GPU runner in Triton's interpreter, against the CPU runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads"
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
-    """The same texts were embedded, to hidden states that differ by rounding."""
+    """The same texts are embedded, with hidden states equal up to rounding."""
     assert found.leaked_blocks == expected.leaked_blocks == 0
     assert found.embeddings.keys() == expected.embeddings.keys()
     for name, embedding in expected.embeddings.items():
@@ -31,8 +31,8 @@ def assert_close(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
-def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
-    """In chunks, in overlapped steps (`off`) and beside trees; tokens beside them are the same."""
+def test_prompts_are_embedded_in_steps_with_decodes_and_drafts(policy: str) -> None:
+    """In chunks, in overlapped steps (`off`) and beside trees, and other tokens are equal."""
     config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy(policy)
     rng = random.Random(4)
@@ -54,8 +54,8 @@ def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
     assert_close(found, expected)
 
 
-def test_a_step_of_embeddings_alone_draws_nothing() -> None:
-    """No row is sampled, and the rows that are pooled come out."""
+def test_step_of_embeddings_alone_samples_nothing() -> None:
+    """No row is sampled, and the pooled rows are returned."""
     config = tiny_config(**ONE_LAYER)
     weights, setup = tiny_weights(config), Setup(num_blocks=64, max_num_seqs=4)
     wanted = [to_embed("e", range(1, 20)), to_embed("f", range(20, 23))]

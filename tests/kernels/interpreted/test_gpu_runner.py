@@ -1,4 +1,4 @@
-"""The runner for GPUs, interpreted on the CPU, against the CPU's own runner."""
+"""The GPU runner in Triton's interpreter, against the CPU runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    # Padding rows attend to nothing and go on with whatever lay in memory.
+    # Padding rows attend to nothing and compute on undefined memory.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
 ]
 
@@ -41,7 +41,7 @@ SAMPLINGS = {
 
 
 def requests(policy: SpeculationPolicy, **of_all: object) -> list[GenerationRequest]:
-    """One of each sampling, their prompts full of repetitions and partly shared."""
+    """One request per sampling, with repetitive and partly shared prompts."""
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(18)]
     return [
@@ -57,13 +57,13 @@ def requests(policy: SpeculationPolicy, **of_all: object) -> list[GenerationRequ
 
 
 def setup(policy: SpeculationPolicy, **bounds: int) -> Setup:
-    """Drafts that are right and wrong, with branches."""
+    """Drafts that are right and wrong, and branch."""
     proposers = lambda _: {"ngram": HostileProposer(VOCAB, random.Random(1))}  # noqa: E731
     return Setup(policy, proposers, **{"max_num_seqs": 4, "num_blocks": 64, **bounds})
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
-    """The same tokens and texts, log probabilities to rounding, and nothing left behind."""
+    """Tokens and texts are equal, log probabilities up to rounding, and no block leaks."""
     assert found.tokens == expected.tokens
     assert found.text == expected.text
     assert found.finish_reasons == expected.finish_reasons
@@ -80,8 +80,8 @@ def assert_close(found: TokenLogprob, expected: TokenLogprob) -> None:
     assert [token for token, _ in found.top] == [token for token, _ in expected.top]
 
 
-def test_the_runner_for_gpus_gives_what_the_cpus_gives() -> None:
-    """Through the whole worker: prefill in chunks, prefix cache, preemption, trees, stops."""
+def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
+    """With chunked prefill, prefix cache, preemption, trees and stop strings."""
 
     def outcome(make: object) -> Outcome:
         chosen = RandomSlots(random.Random(2))
@@ -96,8 +96,8 @@ def test_the_runner_for_gpus_gives_what_the_cpus_gives() -> None:
     assert min(expected.accepted, expected.rejected) > 0
 
 
-def test_tokens_that_the_host_does_not_know_are_fed_on_the_device() -> None:
-    """Most steps are launched behind one that is under way, and the outcome is the same."""
+def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> None:
+    """Most steps are launched while the previous one runs, and the outcome is the same."""
     config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy("off")
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -110,8 +110,8 @@ def test_tokens_that_the_host_does_not_know_are_fed_on_the_device() -> None:
     assert sum(step is not None for step in behind) > len(behind) // 2
 
 
-def test_what_was_launched_can_be_fetched_late() -> None:
-    """Results belong to the step that was launched, however late they are fetched."""
+def test_step_can_be_fetched_after_later_launches() -> None:
+    """The result is that of the fetched step."""
     config = tiny_config(**ONE_LAYER)
     chosen = speculation_policy("off")
     engines = [gpu_engine(config, tiny_weights(config), setup(chosen)) for _ in range(2)]

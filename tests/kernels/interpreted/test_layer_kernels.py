@@ -21,8 +21,8 @@ _EPS = 1e-5
 
 
 @pytest.mark.parametrize("hidden", [1, 20, 64, 576, 1001])
-def test_norm_equals_the_reference(hidden: int) -> None:
-    """Rows of any size are normed as the reference does, alone and with the residual."""
+def test_rms_norm_equals_the_reference(hidden: int) -> None:
+    """Rows of any size equal the reference, alone and with the residual."""
     x, residual, weight = normal((3, hidden), 1), normal((3, hidden), 2), normal((hidden,), 3)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
@@ -34,16 +34,16 @@ def test_norm_equals_the_reference(hidden: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
-def test_eps_counts_where_rows_are_small(scale: float) -> None:
-    """Rows near zero are divided by the root of eps, not by nothing."""
+def test_eps_bounds_the_norm_of_small_rows(scale: float) -> None:
+    """Rows near zero are divided by the root of eps, not by zero."""
     x, weight = normal((2, 24), 4) * scale, normal((24,), 5)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_sum_changes_no_bit(dtype: torch.dtype) -> None:
-    """The fused norm has the bits of a norm of the sum, which is rounded before it is normed."""
+def test_fused_residual_sum_changes_no_bit(dtype: torch.dtype) -> None:
+    """The fused norm has the bits of a norm of the rounded sum."""
     x, weight = normal((4, 90), 6, dtype) * 1.7, normal((90,), 8, dtype)
     summed = normal((4, 90), 7, dtype)
     normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
@@ -62,7 +62,7 @@ def test_normed_rows_do_not_depend_on_each_other() -> None:
     ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 32), (9, 3, 64), (7, 1, 80), (14, 2, 20)]
 )
 def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Queries and the whole KV memory equal the reference's, for odd head sizes and groups."""
+    """Queries and the KV memory equal the reference, for odd head sizes and groups."""
     case = rope_case(5, heads, kv_heads, head_dim, normed=False)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -72,7 +72,7 @@ def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (7, 1, 80), (14, 2, 20)])
 def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
-    """With head norms too, each head by its own weight; values are copied as they are."""
+    """Each head is normed by its own weight; values are copied unchanged."""
     case = rope_case(5, heads, kv_heads, head_dim, normed=True)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -84,7 +84,7 @@ def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: i
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_bfloat16_is_rounded_once(normed: bool) -> None:
-    """From bfloat16 too everything is computed in float32, and only the results are shortened."""
+    """With bfloat16 inputs the arithmetic is in float32, and only results are rounded."""
     case = rope_case(5, 6, 2, 32, normed=normed, dtype=torch.bfloat16)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -121,11 +121,11 @@ def test_layers_of_a_pool_are_written_in_place() -> None:
     assert bool((memory[8:] == 7).all())
 
 
-# The exponential of the largest gate is infinite, as it should be.
+# The exponential of the largest gate is infinite, as expected.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("intermediate", [1, 90, 1024, 1601])
 def test_gate_equals_the_reference(intermediate: int) -> None:
-    """Rows of any size are gated as the reference does, large gates of both signs included."""
+    """Rows of any size equal the reference, with large gates of both signs."""
     gate_up = normal((3, 2 * intermediate), 11) * 4
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
     expected = swiglu_ref.swiglu(gate_up)
@@ -135,7 +135,7 @@ def test_gate_equals_the_reference(intermediate: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("strips", "head_dim"), [(3, 20), (16, 32), (37, 8)])
 def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Accepted paths with gaps, with places that are later targets, and empty ones are moved."""
+    """Paths with gaps, with sources that are later targets, and empty paths."""
     sources, targets = path_moves(PATHS, 6, 60, seed=12)
     memory = normal((strips, 60, head_dim), 13, dtype)
     expected = memory.clone()
@@ -144,8 +144,8 @@ def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtyp
     assert torch.equal(memory, expected)
 
 
-def test_unsupported_layouts_are_refused() -> None:
-    """Layouts that the kernels would read wrongly raise instead."""
+def test_unsupported_layouts_are_rejected() -> None:
+    """Layouts that the kernels would read wrongly raise ValueError."""
     x, weight = normal((4, 32), 14), normal((32,), 15)
     with pytest.raises(ValueError, match="contiguous"):
         rms_norm.rms_norm(x[:, ::2], weight[:16], _EPS)

@@ -17,7 +17,7 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 1001, 2048])
 def test_words_and_uniforms_equal_the_reference(num_tokens: int) -> None:
-    """Triton's Philox keyed by the seed draws the words of the reference, whatever the size."""
+    """Words and uniforms equal the reference exactly, for any vocabulary size."""
     arguments = (*_rows(), noise.PURPOSE_ACCEPT, num_tokens)
     words = noise_kernel.philox_words(*arguments)
     assert torch.equal(words, noise.philox_words(*arguments))
@@ -25,7 +25,7 @@ def test_words_and_uniforms_equal_the_reference(num_tokens: int) -> None:
 
 
 def test_gumbel_equals_the_reference() -> None:
-    """The Gumbel noise of both agrees to float32 rounding."""
+    """Gumbel noise equals the reference up to float32 rounding."""
     arguments = (*_rows(), noise.PURPOSE_OUTPUT, 1001)
     torch.testing.assert_close(
         noise_kernel.gumbel(*arguments), noise.gumbel(*arguments), rtol=1e-6, atol=3e-7

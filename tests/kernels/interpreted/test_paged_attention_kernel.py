@@ -1,4 +1,4 @@
-"""Paged attention in the interpreter, in float32: its bfloat16 products are wrong."""
+"""Paged attention in the interpreter, in float32, as its bfloat16 products are wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
 
 
 def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
-    """Both modes get the reference's values, and the same bits."""
+    """Both modes equal the reference, and have the same bits."""
     loops, parallel = (
         paged_attention(
             *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
@@ -44,7 +44,7 @@ def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
     [(4, 4, 16), (6, 2, 32), (8, 2, 64), (7, 1, 80)],
 )
 def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head_dim: int) -> None:
-    """A mixed batch gets the reference's values, for odd head sizes and groups."""
+    """A mixed batch equals the reference, for odd head sizes and groups."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim
     )
@@ -53,7 +53,7 @@ def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head
 
 @pytest.mark.parametrize("window", [1, 30, 64, 1000])
 def test_windows_equal_the_reference(window: int) -> None:
-    """Rows see their window, whether it ends inside a tile, at its border, or nowhere."""
+    """For windows that end inside a tile, at a tile boundary, or before the sequence."""
     case = attention_case(
         [20, 1, 0, 5, 17], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
     )
@@ -61,8 +61,8 @@ def test_windows_equal_the_reference(window: int) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_tiles_before_every_window_are_not_read(parallel: bool) -> None:
-    """What no row of a sequence sees may have been given to others, NaN and all."""
+def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
+    """Blocks that no row sees may belong to other sequences and hold NaN."""
     case = attention_case([2, 1], [290, 200], query_heads=4, kv_heads=2, head_dim=16, seed=4)
     window = 60
     kept = paged_attention(
@@ -74,16 +74,16 @@ def test_tiles_before_every_window_are_not_read(parallel: bool) -> None:
         for block in table[: oldest // 64 * 4].tolist():
             layer_kv[:, block * 16 : block * 16 + 16] = torch.nan
     overwritten = replace(case, layer_kv=layer_kv)
-    left = paged_attention(
+    after = paged_attention(
         *overwritten.arguments(), **overwritten.keywords(), window=window, split_size=128,
         parallel_splits=parallel,
     )  # fmt: skip
-    assert torch.equal(left, kept)
+    assert torch.equal(after, kept)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool, window: int | None) -> None:
+def test_verified_rows_have_the_bits_of_decodes(parallel: bool, window: int | None) -> None:
     """Each row of chunks and verifications has the bits of its token decoded alone."""
     case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     together = paged_attention(
@@ -97,7 +97,7 @@ def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool, window: int | N
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
-    """The tiles that 16 bits take, four times those of float32, give the reference's values."""
+    """The tiles for 16 bits, four times those for float32, equal the reference."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, dtype=torch.bfloat16
     )
@@ -107,8 +107,8 @@ def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed in 64 bits, as pools beyond 2**31 elements a strip need it, offsets are the same."""
+def test_offsets_of_64_bits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools with more than 2**31 elements per strip need 64-bit offsets."""
     case = attention_case([1, 5], [40, 70], query_heads=4, kv_heads=2, head_dim=16, seed=7)
     narrow = paged_attention(*case.arguments(), **case.keywords())
     monkeypatch.setattr(sizes, "is_wide", lambda layer_kv: True)
@@ -124,8 +124,8 @@ def test_wider_block_tables_change_no_bit() -> None:
     assert torch.equal(paged_attention(*wide.arguments(), **keywords), narrow)
 
 
-def test_layers_of_the_pool_are_read_as_they_lie() -> None:
-    """A target's layer and a draft model's, whose pages are other than blocks, need no copy."""
+def test_layers_of_the_pool_are_read_in_place() -> None:
+    """Layers of the target and of a draft model, whose page size differs, need no copy."""
     target = replace(read_model_config(SHIPPED_MODEL), num_layers=2, num_kv_heads=2, head_dim=32)
     draft = replace(target, num_layers=1, num_kv_heads=1, head_dim=16)
     pool = KvPool(target, 16, torch.float32)
@@ -136,15 +136,15 @@ def test_layers_of_the_pool_are_read_as_they_lie() -> None:
         (pool.layers[1], attention_case(*lens, **heads, kv_heads=2, head_dim=32)),
         (view.layers[0], attention_case(*lens, **heads, kv_heads=1, head_dim=16, block_size=32)),
     ):
-        # The case's slots, then what the other model has there.
+        # The other model's values, then the slots of the case.
         layer.fill_(torch.nan)
         layer[:, : case.layer_kv.shape[1]] = case.layer_kv
         _equals_the_reference(replace(case, layer_kv=layer), None)
     assert view.page_tokens == 32
 
 
-def test_unsupported_layouts_are_refused() -> None:
-    """Layouts that the kernel would read wrongly raise instead."""
+def test_unsupported_layouts_are_rejected() -> None:
+    """Layouts that the kernel would read wrongly raise ValueError."""
     case = attention_case([1], [4], query_heads=3, kv_heads=3, head_dim=16)
     query, layer_kv, *rest = case.arguments()
     keywords = case.keywords()

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 
 def _mixed() -> AttentionCase:
-    """Returns trees of all sorts among a chunk, a decode and padding.
+    """Return trees of all kinds among a chunk, a decode and padding.
 
-    The comb's paths end in the split behind that where the draft starts, the star starts at a
-    split's border, the tree of 64 tokens fills several programs.
+    The comb's paths end one split after the draft's start, the star starts at a split boundary, and
+    the tree of 64 tokens fills several programs.
     """
     return attention_case(
         [9, 7, 66, 0, 1, 6, 4, 12],
@@ -46,7 +46,7 @@ def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -
 
 @pytest.mark.parametrize("window", [None, 2, 30])
 def test_trees_equal_the_reference(window: int | None) -> None:
-    """Combs, stars, chains and bushes get the reference's values, in either mode the same bits."""
+    """Combs, stars, chains and bushes equal the reference, with the same bits in either mode."""
     case = _mixed()
     expected = paged_attention_ref.paged_attention(
         *case.arguments(), **case.keywords(), window=window
@@ -58,8 +58,8 @@ def test_trees_equal_the_reference(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_every_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
-    """A row of any branch has the bits of its token decoded alone behind its ancestors."""
+def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
+    """A row of any branch has the bits of its token decoded alone after its ancestors."""
     case = attention_case(
         [6, 3, 9],
         [67, 66, 70],
@@ -76,7 +76,7 @@ def test_every_branch_has_the_bits_of_its_path(parallel: bool, window: int | Non
 
 
 def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
-    """Bit 63, an int64's sign, is an ancestor like any other."""
+    """Bit 63, the sign of an int64, is an ancestor like any other."""
     drafts = [chain(64), comb(64)]
     case = attention_case(
         [64, 65], [80, 90], query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, seed=3
@@ -89,8 +89,8 @@ def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_a_chain_by_masks_has_the_bits_of_a_chain_without(parallel: bool) -> None:
-    """Sequences whose drafts do not branch are not changed by others' that do."""
+def test_chain_has_the_same_bits_with_and_without_masks(parallel: bool) -> None:
+    """Other sequences' trees do not change a sequence whose draft does not branch."""
     lens, contexts = [6, 20, 1, 5], [67, 70, 128, 5]
     drafts = [chain(5), [], [], chain(5)]
     sizes = {"query_heads": 2, "kv_heads": 1, "head_dim": 16, "seed": 4}
@@ -99,8 +99,8 @@ def test_a_chain_by_masks_has_the_bits_of_a_chain_without(parallel: bool) -> Non
     assert torch.equal(plain, masked)
 
 
-def test_malformed_trees_are_refused() -> None:
-    """Masks of another width and fields that end early raise."""
+def test_malformed_trees_are_rejected() -> None:
+    """Masks of another width and fields that end early raise ValueError."""
     case = _mixed()
     assert case.trees is not None
     ancestors, starts, positions = case.trees

@@ -1,4 +1,4 @@
-"""Places on the paths of draft trees in the interpreter."""
+"""Positions and slots on the paths of draft trees in the interpreter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _paths() -> list[int]:
 
 @pytest.mark.parametrize("path", _paths())
 def test_slots_equal_the_reference(path: int) -> None:
-    """Every position of a path is found, whichever of the 64 bits make it, the sign among them."""
+    """The slot of every position is found for any of the 64 bits, the sign bit included."""
     draft_start = 21
     end = draft_start + path.bit_count()
     positions = torch.arange(128, dtype=torch.int32).clamp(max=end - 1)
@@ -49,7 +49,7 @@ def test_slots_equal_the_reference(path: int) -> None:
 @pytest.mark.parametrize("parents", [[], chain(64), star(9), comb(30), bushy(60, 1), bushy(33, 2)])
 @pytest.mark.parametrize("confirmed", [0, 3])
 def test_leaves_equal_the_reference(parents: list[int], confirmed: int) -> None:
-    """Rows find their leaves, confirmed tokens before them and padding behind."""
+    """Rows find their leaves among confirmed tokens and padding."""
     masks = ([0] * confirmed + ancestors_of(parents))[:64]
     ancestors = torch.tensor(masks + [0] * (64 - len(masks)))
     real = torch.arange(64) < len(masks)

@@ -17,7 +17,7 @@ from tests.engine.tiny_model import (
 )
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-# What attention leaves in padding rows is undefined, and may overflow behind it.
+# Attention leaves padding rows undefined, and they may overflow later.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
@@ -42,7 +42,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_decoder_on_triton_equals_the_decoder_in_torch(changes: dict[str, object]) -> None:
-    """Chunks, decodes, chains and trees in one batch have torch's logits, keys and values."""
+    """Logits, keys and values equal those of torch, for chunks, decodes, chains and trees."""
     config = tiny_config(**changes)
     weights = tiny_weights(config)
     pools = [KvPool(config, MIXED_BLOCKS, torch.float32) for _ in range(2)]
