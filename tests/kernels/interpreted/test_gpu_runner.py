@@ -88,7 +88,7 @@ def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
         bounds = {"max_step_tokens": 24, "num_blocks": 7}
         return make(config, weights, setup(chosen, **bounds)).run(requests(chosen))
 
-    config = tiny_config(windows=(None, 24))
+    config = tiny_config(windows=(None, 24), num_heads=2, num_kv_heads=1)
     weights = tiny_weights(config)
     expected, found = outcome(cpu_engine), outcome(gpu_engine)
     assert_equal(found, expected)
