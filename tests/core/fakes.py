@@ -30,7 +30,7 @@ def hashed_token(sequence: Sequence, position: int) -> int:
 
 
 def scripted(*tokens: int) -> TrueToken:
-    """The same output for every sequence."""
+    """Give every sequence the same output."""
     return lambda sequence, position: tokens[position - sequence.prompt_tokens]
 
 
@@ -40,7 +40,7 @@ def pooled_state(work: SequenceWork) -> bytes:
 
 
 class FakeExecutor:
-    """Emits the true tokens and checks drafts against them."""
+    """Emits the true tokens and verifies drafts against them."""
 
     def __init__(self, true_token: TrueToken = hashed_token) -> None:
         self._true_token = true_token
@@ -52,7 +52,7 @@ class FakeExecutor:
         return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
-        """The true tokens, as far as the draft has them, and the one after."""
+        """Yield the true tokens that the draft contains, and the one after them."""
         at, position = ROOT, work.start + len(work.token_ids)
         while work.samples:
             token = self._true_token(work.sequence, position)

@@ -1,4 +1,4 @@
-"""Details of deltas: the steps of a traced request, and the timing of a choice's first token."""
+"""Details of deltas: the steps of a traced request, and the phases before its first token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
-from tests.core.test_pipeline import LETTERS, Letters
+from tests.core.test_pipeline import LETTERS, LetterTokenizer
 
 STEP_S = 1e-3
-"""What each step of the fake device takes."""
+"""The duration of each step of the fake device."""
 
 
 class RecordedWorker:
@@ -32,7 +32,7 @@ class RecordedWorker:
             {"ngram": proposer or FakeProposer(true_token)},
             StepCost((64,), (STEP_S,)),
         )
-        self.worker = WorkerCore(self.scheduler, Letters(), 200)
+        self.worker = WorkerCore(self.scheduler, LetterTokenizer(), 200)
         self.device = FakeExecutor(true_token)
         self.now_s = 100.0
 
@@ -44,7 +44,7 @@ class RecordedWorker:
         return self.worker.complete(plan, self.device.execute(plan), self.now_s)
 
     def run(self, *wanted: GenerationRequest) -> list[Delta]:
-        """The deltas of the first one."""
+        """Run requests, and return the deltas of the first one."""
         for one in wanted:
             self.worker.submit(one, self.now_s)
         deltas = []
@@ -84,7 +84,7 @@ def test_traces_report_proposed_verified_and_accepted_tokens(branches: float, po
 
 
 def test_an_untraced_request_gets_no_traces() -> None:
-    """Beside a traced request, an untraced one gets its tokens only."""
+    """Beside a traced request, an untraced one gets only its tokens."""
     plain = request(max_tokens=12, drafts=3, ignore_eos=True)
     deltas = RecordedWorker().run(plain, traced(max_tokens=12, drafts=3))
     assert [delta.steps for delta in deltas] == [()] * len(deltas)
@@ -101,7 +101,7 @@ def test_traces_count_computed_drafts_as_proposed() -> None:
 def test_traces_leave_out_tokens_after_a_stop_string() -> None:
     """A stop string inside an accepted draft cuts the tokens and the accepted count of its step."""
     true_token = scripted(*range(1, 30))
-    text = Letters().decode(range(1, 30))
+    text = LetterTokenizer().decode(range(1, 30))
     one = traced(max_tokens=29, drafts=4, stop=(text[6],))
     last = RecordedWorker(true_token=true_token).run(one)[-1]
     (step,) = last.steps
@@ -109,7 +109,7 @@ def test_traces_leave_out_tokens_after_a_stop_string() -> None:
     assert step.tokens == len(last.token_ids) == step.accepted < 5
 
 
-class Forcing:
+class ForcingGrammar:
     """A grammar that sometimes forces two tokens."""
 
     is_complete = True
@@ -134,7 +134,7 @@ def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
     one = traced(max_tokens=10, drafts=4)
     told.worker.submit(one)
     (sequence,) = told.scheduler.waiting
-    sequence.grammar = Forcing(sequence)
+    sequence.grammar = ForcingGrammar(sequence)
     steps = []
     while (batch := told.step()) is not None:
         steps += [step for _, delta in batch for step in delta.steps]
@@ -158,7 +158,7 @@ def test_traces_list_survivals_best_first() -> None:
 
 
 def test_first_delta_reports_phases() -> None:
-    """It has the times of arrival, first step, each prompt chunk, and first token."""
+    """The first delta has the times of arrival, first step, each prompt chunk, and first token."""
     told = RecordedWorker(max_step_tokens=8)
     prompt = tuple(place % LETTERS for place in range(19))
     first, *others = told.run(request(prompt=prompt, max_tokens=5, ignore_eos=True))
@@ -182,7 +182,7 @@ def test_single_token_choice_reports_phases() -> None:
 
 
 def test_phases_add_up_step_times_without_a_clock() -> None:
-    """Benchmarks and tests run a worker without a clock."""
+    """Without a clock, a worker adds up step times instead."""
     told = RecordedWorker()
     told.worker.submit(request(max_tokens=2))
     plan = told.worker.plan()

@@ -37,13 +37,14 @@ stops = st.lists(st.text(st.sampled_from("ab é🙂"), min_size=1, max_size=4), 
 
 
 def stream_pieces(ids, stop=(), context=()):
-    """The pieces of text that a reader gets, ending with the flush."""
+    """Return the pieces of text that a client receives, ending with the flush."""
     stream = TextStream(tokenizer().decode, stop, context, alone=tokenizer().texts.__getitem__)
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
 def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the first complete stop string; of two with one end, the longer counts."""
+    """Return the text before the first complete stop string; of two that end together, the longer
+    one counts."""
     for end in range(1, len(text) + 1):
         found = [len(s) for s in stop if text[:end].endswith(s)]
         if found:
@@ -52,7 +53,7 @@ def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
 
 
 def split_and_encode(text: str, cuts: list[int]) -> list[int]:
-    """Another tokenization of a text: its parts are encoded separately."""
+    """Tokenize a text differently, by encoding its parts separately."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     return [t for part in parts for t in tokenizer().encode(part, add_special_tokens=False)]
@@ -63,7 +64,7 @@ def split_and_encode(text: str, cuts: list[int]) -> list[int]:
 @example([*UNKNOWN * 3, *EMOJI])
 @example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]])
 def test_streamed_text_equals_decoding_all_tokens(ids: list[int]) -> None:
-    """This holds for any tokens, also for bytes that form no character."""
+    """Streaming any tokens gives the decoded text, even if their bytes form no character."""
     assert "".join(stream_pieces(ids)) == tokenizer().decode(ids)
 
 
@@ -79,7 +80,7 @@ def test_single_token_texts_give_the_same_pieces_as_decoding(ids, stop) -> None:
 
 @given(texts, st.lists(st.integers(0, 100)), st.text("ab é\n", max_size=9))
 def test_text_does_not_depend_on_tokenization(text, cuts, prompt) -> None:
-    """However a text is split into tokens, also after a prompt, the reader gets that text."""
+    """However a text is split into tokens, also after a prompt, the client gets that text."""
     ids = split_and_encode(text, cuts)
     context = tokenizer().encode(prompt)
     assert "".join(stream_pieces(ids, context=context)) == text
@@ -136,7 +137,7 @@ def test_no_text_follows_a_stop_string() -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3, 4, 5])
 def test_stop_string_before_min_tokens_is_text(min_tokens: int) -> None:
-    """A stop string that is complete before `min_tokens` tokens is shown and stops nothing."""
+    """A stop string that is complete before `min_tokens` tokens is returned as text."""
     stream = TextStream(lambda ids: "".join(map(chr, ids)), ("b",), (), min_tokens)
     text = "".join(stream.add(ord(letter)) for letter in "abaab") + stream.flush()
     assert text == {0: "a", 1: "a", 3: "abaa", 4: "abaa", 5: "abaa"}[min_tokens]

@@ -1,4 +1,4 @@
-"""Draft pages in borrowed blocks: allocated lazily, given up first, never overlapping."""
+"""Draft pages in borrowed blocks: allocated lazily, reclaimed first, never overlapping."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SharedMemory(RuleBasedStateMachine):
         missing = self.blocks.blocks_for(tokens) - len(table)
         used = len({block for other in self.targets for block in other})
         if missing <= self.blocks.num_blocks - used:
-            self.blocks.extend(table, tokens)  # drafts are never in the way
+            self.blocks.extend(table, tokens)  # drafts never block a target
             assert len(table) * BLOCK >= tokens
         else:
             with pytest.raises(OutOfBlocks):
@@ -109,12 +109,12 @@ def test_drafts_of_several_sequences_grow_along_groups() -> None:
             pages.extend(table, tokens)
     for table in tables:
         assert table.pages == list(range(table.pages[0], table.pages[0] + 8))
-    blocks.extend([], 56 * BLOCK)  # 8 blocks hold both drafts: 56 are free
+    blocks.extend([], 56 * BLOCK)  # 8 blocks hold both drafts, so 56 are free
     assert all(len(draft.pages) == 8 for draft in tables)
 
 
 def test_tables_that_grew_longest_ago_are_emptied_first() -> None:
-    """A target that needs memory empties the stalest draft tables, and no more than necessary."""
+    """A target that needs memory empties the stalest draft tables, as few as possible."""
     blocks = KvBlocks(6, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=65)
     stale, fresh = DraftTable(), DraftTable()
@@ -128,7 +128,7 @@ def test_tables_that_grew_longest_ago_are_emptied_first() -> None:
 
 
 def test_unread_tokens_take_no_pages() -> None:
-    """Leading tokens out of reach share one page in the slack; only the others have pages."""
+    """Leading tokens that are never read share one spare page; only the others have pages."""
     blocks = KvBlocks(8, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=9)
     table = DraftTable()
@@ -141,13 +141,13 @@ def test_unread_tokens_take_no_pages() -> None:
 
 
 def test_free_pages_are_used_before_new_blocks() -> None:
-    """If a run cannot continue, a free page of a borrowed block precedes a new block."""
+    """If a run cannot continue, a free page of a borrowed block is used before a new block."""
     blocks = KvBlocks(16, BLOCK)
     pages = DraftPages(blocks, pages_per_block=4, page_tokens=4, group_pages=17)
     draft, target = DraftTable(), list[int]()
     pages.extend(draft, 8)
     blocks.extend(target, 12 * BLOCK)
-    blocks.trim(target, 11 * BLOCK)  # two blocks are free, neither behind the run
+    blocks.trim(target, 11 * BLOCK)  # two blocks are free, but neither follows the run
     while draft.pages[-1] + 1 not in target:
         pages.extend(draft, 4 * len(draft.pages) + 4)
     held = len(blocks._lent)

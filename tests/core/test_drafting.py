@@ -1,4 +1,4 @@
-"""Drafting: which proposers are asked, when, and what is learned."""
+"""Drafting: which proposers are called, when, and what is learned from their drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.core.fakes import FakeProposer, hashed_token, request
 WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)
 
 
-class Counting(FakeProposer):
+class CountingProposer(FakeProposer):
     """Counts the requests for each sequence."""
 
     def __init__(self, is_wrong=RIGHT, **options) -> None:
@@ -46,7 +46,7 @@ def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
 
 
 def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int) -> None:
-    """Steps in which nothing is verified: every sequence gets its true token."""
+    """Run steps in which nothing is verified: every sequence gets its true token."""
     for _ in range(steps):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
@@ -57,15 +57,15 @@ def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int
 
 
 def test_all_sequences_are_asked_if_any_slot_may_pay() -> None:
-    """Without a least survival, each step asks for each sequence."""
-    proposer = Counting(WRONG)
+    """Without a minimum survival, each step requests a draft for each sequence."""
+    proposer = CountingProposer(WRONG)
     run(Drafting({"ngram": proposer}), sequences(3), DraftTerms(), 40)
     assert len(proposer.asked) == 3 * 40
 
 
 def test_hopeless_sequences_are_asked_every_16_steps() -> None:
-    """Sequences whose drafts were always wrong are asked once in 16 steps, the others in each."""
-    proposer = Counting(lambda key, position: key > 0)
+    """Sequences with only wrong drafts are tried once in 16 steps, the others in each step."""
+    proposer = CountingProposer(lambda key, position: key > 0)
     drafting, batch = Drafting({"ngram": proposer}), sequences(4)
     terms = DraftTerms(least_survival=0.45)
     run(drafting, batch, terms, 400)
@@ -77,7 +77,7 @@ def test_hopeless_sequences_are_asked_every_16_steps() -> None:
 
 def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
     """At a price above every survival, one lookup in 64 steps keeps the estimates current."""
-    proposer = Counting()
+    proposer = CountingProposer()
     run(
         Drafting({"ngram": proposer}),
         sequences(5),
@@ -88,9 +88,10 @@ def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
 
 
 def test_probes_notice_that_drafts_became_right() -> None:
-    """When good evidence appears after wrong drafts only, all sequences are soon asked again."""
+    """When good evidence appears after a series of wrong drafts, all sequences are soon tried
+    again."""
 
-    class Turning(Counting):
+    class Turning(CountingProposer):
         good = False
 
         def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
@@ -119,10 +120,14 @@ def test_no_offers_without_proposers() -> None:
 
 
 def test_any_proposer_selects_the_best_offer() -> None:
-    """Wrong lookups lose to cheap computed drafts, right ones win; a proposer named is binding."""
+    """Wrong lookups lose to cheap computed drafts, and right ones win; a named proposer is always
+    used."""
     terms = DraftTerms(price=0.1, step_s=1e-2)
     for look_up, expected in ((WRONG, "draft_model"), (RIGHT, "ngram")):
-        proposers = {"ngram": Counting(look_up), "draft_model": Counting(depth_s=1e-4)}
+        proposers = {
+            "ngram": CountingProposer(look_up),
+            "draft_model": CountingProposer(depth_s=1e-4),
+        }
         drafting, batch = Drafting(proposers), sequences(2, ANY_PROPOSER)
         for _ in range(100):
             offers = drafting.offers(batch, terms)
@@ -135,9 +140,15 @@ def test_any_proposer_selects_the_best_offer() -> None:
 
 
 def test_unused_proposer_is_offered_less_often() -> None:
-    """A computing proposer that got no slot is offered again after 8 steps, then after twice as
-    many each time. Using it resets this."""
-    drafting, batch = Drafting({"draft_model": Counting(depth_s=1e-4)}), sequences(2, "draft_model")
+    """A computing proposer without slots is offered again after 8 steps, then at doubling
+    intervals.
+
+    Using it resets the interval.
+    """
+    drafting, batch = (
+        Drafting({"draft_model": CountingProposer(depth_s=1e-4)}),
+        sequences(2, "draft_model"),
+    )
     terms, offered = DraftTerms(least_survival=0.0, step_s=1e-2), []
     for turn in range(8 * MOST_RESTING_STEPS):
         offers = drafting.offers(batch, terms)
@@ -161,58 +172,65 @@ def test_unused_proposer_is_offered_less_often() -> None:
 
 def test_computed_drafts_that_cannot_pay_are_not_offered() -> None:
     """A depth that takes longer than its tokens are worth is not offered."""
-    drafting, batch = Drafting({"draft_model": Counting(depth_s=2e-2)}), sequences(2, "draft_model")
+    drafting, batch = (
+        Drafting({"draft_model": CountingProposer(depth_s=2e-2)}),
+        sequences(2, "draft_model"),
+    )
     terms = DraftTerms(least_survival=0.0, step_s=1e-2, tokens_per_s=200.0)
     assert drafting.offers(batch, terms) == []
     assert len(drafting.offers(batch, terms._replace(least_survival=None))) == 2
 
 
 def test_exploration_stays_within_its_share_of_time() -> None:
-    """Unused proposers do draft, and take no more than their share of the step time."""
-    dear, step_s = Counting(depth_s=1e-3), 1e-2
-    drafting, batch = Drafting({"draft_model": dear}), sequences(3, "draft_model")
+    """Unused proposers do draft, but within their share of the step time."""
+    expensive, step_s = CountingProposer(depth_s=1e-3), 1e-2
+    drafting, batch = Drafting({"draft_model": expensive}), sequences(3, "draft_model")
     steps = 2000
     run(drafting, batch, DraftTerms(step_s=step_s), steps)
     most = EXPLORED_SHARE * step_s * steps / 1e-3
-    assert 0.8 * most <= len(dear.asked) <= most
-    assert set(dear.asked) == {0}
+    assert 0.8 * most <= len(expensive.asked) <= most
+    assert set(expensive.asked) == {0}
 
 
 def test_exploration_skips_drafts_above_the_saved_limit() -> None:
     """A proposer whose token costs more than five steps never drafts."""
-    dear = Counting(depth_s=1e-2 * MOST_SAVED_STEPS * 1.01)
-    run(Drafting({"draft_model": dear}), sequences(1, "draft_model"), DraftTerms(step_s=1e-2), 5000)
-    assert dear.asked == []
+    expensive = CountingProposer(depth_s=1e-2 * MOST_SAVED_STEPS * 1.01)
+    run(
+        Drafting({"draft_model": expensive}),
+        sequences(1, "draft_model"),
+        DraftTerms(step_s=1e-2),
+        5000,
+    )
+    assert expensive.asked == []
 
 
 def test_exploration_is_charged_for_overruns() -> None:
-    """If exploring takes twice its forecast, it happens half as often."""
+    """If exploration takes twice its forecast, it happens half as often."""
     counts = []
     for times in (1.0, 2.0):
-        dear, step_s = Counting(depth_s=1e-3), 1e-2
-        drafting, batch = Drafting({"draft_model": dear}), sequences(2, "draft_model")
+        expensive, step_s = CountingProposer(depth_s=1e-3), 1e-2
+        drafting, batch = Drafting({"draft_model": expensive}), sequences(2, "draft_model")
         for _ in range(4000):
             run(drafting, batch, DraftTerms(step_s=step_s), 1)
             drafting.observe_host_time(times * drafting.did.computed_s)
-        counts.append(len(dear.asked))
+        counts.append(len(expensive.asked))
     assert counts[1] == pytest.approx(counts[0] / 2, rel=0.05)
 
 
-def seldom_right(key: int, position: int) -> bool:
-    """Whether the draft for a position is wrong: randomly, for nineteen of twenty."""
+def mostly_wrong(key: int, position: int) -> bool:
+    """Return whether the draft at a position is wrong, randomly for 19 of 20 positions."""
     return Random(key * 7919 + position).random() < 0.95
 
 
-LOOKING_UP = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
-"""A look-up takes as long as an eighth of a token of the steps below."""
-ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKING_UP)
+LOOKUP_COST = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
+"""A lookup takes an eighth of the time that a token takes in the steps below."""
+ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKUP_COST)
 
 
 def test_lookups_that_do_not_pay_are_made_every_16_steps() -> None:
-    """After wrong drafts have shown their value, one step in sixteen looks up; right drafts are
-    looked up in each step."""
+    """After wrong drafts one step in 16 makes a lookup; after right ones every step does."""
     for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_STEPS)):
-        proposer = Counting(is_wrong)
+        proposer = CountingProposer(is_wrong)
         drafting, batch = Drafting({"ngram": proposer}), sequences(1)
         run(drafting, batch, ASKED, 600)
         proposer.asked.clear()
@@ -221,9 +239,8 @@ def test_lookups_that_do_not_pay_are_made_every_16_steps() -> None:
 
 
 def test_cheap_lookups_are_checked_more_often() -> None:
-    """A hundredth of the step time is for lookups that do not pay, so cheap ones are made more
-    often."""
-    proposer = Counting(seldom_right)
+    """Lookups that do not pay get 1% of the step time, so cheap ones are made more often."""
+    proposer = CountingProposer(mostly_wrong)
     drafting, batch = Drafting({"ngram": proposer}), sequences(1)
     terms = ASKED._replace(drafting=DraftingCost(look_up_s=2e-5, sequence_s=5e-5))
     run(drafting, batch, terms, 600)
@@ -233,10 +250,10 @@ def test_cheap_lookups_are_checked_more_often() -> None:
 
 
 def test_lookups_of_a_step_share_its_fixed_cost() -> None:
-    """Lookups that do not pay for one sequence pay for eight: the fixed cost is paid once."""
+    """Lookups that do not pay for one sequence pay for eight, which share the fixed cost."""
     counts = []
     for count in (1, 8):
-        proposer = Counting(lambda key, position: (position + key) % 8 > 1)
+        proposer = CountingProposer(lambda key, position: (position + key) % 8 > 1)
         drafting, batch = Drafting({"ngram": proposer}), sequences(count)
         cost = DraftingCost(look_up_s=1e-3, sequence_s=1e-6)
         terms = ASKED._replace(price=0.02, drafting=cost)
@@ -249,12 +266,12 @@ def test_lookups_of_a_step_share_its_fixed_cost() -> None:
 
 
 def test_a_text_that_starts_to_repeat_is_noticed() -> None:
-    """After a thousand steps of failed lookups, lookups soon happen in each step once they succeed.
+    """After a thousand failed lookups, lookups soon happen in each step once they succeed.
 
     The evidence that such drafts are good comes from another sequence.
     """
-    proposer = Counting(
-        lambda key, position: key == 0 and position < 1000 and seldom_right(key, position)
+    proposer = CountingProposer(
+        lambda key, position: key == 0 and position < 1000 and mostly_wrong(key, position)
     )
     drafting, batch = Drafting({"ngram": proposer}), sequences(2)
     run(drafting, batch, ASKED, 900)
@@ -267,38 +284,40 @@ def test_a_text_that_starts_to_repeat_is_noticed() -> None:
     assert proposer.asked.count(0) == 100
 
 
-@pytest.mark.parametrize("with_law", [False, True])
-def test_evidence_of_sampled_tokens_counts_only_without_distributions(with_law: bool) -> None:
+@pytest.mark.parametrize("with_distribution", [False, True])
+def test_evidence_of_sampled_tokens_counts_only_without_distributions(
+    with_distribution: bool,
+) -> None:
     """With rejection sampling, a sampled token's own probability changes no survival."""
-    drafting = Drafting({"draft_model": Sure(with_law=with_law)})
+    drafting = Drafting({"draft_model": ConfidentProposer(with_distribution=with_distribution)})
     (sequence,) = sequences(1, "draft_model")
     for step in range(400):
         drafting.compute(drafting.offers([sequence], DraftTerms()), [1], DraftTerms())
-        right = step % 2 == 0  # as sure as the proposer was
+        right = step % 2 == 0  # as often as the proposer predicts
         drafting.learn(sequence, (7 if right else 8,))
     survivals = []
     for _ in range(2):
         (offer,) = drafting.compute(drafting.offers([sequence], DraftTerms()), [1], DraftTerms())
         survivals.append(offer.candidate.survivals[0])
-    assert (survivals[0] == survivals[1]) == with_law
+    assert (survivals[0] == survivals[1]) == with_distribution
 
 
-class Sure(FakeProposer):
-    """Drafts one token, with strong and weak evidence in turns."""
+class ConfidentProposer(FakeProposer):
+    """Drafts one token, with strong and weak evidence in turn."""
 
-    def __init__(self, *, with_law: bool) -> None:
+    def __init__(self, *, with_distribution: bool) -> None:
         super().__init__(depth_s=1e-4)
-        self._law = object() if with_law else None
+        self._distribution = object() if with_distribution else None
         self._turn = 0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         self._turn += 1
         evidence = 990 if self._turn % 2 else 10
-        return [Draft((7,), evidence=evidence, distributions=self._law) for _ in requests]
+        return [Draft((7,), evidence=evidence, distributions=self._distribution) for _ in requests]
 
 
 def test_offers_list_the_best_tokens_of_a_tree_first() -> None:
-    """Survivals never rise, whatever order the proposer wrote its tree in."""
+    """Survivals never rise, whatever the order in the proposer's tree."""
     tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), (0.1, 0.9, 1.0, 1.0), 32)
 
     class Tree(FakeProposer):

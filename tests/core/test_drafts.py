@@ -11,7 +11,7 @@ from draftgate.backends.core.drafts import ROOT, Draft
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
-    """Trees of up to twelve tokens out of four, without equal siblings."""
+    """Trees of up to twelve tokens over an alphabet of four, without equal siblings."""
     tokens: list[int] = []
     parents: list[int] = []
     for place in range(draw(st.integers(0, 12))):
@@ -27,7 +27,7 @@ def trees(draw: st.DrawFn) -> Draft:
 
 
 def paths(draft: Draft) -> dict[tuple[int, ...], int]:
-    """The place of each token, by the path of tokens to it."""
+    """Map the token path to each place in the draft."""
     found: dict[int, tuple[int, ...]] = {ROOT: ()}
     for place, token in enumerate(draft.token_ids):
         found[place] = (*found[draft.parent(place)], token)
@@ -40,7 +40,7 @@ texts = st.lists(st.integers(0, 3), max_size=8)
 
 @given(drafts)
 def test_depth_first_keeps_the_tree(draft: Draft) -> None:
-    """It moves tokens, and changes neither their parents nor their shares."""
+    """Reordering moves tokens but keeps their parents and shares."""
     laid = draft.depth_first()
     assert paths(laid).keys() == paths(draft).keys()
     for path, place in paths(laid).items():
@@ -66,7 +66,7 @@ def test_depth_first_makes_branches_contiguous(draft: Draft) -> None:
 
 
 def by_depth(position: int) -> float:
-    """Chances that differ by depth."""
+    """Probabilities that differ by depth."""
     return 0.9 - 0.05 * position
 
 

@@ -1,4 +1,4 @@
-"""Embeddings: prompts in the steps of other requests, with a hidden state at their end."""
+"""Embeddings: prompts that share steps with other requests and return a hidden state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.core.scheduler_harness import SchedulerHarness
 LENGTH = 40
 
 
-class Letters:
-    """Token i is the i-th letter."""
+class LetterTokenizer:
+    """Decodes token i as the i-th letter."""
 
     vocab_size = 60
     texts = tuple(map(chr, range(65, 125)))
@@ -39,7 +39,7 @@ def embedding_worker(**of_worker: object) -> WorkerCore:
         {"ngram": FakeProposer()},
         StepCost((64,), (1e-3,)),
     )
-    return WorkerCore(scheduler, Letters(), LENGTH, **{"embeds": True, **of_worker})
+    return WorkerCore(scheduler, LetterTokenizer(), LENGTH, **{"embeds": True, **of_worker})
 
 
 def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> GenerationRequest:
@@ -47,7 +47,7 @@ def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> Generat
 
 
 def run(harness: SchedulerHarness) -> list[StepPlan]:
-    """Run to the end; return the steps."""
+    """Run until all requests end, and return the steps."""
     plans = []
     while (plan := harness.step()) is not None:
         plans.append(plan)
@@ -72,7 +72,7 @@ def test_embedding_computes_its_prompt_once_and_samples_nothing(prompt: int) -> 
 
 
 def test_embedding_and_generation_share_cached_prompts() -> None:
-    """Each reuses the blocks of the other, except for the last token."""
+    """Each kind of request reuses the blocks of the other, except for the last token."""
     prompt = tuple(range(1, 14))
     for first, second in ((Task.GENERATE, Task.EMBED), (Task.EMBED, Task.GENERATE)):
         harness = SchedulerHarness(num_blocks=16)
@@ -96,7 +96,7 @@ def test_embedding_shares_steps_with_decodes() -> None:
 
 
 def test_preempted_embedding_is_recomputed() -> None:
-    """Older sequences that grow take its blocks, and its result is the same."""
+    """Older sequences that grow take its blocks, and the result stays the same."""
     harness = SchedulerHarness(
         num_blocks=12, max_num_seqs=4, max_step_tokens=4, batching="decode_first"
     )
@@ -109,7 +109,7 @@ def test_preempted_embedding_is_recomputed() -> None:
 
 
 def test_paused_embedding_resumes() -> None:
-    """Between its chunks it leaves the batch; in its last step it ends nevertheless."""
+    """Paused between chunks, it leaves the batch; paused in its last step, it still ends."""
     harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
     paused, last = harness.add(prompt=33, task=Task.EMBED), harness.add(prompt=3, task=Task.EMBED)
     harness.step()
@@ -146,7 +146,7 @@ def test_embedding_is_delivered_in_one_delta() -> None:
 
 
 def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
-    """The other embedding of the step is delivered."""
+    """The other embedding of the step is still delivered."""
     worker, executor = embedding_worker(), FakeExecutor()
     leaves, stays = to_embed(3), to_embed((9, 8, 7))
     worker.submit(leaves)
@@ -163,7 +163,7 @@ def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
 
 
 def test_embedding_may_fill_the_context() -> None:
-    """It needs no space for output; one token more is rejected with both numbers."""
+    """An embedding needs no space for output; one token too many is rejected with both numbers."""
     worker = embedding_worker()
     worker.admission.check(to_embed(LENGTH))
     with pytest.raises(
@@ -174,6 +174,6 @@ def test_embedding_may_fill_the_context() -> None:
 
 
 def test_embedding_is_rejected_without_hidden_states() -> None:
-    """The simulator has none to pool."""
+    """A worker without hidden states, such as the simulator, rejects embeddings."""
     with pytest.raises(RequestRejected, match="does not support embeddings"):
         embedding_worker(embeds=False).admission.check(to_embed())

@@ -18,7 +18,7 @@ from draftgate.backends.types import (
     ResumedChoice,
 )
 from tests.core.fakes import request, scripted
-from tests.core.test_worker import EOS, Bench, encode, text_of, tokenizer, tokens_of
+from tests.core.test_worker import EOS, WorkerHarness, encode, text_of, tokenizer, tokens_of
 
 SPEC = GrammarSpec(
     GrammarKind.JSON_SCHEMA,
@@ -27,12 +27,12 @@ SPEC = GrammarSpec(
 TEXT = "[1, 23, 4]"
 
 
-def worker_for(*tokens: int, grammars: bool = True) -> Bench:
-    """A worker whose device emits these tokens, whatever the masks say."""
-    bench = Bench(scripted(*tokens))
+def worker_for(*tokens: int, grammars: bool = True) -> WorkerHarness:
+    """Build a worker whose device emits these tokens, whatever the masks allow."""
+    harness = WorkerHarness(scripted(*tokens))
     known = LlGrammars(tokenizer(), {EOS}) if grammars else None
-    bench.worker = WorkerCore(bench.worker._scheduler, tokenizer(), 200, known)
-    return bench
+    harness.worker = WorkerCore(harness.worker._scheduler, tokenizer(), 200, known)
+    return harness
 
 
 def formatted(spec: GrammarSpec = SPEC, **settings: object) -> GenerationRequest:
@@ -52,7 +52,7 @@ def test_end_token_ends_structured_output_despite_ignore_eos(drafts: int) -> Non
 
 
 def test_incomplete_structured_output_ends_with_length() -> None:
-    """An end that the grammar's limits caused is not reported as `stop`."""
+    """If the grammar's limits end the output, the finish reason is not `stop`."""
     ids = [*encode("[1, 2"), EOS]
     deltas = worker_for(*ids).run_one(formatted(max_tokens=20))
     assert text_of(deltas) == "[1, 2"
@@ -60,18 +60,18 @@ def test_incomplete_structured_output_ends_with_length() -> None:
 
 
 def test_choices_have_grammars_of_their_own() -> None:
-    """Each of n choices has its own state in the format."""
+    """Each of n choices has its own grammar state."""
     tokens = {0: [*encode("[1]"), EOS], 1: [*encode("[23, 4]"), EOS]}
-    bench = worker_for()
-    bench._executor._true_token = lambda s, position: tokens[s.choice][position - s.prompt_tokens]
+    harness = worker_for()
+    harness._executor._true_token = lambda s, position: tokens[s.choice][position - s.prompt_tokens]
     one = formatted(max_tokens=20, n=2)
-    got = bench.run(one)
+    got = harness.run(one)
     assert [text_of(got[one.request_id, choice]) for choice in (0, 1)] == ["[1]", "[23, 4]"]
     assert {d[-1].finish_reason for d in got.values()} == {FinishReason.STOP}
 
 
 def test_resumed_tokens_must_match_the_format() -> None:
-    """Tokens that the format forbids are rejected; allowed ones continue where they ended."""
+    """Resumed tokens that the format forbids are rejected; allowed ones continue the output."""
     ids = encode(TEXT)
     for done in range(len(ids)):
         begun = (ResumedChoice(0, tuple(ids[:done])),)
@@ -87,11 +87,11 @@ def test_resumed_tokens_must_match_the_format() -> None:
 
 def test_structured_output_is_rejected_without_logits() -> None:
     """A worker that cannot enforce a format must not accept it."""
-    bench = worker_for(grammars=False)
+    harness = worker_for(grammars=False)
     with pytest.raises(RequestRejected, match="does not support structured output") as refused:
-        bench.worker.admission.check(formatted())
+        harness.worker.admission.check(formatted())
     assert refused.value.param == "response_format"
-    bench.worker.admission.check(request())
+    harness.worker.admission.check(request())
 
 
 def test_invalid_format_is_rejected_by_check() -> None:

@@ -1,4 +1,4 @@
-"""Drafting that takes the host longer than it gains, in virtual time."""
+"""Drafts that cost more host time than they gain, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COST = StepCost(tuple(range(1, 33)), tuple(1e-3 + 5e-5 * n for n in range(1, 33)
 
 
 class VirtualClock:
-    """Virtual time, which proposers spend."""
+    """A virtual clock that proposers advance."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
 
-class Slow(FakeProposer):
+class SlowProposer(FakeProposer):
     """Spends host time in each call."""
 
     def __init__(
@@ -47,9 +47,10 @@ class Slow(FakeProposer):
 
 
 def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth_s=0.0) -> float:
-    """Generate with a worker whose steps take what it believes, besides the host.
+    """Return the throughput of a worker whose steps take exactly their predicted time plus host
+    time.
 
-    Count the second half only, since the worker learns in the first.
+    Only the second half counts, since the worker learns in the first.
     """
     clock, executor = VirtualClock(), FakeExecutor()
     name = "draft_model" if depth_s else "ngram"
@@ -57,7 +58,7 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
         SchedulerConfig(16, 64),
         KvBlocks(sequences * (TOKENS + 64) // 16, 16),
         speculation_policy(policy),
-        {name: Slow(clock, call_s, wrong, depth_s)},
+        {name: SlowProposer(clock, call_s, wrong, depth_s)},
         COST,
     )
     drafts = 0 if policy == "off" else 4
@@ -82,8 +83,10 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
 def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
     sequences, call_s, depth_s
 ) -> None:
-    """Throughput is at most 2% below `off` if each call takes half a step or more and one draft in
-    eight is right. The device's time alone would favour drafts in every step."""
+    """With expensive calls and one draft in eight right, throughput is at most 2% below `off`.
+
+    A call takes at least half a step. The device's time alone would favour drafts in every step.
+    """
     plain = tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.88, depth_s) > 0.98 * plain
     assert tokens_per_s("fixed:1", sequences, call_s, 0.88, depth_s) < 0.9 * plain

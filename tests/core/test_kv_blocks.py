@@ -13,7 +13,7 @@ BLOCK = 4
 
 
 def largest_gap(blocks: KvBlocks, tables: list[list[int]]) -> int:
-    """The longest run of free blocks, counted independently of the allocator."""
+    """Return the longest run of free blocks, counted independently of the allocator."""
     owned = {block for table in tables for block in table}
     longest = run = 0
     for block in range(blocks.num_blocks):
@@ -103,7 +103,7 @@ TestBlocks = BlockMachine.TestCase
 
 
 def test_sequences_that_grow_in_turns_stay_contiguous() -> None:
-    """With half of the memory unused, each of two growing sequences stays in one run."""
+    """With half of the memory unused, each of two growing sequences keeps one run of blocks."""
     blocks = KvBlocks(64, BLOCK)
     tables: list[list[int]] = [[], []]
     for tokens in range(1, 16 * BLOCK + 1):

@@ -1,4 +1,4 @@
-"""Sequences of slow readers: they yield to others and lose nothing."""
+"""Sequences with slow readers: they yield to others and lose nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from draftgate.policies.registry import speculation_policy
 from tests.core.scheduler_harness import BLOCK, SchedulerHarness
 
 
-def decoding(harness: SchedulerHarness, count: int, **of_request: object) -> list[Sequence]:
-    """This number of sequences, with computed prompts."""
+def add_decodes(harness: SchedulerHarness, count: int, **of_request: object) -> list[Sequence]:
+    """Add this number of sequences, and run until their prompts are computed."""
     wanted = {"prompt": 2, "max_tokens": 40, "ignore_eos": True, **of_request}
     sequences = [harness.add(**wanted) for _ in range(count)]
     while any(s.output_tokens == 0 for s in sequences):
@@ -21,9 +21,9 @@ def decoding(harness: SchedulerHarness, count: int, **of_request: object) -> lis
 
 
 def test_paused_sequence_is_in_no_step_and_resumes_unchanged() -> None:
-    """Others run meanwhile; after resuming it recomputes at most one block."""
+    """Other sequences run meanwhile; after resuming it recomputes at most one block."""
     harness = SchedulerHarness(num_blocks=64)
-    slow, fast = decoding(harness, 2)
+    slow, fast = add_decodes(harness, 2)
     for _ in range(8):
         harness.step()
     harness.scheduler.set_pace(slow, Pace.PAUSED)
@@ -40,9 +40,9 @@ def test_paused_sequence_is_in_no_step_and_resumes_unchanged() -> None:
 
 
 def test_sequence_paused_during_a_step_keeps_its_tokens() -> None:
-    """The step under way counts for a sequence that is paused meanwhile."""
+    """A sequence that is paused during a step keeps the tokens of that step."""
     harness = SchedulerHarness(num_blocks=64)
-    (slow,) = decoding(harness, 1)
+    (slow,) = add_decodes(harness, 1)
     plan = harness.scheduler.plan()
     harness.check_plan(plan)
     harness.scheduler.set_pace(slow, Pace.PAUSED)
@@ -57,7 +57,7 @@ def test_sequence_paused_during_a_step_keeps_its_tokens() -> None:
 def test_no_step_is_planned_for_paused_sequences() -> None:
     """No step is planned until a sequence resumes, however often `plan` is called."""
     harness = SchedulerHarness(num_blocks=64)
-    sequences = decoding(harness, 3)
+    sequences = add_decodes(harness, 3)
     for sequence in sequences:
         harness.scheduler.set_pace(sequence, Pace.PAUSED)
     assert [harness.step() for _ in range(3)] == [None] * 3
@@ -68,9 +68,9 @@ def test_no_step_is_planned_for_paused_sequences() -> None:
 
 
 def test_2000_paused_sequences_take_no_capacity_from_others() -> None:
-    """A new sequence after them is admitted with the next step and never preempted for them."""
+    """A new sequence is admitted with the next step and never preempted for paused ones."""
     harness = SchedulerHarness(num_blocks=64, max_num_seqs=4)
-    slow = decoding(harness, 4)
+    slow = add_decodes(harness, 4)
     for sequence in slow:
         harness.scheduler.set_pace(sequence, Pace.PAUSED)
     for _ in range(2000):
@@ -95,7 +95,7 @@ def test_2000_paused_sequences_take_no_capacity_from_others() -> None:
 
 
 def test_paused_prefill_does_not_hold_up_its_sharers() -> None:
-    """They compute the prefix themselves, since no running sequence does."""
+    """Sequences that share its prefix compute that prefix themselves."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=4)
     first = harness.add(prompt=17, max_tokens=2)
     harness.step()
@@ -109,7 +109,7 @@ def test_paused_prefill_does_not_hold_up_its_sharers() -> None:
 
 
 def test_resumed_sequence_returns_in_order_of_arrival() -> None:
-    """It precedes all later arrivals and follows the earlier ones."""
+    """A resumed sequence precedes all later arrivals and follows the earlier ones."""
     harness = SchedulerHarness(num_blocks=64, max_num_seqs=1)
     _, second, third = (harness.add(max_tokens=9, ignore_eos=True) for _ in range(3))
     harness.step()
@@ -131,7 +131,7 @@ def test_sequences_of_any_pace_are_cancelled_at_once(pace: Pace, steps: int) -> 
         harness.step()
     harness.scheduler.set_pace(sequence, pace)
     harness.scheduler.finish(sequence, FinishReason.ABORT)
-    harness.scheduler.set_pace(sequence, Pace.FULL)  # too late, and no matter
+    harness.scheduler.set_pace(sequence, Pace.FULL)  # has no effect after the end
     load = harness.scheduler.load()
     assert (load.running, load.waiting, load.paused, load.prompt_tokens) == (0, 0, 0, 0)
     assert load.kv_blocks_free == load.kv_blocks_total
@@ -139,9 +139,9 @@ def test_sequences_of_any_pace_are_cancelled_at_once(pace: Pace, steps: int) -> 
 
 
 def test_sparing_sequences_get_no_drafts() -> None:
-    """Not even free lookups are made for it; its neighbour gets all drafts."""
+    """A sparing sequence gets no drafts, not even free lookups; its neighbour gets all of them."""
     harness = SchedulerHarness(num_blocks=200, policy=speculation_policy("fixed:4"), wrong=0.0)
-    slow, fast = decoding(harness, 2, max_tokens=60, drafts=4)
+    slow, fast = add_decodes(harness, 2, max_tokens=60, drafts=4)
     harness.scheduler.set_pace(slow, Pace.SPARING)
     drafted = slow.drafted_tokens
     while fast.state is not SequenceState.FINISHED:
@@ -152,10 +152,9 @@ def test_sparing_sequences_get_no_drafts() -> None:
 
 
 def test_sparing_decodes_come_last_but_do_not_starve() -> None:
-    """If only half of the decodes fit, the others go first, and a sparing one is served within the
-    bound."""
+    """If only half of the decodes fit, sparing ones go last but are served within the bound."""
     harness = SchedulerHarness(num_blocks=200, max_num_seqs=4, max_step_tokens=8)
-    slow, *fast = decoding(harness, 4, max_tokens=100)
+    slow, *fast = add_decodes(harness, 4, max_tokens=100)
     harness.scheduler.set_pace(slow, Pace.SPARING)
     harness.set_budget(2)
     before = [s.output_tokens for s in (slow, *fast)]
@@ -170,9 +169,9 @@ def test_sparing_decodes_come_last_but_do_not_starve() -> None:
 
 
 def test_sparing_sequences_are_preempted_before_younger_ones() -> None:
-    """When blocks run out, the oldest sequence is preempted if it alone is sparing."""
+    """When blocks run out, the only sparing sequence is preempted even if it is the oldest."""
     harness = SchedulerHarness(num_blocks=12, max_num_seqs=4)
-    slow, *fast = decoding(harness, 3, max_tokens=20)
+    slow, *fast = add_decodes(harness, 3, max_tokens=20)
     harness.scheduler.set_pace(slow, Pace.SPARING)
     while not slow.preemptions:
         harness.step()

@@ -1,4 +1,4 @@
-"""Overlapped steps: the same texts as steps in turn, and no block overwritten too early."""
+"""Overlapped steps: the same texts as sequential steps, and no block overwritten too early."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.core.scheduler_harness import BLOCK, prefixes
 LETTERS = 50
 
 
-class Letters:
-    """Token i is the i-th letter, so stop strings are found in hashed streams."""
+class LetterTokenizer:
+    """Decodes token i as the i-th letter, so that hashed streams contain stop strings."""
 
     vocab_size = LETTERS
     texts = tuple(chr(ord("A") + token) for token in range(LETTERS))
@@ -39,8 +39,8 @@ class Letters:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 
-def known(sequence: Sequence) -> list[int]:
-    """The tokens of a sequence as the device knows them."""
+def known_tokens(sequence: Sequence) -> list[int]:
+    """Return the tokens of a sequence that the device knows."""
     return [
         hashed_token(sequence, place) if token == PENDING else token
         for place, token in enumerate(sequence.token_ids)
@@ -48,15 +48,15 @@ def known(sequence: Sequence) -> list[int]:
 
 
 class FakeDevice(FakeExecutor):
-    """A device with a memory, which computes a launched step as late as possible:
+    """A device with a memory that computes a launched step as late as possible, when it is fetched.
 
-    when it is fetched. A launched step writes where its plan said, and reads what earlier steps
-    left. A block that is reused too early shows as a wrong prefix.
+    A launched step writes where its plan said, and reads what earlier steps left. A block that is
+    reused too early shows as a wrong prefix.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.behind = 0  # steps launched before the one before them was fetched
+        self.behind = 0  # steps launched before their predecessor was fetched
         self.memory: dict[tuple[int, int], int] = {}
         self.steps = count()
 
@@ -71,7 +71,7 @@ class FakeDevice(FakeExecutor):
             assert not pending or pending == [len(work.token_ids) - 1]
             assert not pending or work.sequence.key in {w.sequence.key for w in behind[0].work}
         tables = [tuple(work.sequence.block_table) for work in plan.work]
-        texts = [known(work.sequence) for work in plan.work]
+        texts = [known_tokens(work.sequence) for work in plan.work]
         return plan, tables, texts, FakeExecutor.execute(self, plan)
 
     def fetch(self, launched) -> StepResult:
@@ -105,8 +105,8 @@ class FakeDevice(FakeExecutor):
         return table[position // BLOCK], position % BLOCK
 
 
-class Bench:
-    """A worker with a pipeline; what it delivered, by request and choice."""
+class PipelineHarness:
+    """A worker with a pipeline, and its deliveries by request and choice."""
 
     def __init__(self, *, asynchronous: bool, num_blocks: int, policy: str, eos: int = 0) -> None:
         self.blocks = KvBlocks(num_blocks, BLOCK)
@@ -118,7 +118,7 @@ class Bench:
             {"ngram": proposer},
             StepCost((64,), (1e-3,)),
         )
-        self.worker = WorkerCore(self.scheduler, Letters(), 200, embeds=True)
+        self.worker = WorkerCore(self.scheduler, LetterTokenizer(), 200, embeds=True)
         self.device = FakeDevice()
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
         launcher = self.device if asynchronous else None
@@ -146,7 +146,7 @@ class Bench:
         assert self.blocks.num_free == self.blocks.num_blocks
 
     def deltas_by_choice(self) -> dict:
-        """The tokens, text, log probabilities, finish reason and embedding of each choice."""
+        """Return tokens, text, log probabilities, finish reason and embedding of each choice."""
         return {
             key: (
                 [token for delta in deltas for token in delta.token_ids],
@@ -187,24 +187,25 @@ REQUESTS = st.lists(
 def test_overlapped_steps_give_the_same_deltas(
     wanted, plain, arrivals, cancelled, num_blocks, policy
 ) -> None:
-    """Every request that is not cancelled gets the same; no block leaks or is reused too early."""
+    """Every request that is not cancelled gets the same deltas, and no block leaks or is reused
+    early."""
     requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
 
     def deltas_by_choice(*, asynchronous: bool) -> dict:
-        bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
+        harness = PipelineHarness(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
         for turn in range(14):
             for index, one in enumerate(requests):
                 if arrivals[index] == turn:
-                    bench.submit(one)
+                    harness.submit(one)
                 if cancelled.get(index) == turn:
-                    bench.worker.cancel(one.request_id)
-            bench.step()
-        bench.run()
-        return bench.deltas_by_choice()
+                    harness.worker.cancel(one.request_id)
+            harness.step()
+        harness.run()
+        return harness.deltas_by_choice()
 
     in_turn, overlapped = deltas_by_choice(asynchronous=False), deltas_by_choice(asynchronous=True)
     for index, one in enumerate(requests):
-        # One that is cancelled before it arrives runs to its end.
+        # A request that is cancelled before it arrives runs to its end.
         gone = arrivals[index] <= cancelled.get(index, -1)
         for choice in range(0 if gone else one.n):
             key = one.request_id, choice
@@ -230,18 +231,18 @@ def test_pace_changes_do_not_change_text(
     requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
 
     def deltas_by_choice(paces) -> dict:
-        bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
+        harness = PipelineHarness(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
         for one in requests:
-            bench.submit(one)
+            harness.submit(one)
         for turn in range(13):
             for when, index, pace in paces:
                 if when == turn and index < len(requests):
-                    bench.worker.set_pace(requests[index].request_id, pace)
-            bench.step()
+                    harness.worker.set_pace(requests[index].request_id, pace)
+            harness.step()
         for one in requests:
-            bench.worker.set_pace(one.request_id, Pace.FULL)
-        bench.run()
-        return bench.deltas_by_choice()
+            harness.worker.set_pace(one.request_id, Pace.FULL)
+        harness.run()
+        return harness.deltas_by_choice()
 
     assert deltas_by_choice(paces) == deltas_by_choice([])
 
@@ -249,17 +250,17 @@ def test_pace_changes_do_not_change_text(
 def test_deltas_are_delivered_while_the_next_step_runs() -> None:
     """The deltas of a step are delivered after the launch of the next one, drafts or not."""
     for drafts in (0, 2):
-        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
-        bench.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
-        launched, launch = [], bench.device.launch
-        bench.device.launch = lambda plan, behind=None, launched=launched, launch=launch: (
+        harness = PipelineHarness(asynchronous=True, num_blocks=20, policy="fixed:2")
+        harness.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
+        launched, launch = [], harness.device.launch
+        harness.device.launch = lambda plan, behind=None, launched=launched, launch=launch: (
             launched.append(plan),
             launch(plan, behind),
         )[1]
         deltas_by_choice = []
-        while bench.step():
-            deltas_by_choice.append((len(launched), sum(map(len, bench.delivered.values()))))
-        # The last step has no other behind it.
+        while harness.step():
+            deltas_by_choice.append((len(launched), sum(map(len, harness.delivered.values()))))
+        # No step is launched after the last one.
         assert deltas_by_choice[:-1] == [
             (step + 1, step) for step in range(len(deltas_by_choice) - 1)
         ]
@@ -267,14 +268,14 @@ def test_deltas_are_delivered_while_the_next_step_runs() -> None:
 
 
 def test_plain_decodes_are_planned_ahead() -> None:
-    """Every step but the first is planned ahead, and none after the last token; with drafts or
-    penalties none is."""
+    """Without drafts and penalties, every step but the first is planned ahead, and none after the
+    last token."""
 
     def behind(**of_request: object) -> tuple[int, int]:
-        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
-        bench.submit(request(max_tokens=6, ignore_eos=True, **of_request))
-        bench.run()
-        return next(bench.device.steps), bench.device.behind
+        harness = PipelineHarness(asynchronous=True, num_blocks=20, policy="fixed:2")
+        harness.submit(request(max_tokens=6, ignore_eos=True, **of_request))
+        harness.run()
+        return next(harness.device.steps), harness.device.behind
 
     assert behind() == (6, 5)
     assert behind(logprobs=2, logit_bias=((1, 1.0),), min_tokens=2) == (6, 5)
@@ -285,23 +286,25 @@ def test_plain_decodes_are_planned_ahead() -> None:
 
 
 def test_tokens_after_the_end_are_dropped() -> None:
-    """Overlapped steps notice an end one step late: one more step is launched, and no third."""
+    """Overlapped steps notice an end one step late, so exactly one extra step is launched."""
     first = Sequence.for_choice(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
-    text = Letters().decode(stream[:end])
+    text = LetterTokenizer().decode(stream[:end])
     for stop, eos, shown in ((text[-1], 0, text[:-1]), ("no", stream[2], text[:-1])):
         for asynchronous in (False, True):
-            bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos)
-            bench.submit(request(max_tokens=9, stop=(stop,)))
-            bench.run()
-            ((tokens, deltas_by_choice, _, reasons, _),) = bench.deltas_by_choice().values()
+            harness = PipelineHarness(
+                asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos
+            )
+            harness.submit(request(max_tokens=9, stop=(stop,)))
+            harness.run()
+            ((tokens, deltas_by_choice, _, reasons, _),) = harness.deltas_by_choice().values()
             assert (tokens, deltas_by_choice, reasons) == (stream[:end], shown, [FinishReason.STOP])
-            assert next(bench.device.steps) == end + asynchronous
+            assert next(harness.device.steps) == end + asynchronous
 
 
-class Clocked:
-    """A worker with nothing to do, which records the times at which it was asked."""
+class IdleWorker:
+    """An idle worker that records the times at which a step is planned."""
 
     def __init__(self) -> None:
         self.asked_s: list[float | None] = []
@@ -312,8 +315,8 @@ class Clocked:
 
 
 def test_steps_are_planned_at_the_time_of_the_clock() -> None:
-    """Lateness follows the clock, not the sum of step times: drafting and gaps take time too."""
-    worker = Clocked()
+    """Lateness follows the clock, not the sum of step times, which omits drafting and gaps."""
+    worker = IdleWorker()
     for launcher in (None, FakeExecutor()):
         Pipeline(worker, FakeExecutor(), lambda _: None, launcher, lambda: 42.0).step()
     assert worker.asked_s == [42.0, 42.0]

@@ -24,15 +24,13 @@ def chain(tokens: Iterable[int], tenant: str = "", block_size: int = 4) -> list[
 
 
 def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
-    """A hash covers the whole prefix up to its block:
-
-    one changed token changes all later hashes.
-    """
+    """A hash covers the whole prefix up to its block, so one changed token changes all later
+    hashes."""
     tokens = list(range(100, 120))
     known = chain(tokens)
     assert len(known) == 5
     assert {len(digest) for digest in known} == {HASH_BYTES}
-    assert chain([*tokens, 7]) == known  # a block that is not full has none
+    assert chain([*tokens, 7]) == known  # a partial block has no hash
     for place in range(20):
         changed = chain([*tokens[:place], 5, *tokens[place + 1 :]])
         same = [a == b for a, b in zip(known, changed, strict=True)]
@@ -41,7 +39,7 @@ def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
 
 
 def test_tenants_have_different_hashes() -> None:
-    """No block of a tenant has the hash of another tenant's block."""
+    """No block of one tenant has the hash of another tenant's block."""
     assert not set(chain(range(40), "a")) & set(chain(range(40), "b"))
 
 
@@ -115,14 +113,13 @@ def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
 
 @cache
 def trace(name: str) -> tuple[tuple[int, ...], ...]:
-    """The prefix-block ids of each request; a block of the trace is a block of one token here."""
+    """Read the prefix-block ids of each request; one block of the trace is one token here."""
     lines = (TRACES / f"{name}_trace.jsonl").read_text().splitlines()
     return tuple(tuple(json.loads(line)["hash_ids"]) for line in lines)
 
 
 def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
-    """The number of cached blocks of each request, replayed with the allocator; -1 if it is too
-    long."""
+    """Return the cached blocks of each request, from the allocator; -1 if it is too long."""
     blocks = KvBlocks(num_blocks, 1)
     found = []
     for ids in requests:
@@ -140,7 +137,7 @@ def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
 
 
 def simulate(requests: Iterable[tuple[int, ...]], capacity: int) -> list[int]:
-    """The same with a dictionary in order of use, without blocks, users and hashes.
+    """Compute the same numbers with an LRU dictionary, without blocks, users or hashes.
 
     An entry is a whole prefix. A request uses its prefixes from the longest to the shortest.
     """

@@ -54,7 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         length=st.integers(1, 16), families=st.integers(1, 3), n=st.integers(1, 4), data=st.data()
     )
     def arrive_with_a_known_prefix(self, length, families, n, data):
-        """The prompts of a family share all tokens but the last; choices share the whole prompt."""
+        """Add a prompt that shares all tokens but the last with its family; choices share all of
+        it."""
         family = data.draw(st.integers(1, families))
         prompt = (*(family * 100 + i for i in range(length)), data.draw(st.integers(0, 2)))
         wanted = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
@@ -62,13 +63,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(1, 16), family=st.integers(1, 3), last=st.integers(0, 2))
     def arrive_to_be_embedded(self, prompt, family, last):
-        """Prompts that start like those of the generating families."""
+        """Add an embedding whose prompt starts like those of the generating families."""
         tokens = (*(family * 100 + i for i in range(prompt - 1)), last)
         self.harness.add_choices(replace(request(prompt=tokens, task=Task.EMBED), tenant="a"))
 
     @rule(prompt=st.integers(1, 10), done=st.integers(1, 7))
     def arrive_half_way(self, prompt, done):
-        """Requests with tokens that another worker generated."""
+        """Add a request with tokens that another worker generated."""
         wanted = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
         key = len(self.harness.sequences)
         begun = expected_output(Sequence.for_choice(key, wanted, ResumedChoice(0, ())))[:done]
@@ -164,7 +165,7 @@ def test_drafts_leave_budget_for_prefills() -> None:
     harness.step()
     harness.step()
     newcomer = harness.add(prompt=32, max_tokens=1)
-    for _ in range(4):  # 8 tokens a step: 16 are left beside the decodes, half of them for drafts
+    for _ in range(4):  # 8 tokens per step: decodes leave 16 tokens, half of them for drafts
         harness.step()
     assert newcomer.state is SequenceState.FINISHED
 
@@ -226,12 +227,13 @@ def test_outcome_counts_drafted_and_accepted_tokens() -> None:
 
 
 def test_load_reports_queue_memory_and_price() -> None:
-    """It counts running and waiting sequences; the price is positive in steps and 0 when idle."""
+    """The load counts running and waiting sequences; the price is positive in steps and 0 when
+    idle."""
     harness = SchedulerHarness(num_blocks=16, max_num_seqs=1)
     for _ in range(2):
         harness.add(prompt=4, max_tokens=3, ignore_eos=True)
     harness.step()
-    harness.step()  # the first one that decodes
+    harness.step()  # the first step that decodes
     load = harness.scheduler.load()
     assert (load.running, load.waiting, load.kv_blocks_total) == (1, 1, 16)
     assert load.kv_blocks_free < 16
@@ -290,7 +292,7 @@ def test_step_costs_are_learned_from_steps() -> None:
 
 
 def test_step_size_counts_attention_pairs() -> None:
-    """Pairs are those of each token after the first of a sequence with all tokens up to itself."""
+    """A sequence adds one pair per attended token, for each token after its first."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=64)
     harness.add(prompt=5, max_tokens=6, drafts=3, ignore_eos=True)
     harness.add(prompt=3, max_tokens=6, ignore_eos=True)
@@ -317,7 +319,7 @@ def test_late_sequences_get_more_slots() -> None:
 
 
 def test_sequences_ahead_of_their_target_have_ordinary_weight() -> None:
-    """A sequence far ahead of its target weighs as much as one without a target."""
+    """A sequence far ahead of its target has the weight of one without a target."""
     harness = SchedulerHarness(num_blocks=64)
     wanted = request(prompt=2, max_tokens=30, ignore_eos=True)
     (ahead,) = harness.add_choices(replace(wanted, service=ServiceLevel(tpot_s=10.0)))
@@ -326,7 +328,7 @@ def test_sequences_ahead_of_their_target_have_ordinary_weight() -> None:
 
 
 def long_steps(batching: str, tpot_s: float) -> list[float]:
-    """Predicted seconds of steps with a decode that has a target, while a long prompt arrives."""
+    """Return the predicted seconds of steps with a targeted decode beside a long prompt."""
     harness = SchedulerHarness(num_blocks=200, max_step_tokens=256, batching=batching)
     wanted = request(prompt=2, max_tokens=80, ignore_eos=True)
     (decode,) = harness.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
@@ -340,7 +342,7 @@ def long_steps(batching: str, tpot_s: float) -> list[float]:
 
 
 def test_no_decode_waits_for_a_whole_prefill() -> None:
-    """Under `slack`, no step is longer than the decode's target or the minimum share of prompts."""
+    """Under `slack`, no step exceeds the decode's target or the minimum share of prompts."""
     least_s = max(LEAST_STRETCH * COST.seconds(1, 400, 1), COST.seconds(1 + LEAST_CHUNK, 400, 2))
     assert max(long_steps("slack", 2e-3)) <= least_s
     assert 4e-3 < max(long_steps("slack", 5e-3)) <= 5e-3
@@ -348,7 +350,7 @@ def test_no_decode_waits_for_a_whole_prefill() -> None:
 
 
 def test_drafting_time_reduces_prefill_budget() -> None:
-    """Prompts get what the target leaves after the step and the computation of its drafts."""
+    """Prompts get the part of the target that the step and its drafting leave."""
     depth_s, tpot_s = 1e-3, 9e-3
     harness = SchedulerHarness(num_blocks=200, max_step_tokens=256)
     harness.scheduler._drafting._proposers["draft_model"]._depth_s = depth_s
@@ -367,7 +369,8 @@ def test_drafting_time_reduces_prefill_budget() -> None:
 
 
 def test_prefill_first_and_decode_first_order_steps() -> None:
-    """A prompt stalls decodes under the one policy, and waits for all of them under the other."""
+    """A prompt stalls decodes under `prefill_first`, and waits for all of them under
+    `decode_first`."""
     for batching, together in (("prefill_first", False), ("decode_first", False), ("slack", True)):
         harness = SchedulerHarness(num_blocks=200, max_step_tokens=64, batching=batching)
         decode = harness.add(prompt=2, max_tokens=12, ignore_eos=True)

@@ -10,7 +10,7 @@ from tests.core.scheduler_harness import BLOCK, SchedulerHarness
 
 
 def test_choices_compute_their_prompt_once() -> None:
-    """One of 4 choices computes the prompt's full blocks; the others share them."""
+    """One of 4 choices computes the prompt's full blocks, and the others share them."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=64)
     choices = harness.add_choices(request(prompt=22, max_tokens=2, n=4, ignore_eos=True))
     fed = []
@@ -20,7 +20,9 @@ def test_choices_compute_their_prompt_once() -> None:
             tables = [sequence.block_table for sequence in choices]
             assert all(table[:5] == tables[0][:5] for table in tables)
     assert fed[0] == 22
-    assert sum(fed) == 22 + 3 * 2 + 4  # the prompt, three times its last two tokens, four decodes
+    assert (
+        sum(fed) == 22 + 3 * 2 + 4
+    )  # the prompt, its last two tokens three times, and four decodes
     assert [sequence.cached_tokens for sequence in choices] == [0, 20, 20, 20]
 
 
@@ -31,7 +33,7 @@ def test_next_turn_of_a_conversation_uses_cached_blocks() -> None:
     harness.run()
     second = harness.add(prompt=(*first.token_ids, 1, 2, 3), max_tokens=1)
     plan = harness.step()
-    # 16 of the 17 tokens have keys and values (the last was never fed), all in full blocks.
+    # 16 of the 17 tokens have keys and values, all in full blocks; the last was never fed.
     assert second.cached_tokens == 16
     assert plan.num_tokens == 20 - 16
 
@@ -62,7 +64,7 @@ def test_preempted_sequence_reuses_its_own_blocks() -> None:
 
 
 def test_waiting_for_a_prefix_lets_others_pass() -> None:
-    """A sequence that waits for a prefix under computation does not hold up later ones."""
+    """A sequence that waits for a shared prefix does not hold up later ones."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=16)
     harness.add(prompt=24, max_tokens=1)
     harness.step()

@@ -30,7 +30,7 @@ def encode(text: str) -> list[int]:
 EOS = tokenizer().special_id("eos_token")
 
 
-class Bench:
+class WorkerHarness:
     """A worker with a fake device."""
 
     def __init__(self, true_token=hashed_token, num_blocks=64, max_model_len=200, max_num_seqs=8):
@@ -77,14 +77,12 @@ def text_of(deltas: list[Delta]) -> str:
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
 def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
-    """Tokens accepted after a stop string do not count:
-
-    tokens, text, reason and logprobs are the same.
-    """
+    """Tokens accepted after a stop string do not count, so the result is the same as without
+    drafts."""
     ids = encode("def f(x):\n    return x + 1\n\n\nclass C: pass # and more of it")
-    bench = Bench(scripted(*ids))
-    plain = bench.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
-    drafted = bench.run_one(
+    harness = WorkerHarness(scripted(*ids))
+    plain = harness.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
+    drafted = harness.run_one(
         request(max_tokens=len(ids), drafts=drafts, stop=("\n\n\n",), logprobs=0)
     )
     assert text_of(drafted) == text_of(plain) == "def f(x):\n    return x + 1"
@@ -98,7 +96,7 @@ def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
 def test_end_token_ends_the_output_without_text(drafts: int) -> None:
     """An end-of-sequence token counts as a token, adds no text, and is the last one."""
     ids = [*encode("x = 1"), EOS, *encode("never shown")]
-    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
+    deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
     assert text_of(deltas) == "x = 1"
     assert tokens_of(deltas) == [*encode("x = 1"), EOS]
     assert deltas[-1].finish_reason is FinishReason.STOP
@@ -107,30 +105,30 @@ def test_end_token_ends_the_output_without_text(drafts: int) -> None:
 def test_ignore_eos_continues_to_max_tokens() -> None:
     """With `ignore_eos` the end token is an ordinary token."""
     ids = [*encode("a"), EOS, *encode(" b")]
-    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), ignore_eos=True))
+    deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), ignore_eos=True))
     assert tokens_of(deltas) == ids
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_stop_string_at_the_last_token_is_reported_as_stop() -> None:
-    """If length and stop string are reached by the same token, the reason is `stop`."""
+    """If one token reaches both the length and a stop string, the reason is `stop`."""
     ids = encode("a = b\n")
-    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
+    deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
     assert text_of(deltas) == "a = b"
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
 def test_held_back_text_is_returned_at_the_end() -> None:
-    """The beginning of a stop string that was not completed belongs to the text."""
+    """The beginning of an incomplete stop string is part of the text."""
     ids = encode("a\n")
-    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n\n\n",)))
+    deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n\n\n",)))
     assert text_of(deltas) == "a\n"
 
 
 def test_every_choice_ends_once_with_its_own_outcome() -> None:
     """Each of n choices has its own tokens, one last delta, and its own speculation outcome."""
     one = request(max_tokens=10, drafts=4, n=3, ignore_eos=True)
-    got = Bench().run(one)
+    got = WorkerHarness().run(one)
     assert sorted(choice for _, choice in got) == [0, 1, 2]
     assert len({tuple(tokens_of(deltas)) for deltas in got.values()}) == 3
     for deltas in got.values():
@@ -144,48 +142,48 @@ def test_every_choice_ends_once_with_its_own_outcome() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancel_frees_every_choice_at_once(steps: int) -> None:
     """A cancelled request, queued or running, owns no blocks and gets no more deltas."""
-    bench = Bench(max_num_seqs=2)
+    harness = WorkerHarness(max_num_seqs=2)
     gone, stays = request(max_tokens=20, n=3, ignore_eos=True), request(max_tokens=5)
     for each in (gone, stays):
-        bench.worker.submit(each)
+        harness.worker.submit(each)
     for _ in range(steps):
-        bench.step()
-    bench.worker.cancel(gone.request_id)
-    assert bench.blocks.num_free == bench.blocks.num_blocks
-    bench.worker.cancel(gone.request_id)
-    assert bench.worker.open_requests == (stays.request_id,)
-    while (deltas := bench.step()) is not None:
+        harness.step()
+    harness.worker.cancel(gone.request_id)
+    assert harness.blocks.num_free == harness.blocks.num_blocks
+    harness.worker.cancel(gone.request_id)
+    assert harness.worker.open_requests == (stays.request_id,)
+    while (deltas := harness.step()) is not None:
         assert {request_id for request_id, _ in deltas} == {stays.request_id}
-    assert bench.worker.open_requests == ()
+    assert harness.worker.open_requests == ()
 
 
 def test_cancel_between_plan_and_result_drops_the_result() -> None:
     """A request cancelled during a step gets no tokens of that step."""
-    bench = Bench()
+    harness = WorkerHarness()
     one = request(max_tokens=9)
-    bench.worker.submit(one)
-    plan = bench.worker.plan()
-    bench.worker.cancel(one.request_id)
-    assert bench.worker.complete(plan, FakeExecutor().execute(plan)) == []
-    assert bench.blocks.num_free == bench.blocks.num_blocks
+    harness.worker.submit(one)
+    plan = harness.worker.plan()
+    harness.worker.cancel(one.request_id)
+    assert harness.worker.complete(plan, FakeExecutor().execute(plan)) == []
+    assert harness.blocks.num_free == harness.blocks.num_blocks
 
 
 def test_set_pace_applies_to_all_choices() -> None:
     """All choices of a paused request wait; unknown and finished ids are ignored."""
-    bench = Bench()
+    harness = WorkerHarness()
     slow, fast = request(max_tokens=9, n=2, ignore_eos=True), request(max_tokens=9)
-    bench.worker.submit(slow)
-    bench.worker.submit(fast)
-    bench.step()
-    bench.worker.set_pace(slow.request_id, Pace.PAUSED)
-    bench.worker.set_pace("nobody", Pace.PAUSED)
-    while (deltas := bench.step()) is not None:
+    harness.worker.submit(slow)
+    harness.worker.submit(fast)
+    harness.step()
+    harness.worker.set_pace(slow.request_id, Pace.PAUSED)
+    harness.worker.set_pace("nobody", Pace.PAUSED)
+    while (deltas := harness.step()) is not None:
         assert {request_id for request_id, _ in deltas} == {fast.request_id}
-    assert bench.worker.open_requests == (slow.request_id,)
-    bench.worker.cancel(slow.request_id)
-    bench.worker.set_pace(slow.request_id, Pace.FULL)
-    assert bench.step() is None
-    assert bench.blocks.num_free == bench.blocks.num_blocks
+    assert harness.worker.open_requests == (slow.request_id,)
+    harness.worker.cancel(slow.request_id)
+    harness.worker.set_pace(slow.request_id, Pace.FULL)
+    assert harness.step() is None
+    assert harness.blocks.num_free == harness.blocks.num_blocks
 
 
 @pytest.mark.parametrize(
@@ -203,8 +201,8 @@ def test_set_pace_applies_to_all_choices() -> None:
 )
 def test_requests_beyond_the_limits_are_rejected(one, param, words) -> None:
     """The error names the parameter and both numbers; requests at the limits are accepted."""
-    bench = Bench(num_blocks=32 if "pool" in words else 64, max_model_len=200)
+    harness = WorkerHarness(num_blocks=32 if "pool" in words else 64, max_model_len=200)
     with pytest.raises(RequestRejected, match=words) as refused:
-        bench.worker.admission.check(one)
+        harness.worker.admission.check(one)
     assert refused.value.param == param
-    Bench(max_model_len=200).worker.admission.check(request(prompt=190, max_tokens=10))
+    WorkerHarness(max_model_len=200).worker.admission.check(request(prompt=190, max_tokens=10))

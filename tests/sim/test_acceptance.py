@@ -1,4 +1,4 @@
-"""Replayed acceptance: the shipped recording, and its use in a simulation."""
+"""Replayed acceptance: the shipped recording and its use in a simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram
     return GenerationRequest(f"{task}/{seed}-0", compact((1, 2, 3)), sampling, plan)
 
 
-def generated(config: WorkerConfig, asked: GenerationRequest):
+def run_one(config: WorkerConfig, asked: GenerationRequest):
     """Return the deliveries and the last delta of a single request."""
     environment = SimEnvironment(belief_error=0.0)
 
@@ -44,8 +44,7 @@ def generated(config: WorkerConfig, asked: GenerationRequest):
 
 
 def test_shipped_recording_is_complete() -> None:
-    """Every task has texts at both temperatures, and no draft agrees in more tokens than it
-    proposed."""
+    """Every task has texts at both temperatures, and no draft agrees in more tokens than it has."""
     recording = load_recording()
     assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
     assert recording.proposers == ("draft_model", "ngram", "sparse_self")
@@ -61,7 +60,7 @@ def test_shipped_recording_is_complete() -> None:
 
 
 def test_recorded_acceptance_is_autocorrelated() -> None:
-    """A long draft tends to follow another: the correlation of neighbours is above 0.3."""
+    """Long accepted drafts tend to be neighbours: the correlation of neighbours is above 0.3."""
     pairs = [
         (drafts.agreed[at], drafts.agreed[at + 1])
         for text in load_recording().texts("completion", 0.8)
@@ -73,8 +72,8 @@ def test_recorded_acceptance_is_autocorrelated() -> None:
     assert covariance / sum((a - mean) ** 2 for a, _ in pairs) > 0.3
 
 
-def walked(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[int]:
-    """Return the tokens of each step of a sequence, computed from the record itself."""
+def tokens_per_step(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[int]:
+    """Compute the tokens of each step of a sequence directly from the record."""
     steps, done = [], 1  # the first token comes with the prompt
     while done < tokens:
         at = (first + done) % len(drafts.agreed)
@@ -88,21 +87,21 @@ def walked(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[i
 def test_simulated_sequence_follows_its_record(most: int) -> None:
     """Each step accepts what the record says for its position, whatever was drafted before."""
     asked = request("completion", 5, 200, most)
-    came, last = generated(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), asked)
+    came, last = run_one(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), asked)
     replay = ReplayedAcceptance(load_recording())
     sequence = type("S", (), {"request": asked, "choice": 0})()
     text, first = replay._chosen(sequence)
-    assert list(came.tokens) == [1, *walked(text.drafts["ngram"], first, 200, most)]
+    assert list(came.tokens) == [1, *tokens_per_step(text.drafts["ngram"], first, 200, most)]
     assert last.outcome.num_accepted_tokens == 200 - len(came.tokens)
 
 
 def test_all_proposers_replay_the_same_texts() -> None:
-    """All proposers were recorded with the same texts, so policies compare on the same work."""
+    """All proposers were recorded with the same texts, so comparisons use the same work."""
     counts = {}
     for proposer in ("ngram", "draft_model"):
         asked = request("rewrite", 3, 150, 8, proposer)
         config = WorkerConfig(speculation="fixed:8", profile="h100-8b", proposer=proposer)
-        came, _ = generated(config, asked)
+        came, _ = run_one(config, asked)
         counts[proposer] = len(came.tokens)
     assert counts["draft_model"] < counts["ngram"] < 150
 
@@ -110,9 +109,9 @@ def test_all_proposers_replay_the_same_texts() -> None:
 def test_unrecorded_proposer_proposes_nothing() -> None:
     """Sparse self-speculation is recorded for long contexts only."""
     config = WorkerConfig(speculation="fixed:4", profile="h100-8b", proposer="sparse_self")
-    _, last = generated(config, request("completion", 1, 30, 4, "sparse_self"))
+    _, last = run_one(config, request("completion", 1, 30, 4, "sparse_self"))
     assert last.outcome.num_drafted_tokens == 0
-    _, last = generated(config, request("long_context", 1, 30, 4, "sparse_self"))
+    _, last = run_one(config, request("long_context", 1, 30, 4, "sparse_self"))
     assert last.outcome.num_accepted_tokens > 10
 
 

@@ -42,7 +42,7 @@ def drafting(most: int) -> SpeculationPlan:
 
 
 def run_with(config: WorkerConfig, use):
-    """Run `use(backend)` in virtual time on a started simulator."""
+    """Call `use` with a started simulator in virtual time."""
 
     async def main():
         backend = SimBackend(config)
@@ -99,7 +99,7 @@ class Deaf(SimBackend):
 
 
 class Impatient(SimBackend):
-    """A paused request never resumes."""
+    """Ignores every change of pace except a pause, so that no paused request resumes."""
 
     def set_pace(self, request_id, pace):
         if pace is Pace.PAUSED:
@@ -152,7 +152,7 @@ def test_conformance_suite_finds_broken_promises(cheat, check) -> None:
 
 
 def test_conformance_suite_requires_a_numerics_class_for_exactness() -> None:
-    """A backend that promises exact replay must say with which others."""
+    """A backend that promises exact replay must declare its numerics class."""
 
     async def main() -> None:
         backend = Boasting(WorkerConfig())
@@ -168,10 +168,7 @@ def test_conformance_suite_requires_a_numerics_class_for_exactness() -> None:
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:1", "fixed:6", "auto"])
 def test_text_is_the_same_under_any_policy_and_memory(speculation: str) -> None:
-    """No draft, batch or preemption changes a text:
-
-    each policy gives what a single request gets.
-    """
+    """Drafts, batching and preemption change no text: each gives that of a lone request."""
     prompts = [f"def f{i}(x):" + " x" * i for i in range(8)]
 
     def ask(backend, seed: int, most: int):
@@ -211,7 +208,7 @@ def test_virtual_runs_are_deterministic() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.35, 0.8, 1.0])
 def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> None:
-    """They are geometrically distributed (chi-square, 1 in 10,000)."""
+    """Accepted lengths are geometrically distributed (chi-square test, 1 in 10,000)."""
     most = 4
 
     async def use(backend):
@@ -224,7 +221,7 @@ def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> Non
     outcome = run_with(WorkerConfig(speculation="fixed:4", sim_acceptance=acceptance), use)
     chances = [acceptance**j * (1 - acceptance) for j in range(most)] + [acceptance**most]
     counts = [*outcome.acceptance_histogram, *[0] * (most + 1)][: most + 1]
-    steps = outcome.num_spec_steps - 1  # the last step may have been cut short by the length
+    steps = outcome.num_spec_steps - 1  # the length limit may have shortened the last step
     expected = [steps * chance for chance in chances]
     chi_square = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True) if e > 0)
     assert chi_square < 23.5  # the 0.9999 quantile at 4 degrees of freedom
@@ -232,7 +229,7 @@ def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> Non
 
 
 def test_right_drafts_save_time() -> None:
-    """Good drafts save time, and drafts that never agree cost `auto` almost nothing."""
+    """Good drafts save time, and drafts that are never accepted cost `auto` almost nothing."""
 
     async def use(backend):
         await collect(backend, make_request(backend, max_tokens=400, speculation=drafting(8)))
@@ -298,7 +295,7 @@ def test_card_describes_the_simulated_model() -> None:
 
 
 def test_worker_sleeps_while_all_requests_are_paused() -> None:
-    """No step is planned meanwhile, and the change of pace wakes it."""
+    """No step is planned meanwhile, and a change of pace wakes the worker."""
 
     async def use(backend):
         requests = [make_request(backend, seed=seed, max_tokens=20) for seed in range(3)]
@@ -357,7 +354,7 @@ def test_start_rejects_a_wrong_setting(config, error, words) -> None:
 
 
 def test_simulator_never_imports_torch() -> None:
-    """A machine without torch can serve with `--backend sim`."""
+    """`--backend sim` works on a machine without torch."""
     code = (
         "import sys, backends.sim.backend; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
     )

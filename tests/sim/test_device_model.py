@@ -1,4 +1,4 @@
-"""Device models: how long steps really take, and what workers believe of it."""
+"""Device models: the true duration of steps, and what workers believe about it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def step(*parts: SequenceWork) -> StepPlan:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
-    """It agrees for the fewest and the most tokens, within a tile.
+    """The roofline matches the profile for the fewest and the most tokens, within a tile.
 
-    Between them it differs by 3% at some point and by less than half everywhere.
+    Between them it differs by at least 3% somewhere and by less than half everywhere.
     """
     cost = load_profile(name).cost
     roofline = Roofline.fit(cost)
@@ -55,8 +55,8 @@ def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
 def test_roofline_has_stairs_and_a_knee() -> None:
     """Tokens that fit a tile are free.
 
-    In a memory-bound step, a tile costs the share that does not overlap; in a compute-bound one, it
-    costs all of its time.
+    In a memory-bound step, another tile costs the share that does not overlap. In a compute-bound
+    step, it costs its full time.
     """
     roofline = Roofline.fit(load_profile("h100-8b").cost)
     tile = roofline.tile_tokens
@@ -72,7 +72,7 @@ def test_roofline_has_stairs_and_a_knee() -> None:
 
 
 def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
-    """A token after the first of its sequence is a pair with each KV token that it attends to."""
+    """Each token after the first of its sequence forms a pair with each KV token it attends to."""
     assert step(work(100, 1)).size.pairs == 0
     assert step(work(100, 1, drafts=2)).size.pairs == 102 + 103
     assert step(work(100, 3)).size.pairs == 102 + 103
@@ -87,7 +87,7 @@ def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
 
 
 def test_drafting_is_charged_once() -> None:
-    """A depth costs what the profile says for the number of sequences, at the time of the draft."""
+    """A depth costs what the profile says for the number of sequences, when the draft is made."""
     profile = load_profile("h100-8b")
     device = ProfileDevice(profile)
     device.draft("draft_model", sequences=4, depth=3)
@@ -98,7 +98,7 @@ def test_drafting_is_charged_once() -> None:
 
 
 def test_noise_depends_on_instant_and_device() -> None:
-    """Noise has mean 1 and the stated spread; it is the same for the same seed and device only."""
+    """Noise has mean 1 and the configured spread, and depends on the seed and the device only."""
     instants = [(n + 0.5) * 1e-3 for n in range(20_000)]
 
     def seen(seed: int, index: int) -> list[float]:
@@ -117,7 +117,7 @@ def test_noise_depends_on_instant_and_device() -> None:
 
 
 def test_noise_of_a_step_depends_on_the_clock() -> None:
-    """The same step at the same instant takes the same time; at another it takes another."""
+    """The same step takes the same time at the same instant, and another at any other."""
     now_s = 0.0
     device = RooflineDevice(load_profile("h100-8b"), 0, 0, lambda: now_s)
     plan = step(work(100, 1))
@@ -129,7 +129,7 @@ def test_noise_of_a_step_depends_on_the_clock() -> None:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
-    """Every figure is 30% too large or too small, in a table that still never falls."""
+    """Every believed cost is 30% too large or too small, and the table still never falls."""
     profile = load_profile(name)
     seen = set()
     for seed in range(12):

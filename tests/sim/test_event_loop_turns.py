@@ -1,7 +1,7 @@
 """The simulator shares the event loop with the streams, so its turns must be short for any prompt.
 
-The tests count function calls, in Python and C. Their number does not depend on the machine, and
-grows with work that is done block by block or token by token.
+The tests count function calls, in Python and C. This number does not depend on the machine, and
+grows with work per block or per token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PLAN = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
 BLOCK_BYTES = BLOCK_TOKENS * load_profile("cpu-demo").kv_token_bytes
 
 
-def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of a function, and how many functions it calls."""
+def count_calls(work: Callable[[], Any]) -> tuple[Any, int]:
+    """Call a function; return its result and the number of function calls it makes."""
     count = 0
 
     def see(_frame: Any, event: str, _argument: Any) -> None:
@@ -42,16 +42,16 @@ def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationRequest:
-    """A request with block hashes, as the gateway passes on long prompts."""
+    """Build a request with block hashes, as the gateway does for long prompts."""
     hashes: list[bytes] = []
     extend_chain(hashes, "", prompt, BLOCK_TOKENS)
     params = SamplingParams(tokens, 0, ignore_eos=True)
     return GenerationRequest(name, compact(prompt), params, PLAN, block_hashes=tuple(hashes))
 
 
-def most_calls(built: SimWorker, long: GenerationRequest) -> int:
-    """The most calls in a turn of a worker, from a request's submission to its end."""
-    worker, (_, most) = built.worker, calls_of(lambda: built.worker.submit(long, 0.0))
+def most_calls_in_a_turn(built: SimWorker, long: GenerationRequest) -> int:
+    """Return the most calls in a turn of a worker, from a request's submission to its end."""
+    worker, (_, most) = built.worker, count_calls(lambda: built.worker.submit(long, 0.0))
 
     def turn() -> bool:
         plan = worker.plan(0.0)
@@ -62,13 +62,13 @@ def most_calls(built: SimWorker, long: GenerationRequest) -> int:
 
     ended = False
     while not ended:
-        ended, calls = calls_of(turn)
+        ended, calls = count_calls(turn)
         most = max(most, calls)
     return most
 
 
 def calls_beside_streams(prompt_tokens: int) -> list[int]:
-    """The most calls in a turn while a prompt is new, cached, and displacing another one."""
+    """Return the most calls in a turn while a prompt is new, cached, or displacing another one."""
     config = WorkerConfig(
         speculation="off",
         max_model_len=1 << 20,
@@ -80,7 +80,7 @@ def calls_beside_streams(prompt_tokens: int) -> list[int]:
         built.worker.submit(request(f"live-{index}", (index, 1, 2), 1000), 0.0)
     first = tuple(n % 1000 for n in range(prompt_tokens))
     prompts = {"new": first, "known": first, "other": tuple(reversed(first))}
-    return [most_calls(built, request(name, ids, 2)) for name, ids in prompts.items()]
+    return [most_calls_in_a_turn(built, request(name, ids, 2)) for name, ids in prompts.items()]
 
 
 def test_no_turn_takes_longer_for_a_longer_prompt() -> None:

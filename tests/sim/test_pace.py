@@ -1,4 +1,4 @@
-"""Slow readers in a simulation of many requests: the worker without text supports paces."""
+"""Slow readers in a simulation of many requests, whose worker makes no text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def asked(name: str) -> GenerationRequest:
 
 
 def test_paused_request_gets_all_its_tokens_later() -> None:
-    """Nothing is delivered while it is paused, its neighbour continues, and no token is lost."""
+    """While paused it gets nothing and its neighbour continues; afterwards no token is missing."""
     environment, slow, fast = SimEnvironment(belief_error=0.0), asked("1"), asked("2")
 
     async def main() -> None:

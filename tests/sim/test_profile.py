@@ -1,4 +1,4 @@
-"""Profiles of devices."""
+"""Device profiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, **changes: object) -> str:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_shipped_profiles_are_valid_and_name_their_source(name: str) -> None:
-    """A shipped profile is well formed and says where its figures come from."""
+    """Each shipped profile is well formed and names the source of its numbers."""
     profile = load_profile(name)
     assert profile.name == name
     assert len(profile.source) > 40
@@ -39,7 +39,8 @@ def test_shipped_profiles_are_valid_and_name_their_source(name: str) -> None:
 
 
 def test_h100_profile_is_the_published_fit() -> None:
-    """5.886 ms + 1.21 ms overhead + 21.0 us a token + 39.3 ns a KV token, within and beyond it."""
+    """5.886 ms + 1.21 ms overhead + 21.0 us per token + 39.3 ns per KV token, within and beyond the
+    table."""
     cost = load_profile("h100-8b").cost
     for tokens in (1, 64, 512, 2000):
         expected = 5.886e-3 + 1.21e-3 + 21.0e-6 * tokens + 39.3e-9 * 1000
@@ -47,7 +48,7 @@ def test_h100_profile_is_the_published_fit() -> None:
 
 
 def test_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
-    """Reading takes 3.35 / 4.8 of the time, arithmetic the same."""
+    """Memory reads take 3.35 / 4.8 of the H100's time; arithmetic takes the same."""
     h100, h200 = (load_profile(name).cost for name in ("h100-8b", "h200-8b"))
     assert h200.kv_token_s == pytest.approx(h100.kv_token_s * 3.35 / 4.8, rel=0.01)
     saved_s = 15.0e9 / 3.35e12 - 15.0e9 / 4.8e12

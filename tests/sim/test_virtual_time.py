@@ -10,7 +10,7 @@ from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 
 
 def test_time_jumps_to_the_next_timer() -> None:
-    """Seconds are exact, and a year is exact to 10 us; tasks run in the right order."""
+    """Timers fire in order, exact for seconds and within 10 us for a year."""
     log: list[tuple[float, str]] = []
     year_s = 365 * 24 * 3600.0
 
@@ -29,8 +29,8 @@ def test_time_jumps_to_the_next_timer() -> None:
     assert log[-1] == (pytest.approx(year_s, abs=1e-5), "c")
 
 
-def test_time_stands_still_while_a_task_can_run() -> None:
-    """Tasks that only yield take no time, however often they do."""
+def test_time_does_not_pass_while_a_task_can_run() -> None:
+    """Tasks that only yield take no virtual time."""
 
     async def main() -> float:
         for _ in range(1000):
@@ -54,7 +54,7 @@ def test_timeouts_are_virtual_too() -> None:
 
 
 def test_deadlock_raises_an_error() -> None:
-    """When every task waits for another and no timer is set, the run ends with an explanation."""
+    """If every task waits for another and no timer is set, the run fails with an explanation."""
 
     async def main() -> None:
         await asyncio.Event().wait()
