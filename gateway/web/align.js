@@ -8,7 +8,7 @@ const KNOWN = new Set(["ngram", "draft_model", "sparse_self", "grammar"]);
 
 /** The origin of the token at an index of a step. */
 export function source(step, place) {
-  if (step === null) return "untold";
+  if (step === null) return "unknown";
   if (place >= step.accepted) return "target";
   return KNOWN.has(step.proposer) ? step.proposer : "other";
 }

@@ -7,7 +7,7 @@ let marked = []; // the tokens of its step
 
 /** Return the card's content for a step; null stands for an unknown step. */
 export function describe(step, number, { from, name, names }) {
-  if (step === null) return [heading("Unknown step", "untold"), make("p", {}, "The worker did not report its steps.")];
+  if (step === null) return [heading("Unknown step", "unknown"), make("p", {}, "The worker did not report its steps.")];
   const drafted = names[step.proposer] ?? step.proposer;
   const parts = [heading(`Step ${number}`, from, name)];
   if (step.drafts.length) parts.push(drafts(step));

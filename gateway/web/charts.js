@@ -61,8 +61,8 @@ export class Chart {
         make("span", { className: `key key-${index}` }, this.lines[index].name ? `${this.lines[index].name} ${word}` : word),
       ),
     );
-    const told = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "no data yet" : word}`.trim());
-    this.svg.setAttribute("aria-label", `${this.title}: ${told.join(", ")}`);
+    const values = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "no data yet" : word}`.trim());
+    this.svg.setAttribute("aria-label", `${this.title}: ${values.join(", ")}`);
   }
 }
 

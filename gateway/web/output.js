@@ -10,7 +10,7 @@ const NAMES = {
   draft_model: "draft model",
   sparse_self: "sparse-self",
   grammar: "grammar",
-  untold: "unknown",
+  unknown: "unknown",
 };
 
 /** An answer while it is streamed; `element` is its element on the page. */
@@ -82,9 +82,9 @@ export class Output {
   #show(span) {
     const { step, place } = this.#pieces.get(span);
     const from = source(step, place);
-    const told = { from, name: from === "other" ? step.proposer : NAMES[from], names: NAMES };
+    const origin = { from, name: from === "other" ? step.proposer : NAMES[from], names: NAMES };
     const mates = [...this.element.children].filter((one) => this.#pieces.get(one).step === step);
-    showCard(span, step ? mates : [span], describe(step, this.#steps.get(step), told));
+    showCard(span, step ? mates : [span], describe(step, this.#steps.get(step), origin));
   }
 
   #key(event) {

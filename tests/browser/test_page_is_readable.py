@@ -138,7 +138,7 @@ async def test_sources_differ_by_underline_too(scene: Scene) -> None:
     """The target's tokens have no underline."""
     styles = await scene.page.locator("#legend .token").evaluate_all(
         "spans => spans.map((span) => { const s = getComputedStyle(span);"
-        " return s.textDecorationLine === 'none' && !span.matches('.from-untold')"
+        " return s.textDecorationLine === 'none' && !span.matches('.from-unknown')"
         " ? 'none' : s.textDecorationStyle + s.textDecorationLine; })"
     )
     assert len(styles) == len(set(styles)) == 7

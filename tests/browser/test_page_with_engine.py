@@ -57,7 +57,7 @@ async def test_drafted_tokens_are_marked(browser, settings) -> None:
         accepted = int(words.split()[0])
         assert accepted > 0
         tokens = page.locator("#said-completion .tokens")
-        await expect(tokens.locator(".from-untold")).to_have_count(0, timeout=1000)
+        await expect(tokens.locator(".from-unknown")).to_have_count(0, timeout=1000)
         await expect(tokens.locator(".from-ngram")).to_have_count(accepted, timeout=1000)
         await tokens.locator(".from-ngram").first.hover()
         await expect(page.get_by_role("tooltip")).to_contain_text("draft tokens verified")

@@ -52,18 +52,18 @@ def describe_step(step: StepTrace) -> str:
     if step.proposer == GRAMMAR:
         return f"the grammar allows no other tokens: {step.offered} forced, {accepted}"
     verified = len(step.draft_ids)
-    told = f"{verified} of {step.offered} draft tokens verified"
+    text = f"{verified} of {step.offered} draft tokens verified"
     # The first slot that was left out, or the last one. Its survival is known unless the drafts
     # ended for another reason than the price.
     slot = min(verified, step.offered - 1)
     if slot >= len(step.survivals):
-        return f"{told}{_at_price(step)}; {accepted}"
+        return f"{text}{_at_price(step)}; {accepted}"
     survival = step.survivals[slot]
     # A verified slot may be below the price, because the cost of a step grows in stairs.
     side = "below" if survival < step.price else "above"
-    told += f": survival {_number(survival)} of slot {slot + 1} is {side} the price "
+    text += f": survival {_number(survival)} of slot {slot + 1} is {side} the price "
     left_out = ", but it was left out" if verified < step.offered and side == "above" else ""
-    return f"{told}{_number(step.price)}{left_out}; {accepted}"
+    return f"{text}{_number(step.price)}{left_out}; {accepted}"
 
 
 def _at_price(step: StepTrace) -> str:
