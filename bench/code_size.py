@@ -1,4 +1,4 @@
-"""Count the lines of the tree by part: code, docstrings and comments apart.
+"""Count the lines of code, docstrings and comments in each part of the tree.
 
     python -m bench.code_size [ROOT]
 
@@ -29,13 +29,13 @@ PARTS: Final = {
     "training": ("training", "backends/engine/demo"),
     "tests": ("tests",),
 }
-PRODUCT: Final = ("bench", "training", "tests")  # every other part is product
+PRODUCT: Final = ("bench", "training", "tests")  # every other part is product code
 SMALL_FILE_LINES: Final = 30
 
 
 @dataclass(slots=True)
 class Size:
-    """Lines of some files, by what they hold."""
+    """Line counts of some files."""
 
     files: int = 0
     code: int = 0
@@ -43,7 +43,7 @@ class Size:
     comments: int = 0
 
     def add(self, other: Size) -> None:
-        """Add the lines of other files."""
+        """Add the line counts of other files."""
         self.files += other.files
         self.code += other.code
         self.docstrings += other.docstrings
@@ -78,7 +78,7 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def part_of(path: str) -> str | None:
-    """Return the part that a file belongs to: the longest folder that holds it."""
+    """Return the part of a file: the longest listed folder that contains it."""
     found = [
         (len(folder), part)
         for part, folders in PARTS.items()
@@ -89,7 +89,7 @@ def part_of(path: str) -> str | None:
 
 
 def python_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and source of each Python file below the top-level folders that are counted."""
+    """Yield path and source of each Python file below the counted top-level folders."""
     for folder in sorted({name.split("/")[0] for names in PARTS.values() for name in names}):
         if not (root / folder).is_dir():
             continue

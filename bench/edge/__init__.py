@@ -1,1 +1,1 @@
-"""What the edge costs: CPU, added latency and time to first token, beside floors and rivals."""
+"""The cost of the HTTP edge in CPU time and latency, compared with minimal servers and rivals."""

@@ -1,9 +1,9 @@
-"""A client that costs little: closed loops of one request each over kept connections.
+"""A client with little CPU use: closed loops of one request each over persistent connections.
 
     python -m bench.edge.client
 
-reads a `Load` as a line of JSON, sends it, and answers with a line (`Measured`). It looks at the
-bytes only as far as it must: when the first event came, how many there were, whether all is there.
+It reads a `Load` as a line of JSON, sends it, and answers with a line (`Measured`). It parses only
+what it needs: the time of the first event, the number of events, and the end of the answer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PATIENCE_S: Final = 30.0
 
 
 class Load(msgspec.Struct):
-    """What to send.
+    """A load to send.
 
     Attributes:
-        host, port: of the server.
-        tokens: asked for by each request; chunks, if streamed.
-        connections: requests at a time.
-        warm_s, for_s: seconds unmeasured, and measured after that.
-        server, upstream: process ids whose CPU time is measured, 0 for none.
+        host, port: address of the server.
+        tokens: tokens per request, which equals chunks in a stream.
+        connections: number of concurrent requests.
+        warm_s, for_s: seconds of warm-up, and of the measurement after it.
+        server, upstream: process ids whose CPU time is measured; 0 for none.
     """
 
     host: str
@@ -50,15 +50,15 @@ class Load(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """What came of it.
+    """The result of a load.
 
     Attributes:
-        latency_s: of each request, to its last byte.
-        ttft_s: of each request, to its first event or, unstreamed, its first byte.
-        chunks: events with data, `[DONE]` not counted.
-        failed: requests with another status than 200, or cut.
-        wall_s: of the measured part.
-        server_cpu_s, upstream_cpu_s, client_cpu_s: CPU seconds in it.
+        latency_s: time from each request to its last byte.
+        ttft_s: time to the first event of a stream, or to the first byte.
+        chunks: events with data, without `[DONE]`.
+        failed: requests that were cut off or had a status other than 200.
+        wall_s: duration of the measurement.
+        server_cpu_s, upstream_cpu_s, client_cpu_s: CPU seconds of the measurement.
     """
 
     latency_s: list[float]
@@ -72,10 +72,10 @@ class Measured(msgspec.Struct):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self, request: bytes, *, stream: bool, patience_s: float = PATIENCE_S) -> None:
-        """Send nothing yet."""
+        """Create a connection without a request."""
         self._request = request
         self._patience_s = patience_s
         self._first = _EVENT if stream else b"HTTP/1.1"
@@ -86,16 +86,16 @@ class Connection(asyncio.Protocol):
         self._length: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what to write to."""
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the request in flight end; it is judged by what it got."""
+        """End the request in flight, which counts as failed if it is incomplete."""
         self._transport = None
         self._finish()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes until the answer is whole."""
+        """Receive bytes until the answer is complete."""
         received = self.received
         received += data
         if not self.first_s and self._first in received:
@@ -116,10 +116,10 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self) -> tuple[float, float]:
-        """Send the request and wait for its end; return the seconds to it and to the first event.
+        """Send the request; return the seconds to its end and to its first event.
 
         Raises:
-            TimeoutError: there is none in time.
+            TimeoutError: the answer did not end in time.
         """
         assert self._transport is not None
         self.received.clear()
@@ -149,7 +149,7 @@ def _content_length(head: bytes) -> int | None:
 
 
 async def send(load: Load) -> Measured:
-    """Send a load: first for warmth, then to be measured."""
+    """Send a load: first the warm-up, then the measured part."""
     body = wire.body(load.tokens, stream=load.stream, pace_ms=load.pace_ms)
     head = (
         f"POST {wire.PATH} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
@@ -175,7 +175,7 @@ async def _measured(load: Load, request: bytes, for_s: float) -> Measured:
 
 
 def _cpu(load: Load) -> Sequence[float]:
-    """Return the CPU seconds so far of server, upstream and this process."""
+    """Return the CPU seconds of server, upstream and this process."""
     server, upstream = (cpu_s(pid) if pid else 0.0 for pid in (load.server, load.upstream))
     return server, upstream, time.process_time()
 
@@ -191,7 +191,7 @@ async def _connect(load: Load, request: bytes) -> Connection:
 async def _loop(
     load: Load, request: bytes, connection: Connection, until_s: float, result: Measured
 ) -> None:
-    """Ask again and again; a connection that the server closed is opened anew."""
+    """Send requests one after another; reopen a connection that the server has closed."""
     while time.perf_counter() < until_s:
         if not connection.open:
             connection = await _connect(load, request)
@@ -210,7 +210,7 @@ async def _loop(
 
 
 def main() -> None:
-    """Send each load that a line of standard input asks for."""
+    """Run each load that a line of standard input describes."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answer_lines(Load, lambda load: runner.run(send(load)))
 

@@ -1,16 +1,17 @@
-"""What the edge costs: CPU, added latency and time to first token, beside floors and rivals.
+"""Measure the edge: CPU time, added latency and TTFT, beside minimal servers and rivals.
 
     draftgate bench edge --json OUT [--rivals DIR]
 
-Every target is a server of its own before the same client. `draftgate sim` makes its tokens in its
-process, on a simulated device whose steps take no time (5 ms where streams are paced): scheduler,
-detokeniser and all, but no model; `worker alone` is what these take without an edge. `bare handler`
-is an aiohttp handler that parses JSON and has the same chunks ready. The proxies, ours, a bare
-aiohttp one and the rivals, stand before the same mock.
+Every target is a separate server, and all have the same client. `draftgate sim` generates its
+tokens in its own process. Its simulated device takes no time per step (5 ms for paced streams), so
+the scheduler and the detokeniser run but no model does. `worker alone` is the cost of these parts
+without HTTP. `bare handler` is an aiohttp handler that parses JSON and has the same chunks ready.
+The proxies are Draftgate, a bare aiohttp proxy and the rivals, all in front of the same mock.
 
-On two cores, targets have the first, client and mock the second. A row in which those two took
-more than 85% of it is marked `saturated`: its latencies and rates are the client's, its CPU still
-the target's. Rounds are interleaved in shuffled order. A busy machine is refused.
+On two cores, targets have the first core, client and mock the second. A row is marked `saturated`
+if client and mock took more than 85% of their core. Its latencies and rates then show the client's
+limit; its CPU time is still the target's. Rounds are interleaved in shuffled order. The command
+refuses to run on a busy machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bench.harness.provenance import simulated_provenance
 from draftgate.gateway.cli.environment import collect_environment
 
 IDLE_LOAD: Final = 0.5
-"""A minute's load beyond this is somebody else's work."""
+"""Maximum one-minute load average of an idle machine."""
 
 PARTS: Final = ("targets", "hold")
 _SHOWN: Final = (
@@ -57,10 +58,13 @@ _SHOWN: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and the goals, write what was asked for."""
+    """Run `draftgate bench edge`."""
     args = _parser().parse_args(arguments)
     if os.getloadavg()[0] > IDLE_LOAD and not args.busy:
-        sys.stderr.write(f"draftgate: the machine is busy (load {os.getloadavg()[0]:.2f})\n")
+        sys.stderr.write(
+            f"draftgate: the machine is busy (load {os.getloadavg()[0]:.2f}); "
+            "--busy measures anyway\n"
+        )
         sys.exit(1)
     results: dict[str, Any] = {
         "format": "edge/1",
@@ -85,15 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="write rows and figures here")
-    parser.add_argument("--rivals", type=Path, help="environments: see edge/rivals.py")
+    parser.add_argument("--json", type=Path, help="write rows and figures to this file")
+    parser.add_argument("--rivals", type=Path, help="environments made by bench.edge.rivals")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each question")
-    parser.add_argument("--chunks", type=int, default=200, help="of a long stream")
-    parser.add_argument("--only", default="", help="targets, by commas; default: all there are")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each question")
+    parser.add_argument("--chunks", type=int, default=200, help="chunks of a long stream")
+    parser.add_argument("--only", default="", help="targets, separated by commas; default: all")
     parser.add_argument("--parts", default=",".join(PARTS), type=lambda text: text.split(","))
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--busy", action="store_true", help="measure although others work here")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
+    parser.add_argument("--busy", action="store_true", help="measure even on a busy machine")
     return parser
 
 
@@ -151,8 +155,8 @@ def _show(
     console.print(table)
     for target, figures in found.items():
         if figures["saturated"] or figures["failed"]:
-            told = ", ".join(figures["saturated"]) or "nowhere"
-            console.print(f"{target}: saturated in {told}; {figures['failed']} failed")
+            saturated = ", ".join(figures["saturated"]) or "no row"
+            console.print(f"{target}: saturated in {saturated}; {figures['failed']} failed")
     for name, reason in missing.items():
         console.print(f"{name} is missing: {reason}")
     for goal in reached:

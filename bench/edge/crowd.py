@@ -1,4 +1,4 @@
-"""Live streams, and one large request after another beside them.
+"""Send live streams, and one large request after another beside them.
 
     python -m bench.edge.crowd URL KIND
 
@@ -30,7 +30,7 @@ def _text() -> str:
 
 
 def _ids() -> list[int]:
-    """Return token ids whose JSON has a megabyte."""
+    """Return token ids whose JSON has about one megabyte."""
     return [1000 + n % 1000 for n in range(MEGABYTE // 6)]
 
 
@@ -61,7 +61,7 @@ KINDS: Final[dict[str, Callable[[], tuple[str, dict[str, object]] | None]]] = {
     "answer with 500 x 20 logprobs": lambda: _completion("x", max_tokens=500, logprobs=20),
     "body that is no JSON, 1 MB": lambda: ("/v1/completions", {"": [[[]]] * _MANY}),
 }
-"""What is sent beside the streams: path and body of a request."""
+"""Path and body of the large request, by kind."""
 
 
 async def _stream(session: aiohttp.ClientSession) -> None:
@@ -96,7 +96,7 @@ async def crowd(url: str, kind: str) -> list[int]:
 
 
 def main() -> None:
-    """Send what the arguments name."""
+    """Send the kind of request that the arguments name."""
     print(json.dumps(uvloop.run(crowd(sys.argv[1], sys.argv[2]))))
 
 

@@ -1,4 +1,4 @@
-"""From rows to figures: medians over rounds, with their spread, and the goals."""
+"""Figures of the study: medians over rounds with their range, and the goals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUST: Final = ("vllm-router", "sglang-router")
 
 
 class Figure(NamedTuple):
-    """A median over rounds with the least and the most of them."""
+    """The median, minimum and maximum over rounds."""
 
     median: float
     least: float
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Figure:
-        """Summarise; NaN of nothing."""
+        """Summarise values; NaN if there are none."""
         kept = [value for value in values if math.isfinite(value)]
         if not kept:
             return cls(math.nan, math.nan, math.nan)
@@ -42,12 +42,12 @@ class Round:
     """The rows of one target in one round, by question."""
 
     def __init__(self, rows: Iterable[Row], before: Round | None = None) -> None:
-        """Take the rows; `before` is the same round of what latency is added to."""
+        """Wrap the rows; `before` is the same round of the server that latency is compared with."""
         self._rows = {row.question: row for row in rows}
         self._before = before
 
     def cpu_us(self, question: str) -> float:
-        """Return CPU microseconds per request; NaN where the server's CPU is not known."""
+        """Return CPU microseconds per request; NaN if the server's CPU time is unknown."""
         row = self._rows.get(question)
         if row is None or not row.requests or not row.server_cpu_s:
             return math.nan
@@ -67,7 +67,7 @@ class Round:
         return math.nan if row is None else value(row)
 
     def added_ms(self, question: str, value: Callable[[Row], float]) -> float:
-        """Return how much more than without it, in milliseconds."""
+        """Return the latency added to that of `before`, in milliseconds."""
         if self._before is None:
             return math.nan
         return (self.of(question, value) - self._before.of(question, value)) * 1e3
@@ -92,15 +92,16 @@ COLUMNS: Final[tuple[tuple[str, Callable[[Round], float]], ...]] = (
     ("requests_per_s_16", lambda r: r.of(_WHOLE_16, _rate)),
     ("streams_per_s_16", lambda r: r.of(_LONG_16, _rate)),
 )
-"""Name and value of each figure. `ttft_p50_ms_16` is that of paced streams: with all chunks at once
-the first waits for the chunks of others, and a server that sends nothing else looks best."""
+"""Name and value of each figure. `ttft_p50_ms_16` is that of paced streams. With all chunks sent at
+once, the first chunk waits for chunks of other streams, and a server that sends nothing else
+looks best."""
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return the figures of each target, in the order of the rows.
 
-    Latency is added to that of the server which has the answers ready: on the client's core for
-    proxies, whose upstream runs there, on a core of its own for those that are no proxies.
+    Added latency is relative to the server that has the answers ready. For proxies it runs on the
+    client's core, as their upstream does; for other targets it has its own core.
     """
     kinds = {row.target: row.kind for row in rows}
     numbers = sorted({row.round for row in rows})
@@ -124,7 +125,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 class Goal(NamedTuple):
-    """A goal: what was reached of it; `met` is None where its parts were not measured."""
+    """A goal and its result; `met` is None if a part of it was not measured."""
 
     text: str
     reached: str

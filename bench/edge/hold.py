@@ -1,10 +1,10 @@
-"""How long the event loop is held while requests of a megabyte come beside live streams.
+"""Measure how long large requests block the event loop beside live streams.
 
     python -m bench.edge.hold ROUNDS
 
-serves a simulated worker in this process, watches its event loop, lets `crowd` send each kind of
-request a few times beside 16 streams, and prints as JSON the longest hold of each, and the longest
-of each part of one: what the loop computed, and what it waited for.
+serves a simulated worker in this process and watches its event loop. `crowd` sends each kind of
+request of one megabyte a few times beside 16 streams. The output is JSON with the longest hold of
+each kind, and the longest of each of its parts (see `Hold`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.logs import configure
 
 CONTEXT: Final = 1 << 20
-"""Tokens: a megabyte of text fits and is not refused."""
+"""Context length in tokens; a megabyte of text fits."""
 
 STEP_TOKENS: Final = 8192
-"""What a fast device takes at once: a megabyte is prefilled in some 40 steps."""
+"""Tokens per step of a fast device, which prefills a megabyte in about 40 steps."""
 
 KV_BYTES: Final = 64 << 30
-"""Of the simulated device, which has no memory: that many tokens of several requests."""
+"""KV memory of the simulated device, which allocates none; it fits several requests."""
 
 PARTS: Final = tuple(f"{name.removesuffix('_s')}_ms" for name in Hold._fields)
-"""What is told of a hold: all of it, and its parts."""
+"""Names of a hold and its parts."""
 
 
 def longest_holds(rounds: int) -> list[dict[str, Any]]:
-    """Measure in a process of its own; return what each kind held the loop for, by round."""
+    """Measure in a separate process; return the longest holds of each kind, by round."""
     command = [sys.executable, "-m", "bench.edge.hold", str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own module
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -51,7 +51,7 @@ def longest_holds(rounds: int) -> list[dict[str, Any]]:
 
 
 async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each kind, holds and their parts (`Hold`) in milliseconds by round."""
+    """Return a row for each kind: holds and their parts (`Hold`) in milliseconds, by round."""
     rows = {kind: {"beside": kind, "statuses": []} | {part: [] for part in PARTS} for kind in KINDS}
     config = ServeConfig(
         model=str(long_model(folder)),
@@ -79,7 +79,7 @@ async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
 
 
 async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
-    """Let a crowd send a kind of request; return the longest holds meanwhile, and the statuses."""
+    """Let a crowd send a kind of request; return the longest holds and the statuses."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -88,14 +88,14 @@ async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
         kind,
         stdout=subprocess.PIPE,
     )
-    # Making the process was the study's doing; it takes a while to begin.
+    # Creating the process blocks the loop as well, but is not part of the measurement.
     async with watched() as watch:
         out, _ = await process.communicate()
     return watch.longest, json.loads(out)
 
 
 def long_model(folder: Path) -> Path:
-    """Return the shipped tokenizer with a context that a megabyte fits."""
+    """Return the shipped tokenizer with a context of `CONTEXT` tokens."""
     model = folder / "model"
     copytree(SHIPPED_MODEL, model, ignore=ignore_patterns("*.safetensors", "draft"))
     shape = model / "config.json"
@@ -105,9 +105,9 @@ def long_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Measure; print the rows."""
+    """Measure, and print the rows."""
     configure("error")
-    # It tells of every stream that the crowd leaves.
+    # It logs every stream that the crowd abandons.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:
         rows = uvloop.run(measure(int(sys.argv[1]), Path(scratch)))

@@ -1,9 +1,10 @@
-"""A server that has every answer ready, and the two floors of a gateway in Python.
+"""A server that has every answer ready, and the minimal server and proxy in Python.
 
     python -m bench.edge.mock [--upstream URL] --port PORT
 
-Without an upstream it answers by itself: the upstream of all proxies, and the floor of a server in
-whose process the tokens are made. With one it passes bytes on unread: the floor of a proxy.
+Without an upstream it answers requests itself. It is then the upstream of all proxies, and the
+minimal server that generates its tokens in process. With an upstream it forwards bytes unread, as
+the minimal proxy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UPSTREAM: Final = web.AppKey("upstream", aiohttp.ClientSession)
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
-    """Answer a chat completion: one write per chunk, at once or at the pace asked for."""
+    """Answer a chat completion with one write per chunk, at once or at the requested pace."""
     asked = wire.decode(await request.read())
     request_id, created_s = secrets.token_hex(12), int(time.time())
     if not asked.stream:
@@ -41,7 +42,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     for place in range(asked.tokens):
         text = wire.NEXT if place else wire.FIRST
         await response.write(head + text + (wire.ENDS if place == last else wire.GOES_ON))
-        # At once still is one by one: a worker's steps give tokens so, and each is sent by itself.
+        # Write chunks one by one even without a pace, as a worker sends the tokens of its steps.
         due_s += pace_s
         await asyncio.sleep(max(0.0, due_s - loop.time()) if pace_s else 0.0)
     await response.write(wire.DONE)
@@ -50,7 +51,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def pass_on(request: web.Request) -> web.StreamResponse:
-    """Send a request to the upstream and its answer back, both unread."""
+    """Forward a request to the upstream and its answer back, both unread."""
     body = await request.read()
     headers = {"Content-Type": "application/json"}
     async with request.app[_UPSTREAM].post(request.path, data=body, headers=headers) as upstream:
@@ -64,17 +65,17 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
 
 
 async def list_models(_request: web.Request) -> web.Response:
-    """Name the one model there is."""
+    """List the only model."""
     return web.json_response({"object": "list", "data": [{"id": wire.MODEL, "object": "model"}]})
 
 
 async def well(_request: web.Request) -> web.Response:
-    """Answer any other question as a server that is well: rivals ask each their own."""
+    """Answer any other request with 200, because each rival has its own health checks."""
     return web.json_response({"status": "ok", "model_path": wire.MODEL, "model_id": wire.MODEL})
 
 
 def application(upstream: str | None) -> web.Application:
-    """Return the server, or the proxy if there is an upstream."""
+    """Return the server, or the proxy if `upstream` is given."""
     app = web.Application()
 
     async def session(app: web.Application) -> AsyncIterator[None]:
@@ -95,10 +96,10 @@ def application(upstream: str | None) -> web.Application:
 
 
 def main() -> None:
-    """Serve on the loopback interface until a signal."""
+    """Serve on the loopback interface until a signal arrives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--upstream", help="pass everything on to this server")
+    parser.add_argument("--upstream", help="forward all requests to this server")
     args = parser.parse_args()
     uvloop.install()
     web.run_app(

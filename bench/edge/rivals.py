@@ -1,9 +1,9 @@
-"""Environments of the rivals, one each, so that what they need stays away from ours.
+"""Create an environment for each rival, so that its dependencies stay out of Draftgate's.
 
     python -m bench.edge.rivals DIR
 
-makes `DIR/NAME` with `NAME` installed (pip, wheels; Python 3.11 suits all of them). Then
-`draftgate bench edge --rivals DIR` measures those it finds.
+makes `DIR/NAME` with `NAME` installed (pip, wheels; all support Python 3.11). Then `draftgate bench
+edge --rivals DIR` measures the installed rivals.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PACKAGES: Final = {
     "vllm-router": "vllm-router==0.1.17",
     "sglang-router": "sglang-router==0.3.2",
 }
-"""Versions as of 2026-11-21."""
+"""Latest versions on 2026-11-21."""
 
 
 def main() -> None:
-    """Make what is not there yet."""
+    """Create the missing environments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory

@@ -1,4 +1,4 @@
-"""Everybody takes turns: each round asks every target each question, in an order of its own."""
+"""Interleaved rounds: each one sends every question to every target, in shuffled order."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from draftgate.loadgen.measuring.metrics import percentile
 WORKER: Final = "worker alone"
 
 SATURATED: Final = 0.85
-"""Share of their core beyond which client and mock are what is measured, not the target."""
+"""Share of their core above which client and mock limit a measurement, not the target."""
 
 LAST_WORDS: Final = 4
-"""Lines that a server which does not come up is quoted with."""
+"""Number of log lines quoted if a server does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A way to ask.
+    """One way to send requests.
 
     Attributes:
-        paced: whether chunks come `PACE_MS` apart instead of at once.
+        paced: whether chunks are `PACE_MS` apart instead of immediate.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Question:
 
 
 def questions(chunks: int) -> tuple[Question, ...]:
-    """Return what every target is asked; long streams have that many chunks."""
+    """Return the questions to every target; long streams have `chunks` chunks."""
     return (
         Question("whole, 1 client", 1, stream=False, tokens=1),
         Question("whole, 16 clients", 16, stream=False, tokens=1),
@@ -64,11 +64,11 @@ def questions(chunks: int) -> tuple[Question, ...]:
 
 
 class Row(msgspec.Struct):
-    """One question to one target in one round. Times in seconds.
+    """The result of one question to one target in one round. Times in seconds.
 
     Attributes:
-        requests, chunks, failed: that ended in time, of them the events, and those that broke.
-        saturated: client and mock took more than `SATURATED` of their core.
+        requests, chunks, failed: requests that ended in time, their events, and failures.
+        saturated: whether client and mock took more than `SATURATED` of their core.
     """
 
     target: str
@@ -91,7 +91,7 @@ class Row(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A target that runs: where, and as which processes; the second pair is the paced one."""
+    """A running target: its address and process ids. The second pair is the paced server."""
 
     target: Target
     port: int
@@ -101,10 +101,10 @@ class Server:
 
 
 class Bench:
-    """The mock, the client, and the targets that could be started."""
+    """The mock, the client, and the targets that started."""
 
     def __init__(self, stack: ExitStack, folder: Path, cores: Cores) -> None:
-        """Start mock and client on the second core; targets come to the first."""
+        """Start mock and client on the second core; targets run on the first."""
         self._stack, self._folder = stack, folder
         self._server_core, self._client_core = cores
         self.servers: list[Server] = []
@@ -119,11 +119,11 @@ class Bench:
 
     @property
     def upstream(self) -> str:
-        """Where the mock is."""
+        """URL of the mock."""
         return f"http://127.0.0.1:{self._mock_port}"
 
     def add(self, target: Target) -> None:
-        """Start a target; one that does not come up is noted as missing."""
+        """Start a target, or record why it did not start."""
         if target.command is None:
             port, pid = self._mock_port, 0
             self.servers.append(Server(target, port, pid, port, pid))
@@ -161,7 +161,7 @@ class Bench:
         return self._folder / f"{name.replace(' ', '-')}.log"
 
     def ask(self, server: Server, question: Question, for_s: float, number: int) -> Row:
-        """Ask one question of one target."""
+        """Send one question to one target."""
         port, pid = (
             (server.paced_port, server.paced_pid) if question.paced else (server.port, server.pid)
         )
@@ -180,7 +180,7 @@ class Bench:
         return _row(server.target, question, number, self._client.ask(load, Measured))
 
     def ask_worker(self, question: Question, for_s: float, number: int) -> Row:
-        """Let the simulated worker do by itself what the question asks for."""
+        """Run the work of a question on the simulated worker without HTTP."""
         work = Work(question.tokens, question.connections, for_s)
         done = self._worker.ask(work, Done)
         nothing = float("nan")
@@ -226,7 +226,7 @@ def _row(target: Target, question: Question, number: int, measured: Measured) ->
 
 @contextmanager
 def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
-    """Start mock and client; end them and every target."""
+    """Start mock and client; at the end, stop them and every target."""
     with ExitStack() as stack:
         yield Bench(stack, folder, cores)
 
@@ -240,7 +240,7 @@ def rounds(
     seed: int,
     tell: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Yield the rows of that many rounds; in each, everybody is asked everything once."""
+    """Yield the rows of `number` rounds; in each, every target gets each question once."""
     order = Random(seed)
     turns = [(server, question) for server in bench.servers for question in asked]
     for place in range(number):

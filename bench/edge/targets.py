@@ -1,4 +1,4 @@
-"""The servers of the study: ours, the floors, the rivals; how each is started and asked."""
+"""The servers of the study: Draftgate, the minimal servers and the rivals."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from bench.harness.processes import free_port
 from draftgate.backends.registry import backend_names
 
 INSTANT: Final = Path(__file__).parents[1] / "harness" / "instant.json"
-"""A device whose steps take no time: what is left is the edge, and the scheduler behind it."""
+"""A device whose steps take no time, so that only the edge and the scheduler take time."""
 
 _OURS: Final = (sys.executable, "-m", "draftgate", "serve")
 _MOCK: Final = (sys.executable, "-m", "bench.edge.mock")
 
 PACE_MS: Final = 5.0
-"""Between the chunks of a paced stream: faster than a reader needs, and yet each chunk is read and
-written by itself, as in life. 16 such streams are too many for the slowest proxy alone."""
+"""Milliseconds between the chunks of a paced stream. This is faster than a reader needs, but slow
+enough that each chunk is read and written separately, as in production. Only the slowest proxy
+cannot keep up with 16 such streams."""
 
 
 _LITELLM: Final = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # nobody has keys here
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # requests have no API keys
 }
 
 
 class Kind(StrEnum):
-    """Where a target's tokens come from."""
+    """The source of a target's tokens."""
 
-    DIRECT = "direct"  # the mock itself, on the client's core
-    NO_EDGE = "no edge"  # the simulated worker, asked by nobody over HTTP
+    DIRECT = "direct"  # the mock, on the client's core
+    NO_EDGE = "no edge"  # the simulated worker, without HTTP
     IN_PROCESS = "in process"
     PROXY = "proxy"
 
@@ -45,10 +46,10 @@ class Target:
     """A server to measure.
 
     Attributes:
-        command: without its port; None for the mock that runs anyway.
-        port_flag: how the port is given.
-        paced_command: of a second server where the pace is the server's, not the request's.
-        variables: of its environment.
+        command: command line without the port; None for the mock, which always runs.
+        port_flag: option that sets the port.
+        paced_command: command of a second server, if the server and not the request sets the pace.
+        variables: its environment variables.
     """
 
     name: str
@@ -65,7 +66,7 @@ def _ours(*flags: str) -> tuple[str, ...]:
 
 
 def paced_profile(folder: Path) -> Path:
-    """Write the profile of a device that takes `PACE_MS` a step; return its path."""
+    """Write the profile of a device that takes `PACE_MS` per step; return its path."""
     paced = folder / "paced.json"
     profile = json.loads(INSTANT.read_text(encoding="utf-8"))
     paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3] * 2}), encoding="utf-8")
@@ -73,10 +74,10 @@ def paced_profile(folder: Path) -> Path:
 
 
 def in_process(folder: Path) -> list[Target]:
-    """Return the servers that make their tokens themselves.
+    """Return the servers that generate their tokens themselves.
 
     Args:
-        folder: for the profile of a device that takes `PACE_MS` a step.
+        folder: for the profile of a device that takes `PACE_MS` per step.
     """
     sim = ("--backend", "sim", "--profile")
     return [
@@ -92,7 +93,7 @@ def in_process(folder: Path) -> list[Target]:
 
 
 def proxies(upstream: str) -> list[Target]:
-    """Return ours and the floor of a proxy, both in front of an upstream."""
+    """Return Draftgate and the minimal proxy, both in front of an upstream."""
     found = [Target("bare proxy", Kind.PROXY, (*_MOCK, "--upstream", upstream))]
     if "openai" in backend_names():
         ours = _ours("--backend", "openai", "--upstream", upstream)
@@ -101,11 +102,11 @@ def proxies(upstream: str) -> list[Target]:
 
 
 def rivals(environments: Path, upstream: str, folder: Path) -> Iterator[Target]:
-    """Yield the rivals that are installed, each in the environment of its name.
+    """Yield the installed rivals, each in the environment of its name.
 
     Args:
-        environments: as `python -m bench.edge.rivals` makes them.
-        folder: for their configuration.
+        environments: folder that `python -m bench.edge.rivals` creates.
+        folder: for configuration files.
     """
     for name, flags in _flags(upstream, folder).items():
         program = environments / name / "bin" / name
@@ -118,7 +119,7 @@ def _flags(upstream: str, folder: Path) -> dict[str, Sequence[str]]:
     litellm = folder / "litellm.yaml"
     route = {"model": f"openai/{wire.MODEL}", "api_base": f"{upstream}/v1", "api_key": "none"}
     models = [{"model_name": wire.MODEL, "litellm_params": route}]
-    litellm.write_text(json.dumps({"model_list": models}), encoding="utf-8")  # JSON is YAML
+    litellm.write_text(json.dumps({"model_list": models}), encoding="utf-8")  # JSON is valid YAML
     router = ("--worker-urls", upstream, "--policy", "round_robin", "--host", "127.0.0.1")
     quiet = ("--log-level", "error", "--prometheus-port")
     return {

@@ -1,4 +1,4 @@
-"""For how long an event loop does not come back, and where that time went."""
+"""How long an event loop is blocked, and what blocks it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 WATCH_S: Final = 0.001
-"""How often the loop is looked at: uvloop's timers know milliseconds, so a hold is told to that."""
+"""Interval between two looks at the loop. It is the resolution of a hold, because uvloop's timers
+have milliseconds."""
 
 
 class Hold(NamedTuple):
-    """A time for which a loop did not come back, in seconds.
+    """A period for which a loop was blocked, in seconds.
 
     Attributes:
-        late_s: all of it, by the clock: what a client waits.
-        own_s: the loop's thread computed: its callbacks, garbage collections apart. On a busy
-            machine these are several: what piled up while it had no core.
-        collecting_s: the garbage collector ran, in whichever thread: all others wait for it.
-        lock_s: at least so long it waited for the interpreter lock, or for a page of memory.
-            Who has the lock may have no core, too.
-        descheduled_s: it could have run, but had no core: others' doing (Linux tells; else 0).
+        late_s: all of it by the wall clock, which is what a client waits.
+        own_s: CPU time of the loop's thread in callbacks, without garbage collections. On a
+            busy machine it covers several callbacks that piled up while the thread had no core.
+        collecting_s: wall time of garbage collections in any thread, which stop all others.
+        lock_s: lower bound of the wait for the interpreter lock or for a page of memory.
+            The thread that holds the lock may have no core either.
+        descheduled_s: time in which the thread was ready but had no core (Linux only; else 0).
     """
 
     late_s: float = 0.0
@@ -37,26 +38,26 @@ class Hold(NamedTuple):
 
 
 class LoopWatch:
-    """Notes how much later than asked for the loop comes back.
+    """Records how late the loop runs a timer.
 
     Attributes:
-        longest: of each part the longest that was seen; parts of different holds.
+        longest: the longest observation of each part; they may belong to different holds.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
+        """Create a watch without observations."""
         self.longest = Hold()
         self._thread = threading.get_ident()
-        self._collected_s = 0.0  # in all threads, by the clock
-        self._collected_here_s = 0.0  # in the loop's, computing
+        self._collected_s = 0.0  # in all threads, wall time
+        self._collected_here_s = 0.0  # in the loop's thread, CPU time
         self._began_s = self._began_here_s = 0.0
 
     def note(self, hold: Hold) -> None:
-        """Take a hold into account."""
+        """Record a hold."""
         self.longest = Hold(*map(max, self.longest, hold))
 
     async def watch(self) -> None:
-        """Look until cancelled. In the thread that made it."""
+        """Observe the loop until cancelled. Must run in the thread that created the watch."""
         gc.callbacks.append(self._collected)
         try:
             with _scheduling() as delay_s:
@@ -88,14 +89,14 @@ class LoopWatch:
 def parted(
     late_s: float, cpu_s: float, descheduled_s: float, gc_s: float, gc_here_s: float
 ) -> Hold:
-    """Return a hold by where it went.
+    """Split a hold into its parts.
 
     Args:
-        late_s: how late the loop came back.
-        cpu_s: what its thread computed since it was looked at last, so at least in the hold.
-        descheduled_s: for how long it had no core.
-        gc_s, gc_here_s: of garbage collections in all threads by the clock, and of those in the
-            loop's as far as it computed.
+        late_s: how late the timer ran.
+        cpu_s: CPU time of the thread since the previous look, an upper bound for the hold.
+        descheduled_s: time without a core.
+        gc_s, gc_here_s: garbage collections in all threads by the wall clock, and CPU time of
+            those in the loop's thread.
     """
     late_s = max(late_s, 0.0)
     elsewhere_s = max(gc_s - gc_here_s, 0.0)
@@ -117,7 +118,7 @@ async def watched() -> AsyncIterator[LoopWatch]:
 
 @contextmanager
 def _scheduling() -> Iterator[Any]:
-    """Give a function that says for how many seconds this thread was ready, but had no core."""
+    """Return a function that gives the seconds in which this thread was ready but had no core."""
     path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
     if not path.exists():
         yield lambda: 0.0

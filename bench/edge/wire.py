@@ -1,6 +1,6 @@
-"""Requests and answers that every server of the study takes and gives: OpenAI's chat completions.
+"""Requests and answers of OpenAI's chat completions, as every server of the study uses them.
 
-The answers have the fields, and so the size, of Draftgate's own.
+The answers have the fields, and therefore the size, of Draftgate's own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import msgspec
 MODEL: Final = "mock"
 PATH: Final = "/v1/chat/completions"
 PACE: Final = "pace_ms="
-"""A message `pace_ms=5` asks the mock for a chunk every 5 ms: proxies pass messages on as they are,
-but drop fields and headers they do not know."""
+"""A message `pace_ms=5` asks the mock for a chunk every 5 ms. Proxies forward messages unchanged,
+but drop unknown fields and headers."""
 
 _WORD: Final = " token"
 
@@ -26,7 +26,7 @@ class Message(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """What of a request's body matters here."""
+    """The fields of a request's body that the mock uses."""
 
     messages: list[Message]
     stream: bool | None = None
@@ -35,7 +35,7 @@ class Asked(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Tokens asked for, which is chunks if streamed."""
+        """Number of requested tokens, which equals chunks in a stream."""
         return self.max_tokens or self.max_completion_tokens or 1
 
     @property
@@ -61,7 +61,7 @@ def body(tokens: int, *, stream: bool, pace_ms: float = 0.0) -> bytes:
 
 
 def chunk_head(request_id: str, created_s: int) -> bytes:
-    """Return what all chunks of an answer begin with."""
+    """Return the common beginning of all chunks of an answer."""
     return (
         f'data: {{"id":"chatcmpl-{request_id}","object":"chat.completion.chunk",'
         f'"created":{created_s},"model":"{MODEL}","choices":[{{"index":0,"delta":'
@@ -76,7 +76,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def whole(request_id: str, created_s: int, tokens: int) -> bytes:
-    """Return the JSON of an answer that is not streamed."""
+    """Return the JSON of an answer without streaming."""
     usage = {"prompt_tokens": 8, "completion_tokens": tokens, "total_tokens": 8 + tokens}
     message = {"role": "assistant", "content": _WORD * tokens, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}

@@ -1,8 +1,8 @@
-"""What the simulated worker itself costs, without an edge: what `draftgate sim` has beside it.
+"""Measure the simulated worker without HTTP, as a part of the cost of `draftgate sim`.
 
     python -m bench.edge.worker
 
-reads a `Work` as a line of JSON, does it, and answers with a line (`Done`).
+It reads a `Work` as a line of JSON, runs it, and answers with a line (`Done`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFF: Final = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "measured alo
 
 
 class Work(msgspec.Struct):
-    """Requests of so many tokens, so many at a time, for at least so long."""
+    """Requests of a fixed length at a fixed concurrency, for a minimum time."""
 
     tokens: int
     sequences: int
@@ -33,7 +33,7 @@ class Work(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What ended, and the CPU seconds it took."""
+    """The completed requests, and their CPU seconds."""
 
     requests: int
     deltas: int
@@ -41,7 +41,7 @@ class Done(msgspec.Struct):
 
 
 class Alone:
-    """A worker that is driven as fast as it can step."""
+    """A worker that steps as fast as it can."""
 
     def __init__(self) -> None:
         """Build the worker of `draftgate sim`."""
@@ -75,7 +75,7 @@ class Alone:
 
 
 def main() -> None:
-    """Do each piece of work that a line of standard input asks for."""
+    """Run each piece of work that a line of standard input describes."""
     answer_lines(Work, Alone().do)
 
 

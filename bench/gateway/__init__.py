@@ -1,1 +1,1 @@
-"""Benchmarks of the gateway: what readers, overload, tracing and the store cost."""
+"""Benchmarks of the gateway: slow readers, overload, tracing and the state store."""

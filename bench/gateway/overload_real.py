@@ -1,13 +1,13 @@
-"""Overload in real time, over HTTP, before a real server with the simulator.
+"""Measure overload in real time over HTTP, with a real server and the simulator.
 
     draftgate bench overload --real --json OUT
 
-Requests come for a minute, at a few rates to find where goodput peaks, then at three times that
-rate. Each is a stream over plain HTTP. Who is refused comes back when it was told to, by
-`retry-after-ms` as OpenAI's clients do, or by the whole seconds of `Retry-After`
-(`--whole-seconds`), until it is let in. The figures are those of `overload.py`; beside them stand
-how long refusals took from request to answer, as the client saw it, and what the server's memory
-and queue grew to.
+Each rate lasts for a minute. A few rates find the peak of goodput; the last one is three times the
+rate of that peak. Each request is a stream over plain HTTP. A refused client retries after
+`retry-after-ms`, as OpenAI's clients do, or after the whole seconds of `Retry-After`
+(`--whole-seconds`), until it is admitted. The figures are those of `overload.py`. Added are the
+time from a request to its refusal, as the client sees it, and the server's maximum memory and
+queue.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ TOO_MANY: Final = 429
 
 @dataclass(slots=True)
 class Attempts:
-    """What was seen of all attempts at one rate, beside what became of the clients.
+    """All attempts at one rate.
 
     Attributes:
-        refusal_s: seconds from each request that was refused to its answer.
-        queued, running: of each second's sample of the node.
-        broken: answers that were neither a whole stream nor a refusal, by what they were.
+        refusal_s: seconds from each refused request to its answer.
+        queued, running: the node's sample of each second.
+        broken: number of answers that were neither a whole stream nor a refusal, by kind.
     """
 
     refusal_s: list[float] = field(default_factory=list)
@@ -69,15 +69,15 @@ class Attempts:
     broken: dict[str, int] = field(default_factory=dict)
 
     def note_broken(self, what: str) -> None:
-        """Count an answer that should not be."""
+        """Count an unexpected answer."""
         self.broken[what] = self.broken.get(what, 0) + 1
 
 
 class Crowd:
-    """The clients of one rate before a server. Times are seconds since the first could come."""
+    """The clients of one rate. Times are seconds since the start of the rate."""
 
     def __init__(self, overload: Overload, server: Server, args: Namespace) -> None:
-        """Begin with nothing sent."""
+        """Create a crowd that has sent nothing."""
         self._overload = overload
         self._url = server.url
         self._whole_seconds: bool = args.whole_seconds
@@ -85,9 +85,9 @@ class Crowd:
         self.attempts = Attempts()
 
     async def run(self, rate_rps: float) -> list[Client]:
-        """Return the clients of a minute at a rate, when all have ended.
+        """Send a minute of requests at a rate; return the clients after all have ended.
 
-        Each rate has prompts of its own: the server keeps those of the rates before in its cache.
+        Each rate has its own prompts, because the server caches those of earlier rates.
         """
         overload = self._overload
         seed = round(1e3 * rate_rps) + overload.seed
@@ -107,7 +107,7 @@ class Crowd:
         return time.perf_counter() - self._began_s
 
     async def _live(self, session: aiohttp.ClientSession, client: Client) -> None:
-        """Come, and come back when told to, until let in."""
+        """Send the request, and retry as instructed until it is admitted."""
         await asyncio.sleep(max(0.0, client.arrived_s - self._now_s()))
         index = client.planned.index
         service = self._overload.service(index)
@@ -132,7 +132,7 @@ class Crowd:
             await asyncio.sleep(retry_s)
 
     async def _read(self, client: Client, at_s: float, response: aiohttp.ClientResponse) -> None:
-        """Read a stream that was let in, or note what else it is."""
+        """Read the stream of an admitted request, or count a broken answer."""
         if response.status != 200:
             self.attempts.note_broken(f"status {response.status}")
             return
@@ -148,18 +148,20 @@ class Crowd:
                 first_s = self._now_s() if first_s is None else first_s
                 told = json.loads(event.data)
                 usage = told.get("usage") or usage
-                if "error" in told:  # after its status line: its wait was in vain
+                if (
+                    "error" in told
+                ):  # after the status line: the request waited and was then refused
                     self.attempts.note_broken(str(told["error"]["code"]))
                     return
         if not done or usage is None or first_s is None:
             self.attempts.note_broken("cut")
             return
-        # When it took its seat nobody tells over HTTP: a step or two before the first token.
+        # HTTP does not report the admission; it is a step or two before the first token.
         client.scheduled_s = client.first_s = first_s
         client.end_s, client.tokens = self._now_s(), usage["completion_tokens"]
 
     def _retry_s(self, response: aiohttp.ClientResponse) -> float:
-        """Return the seconds a refusal tells; without any, one."""
+        """Return the seconds until the retry that a refusal asks for; 1 by default."""
         milliseconds = response.headers.get("retry-after-ms")
         if milliseconds is None or self._whole_seconds:
             return float(response.headers.get("Retry-After", 1))
@@ -177,7 +179,7 @@ def _targets(service: ServiceLevel) -> dict[str, str]:
 
 @asynccontextmanager
 async def _sampled(server: Server, attempts: Attempts) -> AsyncIterator[None]:
-    """Note queue and batch of each second."""
+    """Record queue and batch size each second."""
 
     async def note() -> None:
         began_s = time.time()
@@ -215,7 +217,7 @@ async def _row(
 
 
 def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
-    """Return what the server took, and how soon it refused."""
+    """Return the server's resource use and the time to refusals."""
     return {
         "refusals": len(attempts.refusal_s),
         "refusal_s": quantiles(attempts.refusal_s) if attempts.refusal_s else None,
@@ -227,7 +229,7 @@ def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
 
 
 async def measure(overload: Overload, server: Server, args: Namespace) -> dict[str, Any]:
-    """Return the figures of all rates, and of three times the one where goodput peaks."""
+    """Return the figures of all rates, and of three times the rate of the peak."""
     factors = [float(factor) for factor in args.factors.split(",")]
     rows = [await _row(overload, server, args, factor * args.rate) for factor in factors]
     peak = max(rows, key=lambda row: row["goodput_rps"])
@@ -242,18 +244,20 @@ async def measure(overload: Overload, server: Server, args: Namespace) -> dict[s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; for `draftgate bench overload --real`."""
+    """Run `draftgate bench overload --real`."""
     parser = bench_parser("overload", __doc__)
-    parser.add_argument("--real", action="store_true", help="in real time, over HTTP")
-    parser.add_argument("--rate", type=float, default=24.0, help="nominal requests a second")
-    parser.add_argument("--factors", default=REAL_FACTORS, help="of it, to find the peak")
+    parser.add_argument("--real", action="store_true", help="measure in real time over HTTP")
+    parser.add_argument("--rate", type=float, default=24.0, help="nominal requests per second")
+    parser.add_argument(
+        "--factors", default=REAL_FACTORS, help="multiples of the rate that find the peak"
+    )
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=32)
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=None)
-    parser.add_argument("--priorities", default="-1,0,1", help="of the classes")
+    parser.add_argument("--priorities", default="-1,0,1", help="priorities of the classes")
     parser.add_argument("--admission", default="deadline")
-    parser.add_argument("--whole-seconds", action="store_true", help="obey Retry-After alone")
+    parser.add_argument("--whole-seconds", action="store_true", help="obey only Retry-After")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     allow_many_files(FILES)

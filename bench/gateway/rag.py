@@ -1,11 +1,12 @@
-"""Questions over documents on the shipped model, without speculation and with `auto`.
+"""Measure RAG questions on the shipped model, without speculation and with `auto`.
 
     draftgate bench rag --json OUT
 
-Two servers with the shipped model, one for each policy, embed the same passages; only one is asked
-at a time. In each round both get the same questions at the same instants, in turn, and who is first
-changes from round to round, so that what else the machine does meets both. A question is a plan,
-embeddings and an answer under one deadline (docs/guide/load-testing.md).
+Each policy has a server with the shipped model, and both servers embed the same passages. Only one
+server is asked at a time. Each round sends the same questions at the same instants to one server
+and then to the other. The order alternates between rounds, so that other load on the machine
+affects both. A question is a plan, embeddings and an answer under one deadline
+(docs/guide/load-testing.md).
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from draftgate.loadgen.types import LoadRun, Record, Slo
 
 POLICIES: Final = ("off", "auto")
 KV_BYTES: Final = 512 << 20
-"""Of each server: 87,000 tokens of the shipped model, forty questions; by default each would take
-half of what is free."""
+"""KV memory of each server: 87,000 tokens of the shipped model, enough for forty questions. The
+default would reserve half of the free memory for each server."""
 
 COMPARED: Final = ("ttft_s", "tpot_s", "latency_s")
 
 
 def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
-    """Return the summaries of all rounds, and what they come to together."""
+    """Return the summaries of each round and of all rounds."""
     rounds = list[dict[str, Any]]()
     runs: dict[str, list[LoadRun]] = {policy: [] for policy in POLICIES}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -87,10 +88,11 @@ def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
 
 
 def paired(off: Sequence[LoadRun], auto: Sequence[LoadRun], figure: str) -> dict[str, Any] | None:
-    """Return the mean difference of a figure over the questions that both answered intact.
+    """Return the mean difference of a figure over the questions that both policies answered intact.
 
-    Auto less off, with its 95 % interval by the normal law (questions taken as independent), and
-    over the mean of off. None if fewer than two pairs have it.
+    The difference is `auto` minus `off`, with a 95% interval from the normal distribution
+    (questions are treated as independent), also relative to the mean of `off`. None with fewer than
+    two pairs.
     """
     pairs = [
         (before, after)
@@ -157,7 +159,7 @@ def body(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:
-    """Yield latencies of the question and of its hops, where any were whole."""
+    """Yield latencies of the question and of its hops, if any completed."""
     if told["latency_s"] is not None:
         yield f"question, {told['attainment']:.1%} in time", told["latency_s"], ""
     for name, hop in told["hops"].items():
@@ -166,10 +168,10 @@ def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, fl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start both servers, ask, print a line for each round, write what was asked for."""
+    """Run `draftgate bench rag`."""
     parser = bench_parser("rag", __doc__)
-    parser.add_argument("--rate", type=float, default=0.2, help="questions a second")
-    parser.add_argument("--requests", type=int, default=40, help="questions of a round")
+    parser.add_argument("--rate", type=float, default=0.2, help="questions per second")
+    parser.add_argument("--requests", type=int, default=40, help="questions per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,16 +1,16 @@
-"""Slow readers beside fast ones: what the fast ones notice, and what the slow ones cost.
+"""Measure how slow readers affect fast ones, and what the slow ones cost.
 
     draftgate bench readers --json OUT
 
-One real server process with the simulator (a step takes `--step-ms`, whoever is in it: what is
-measured is the host's work, not a device's) and a client process with plain sockets. In each round
-the fast ones read alone, then slow ones come, evenly over `--spread-s`; then all read for
-`--seconds`; then the slow ones read up to their ends, in the order in which they came. Slow ones
-read `--bytes-s` a second through a small window; each fourth reads nothing for 12 s, then 12 s'
-worth at once.
+A real server process runs the simulator, and a client process uses plain sockets. Every step takes
+`--step-ms` for any batch, because the study measures the work of the host, not of a device. Each
+round has four phases. The fast readers read alone; slow readers arrive evenly over `--spread-s`;
+all read for `--seconds`; the slow readers finish in the order of their arrival. Slow readers read
+`--bytes-s` per second through a small window. Every fourth one reads nothing for 12 s, and then the
+bytes of 12 s at once.
 
-Every stream, fast or slow, has to have the text that the same request gets in one piece, one
-finish reason, one `[DONE]`, and nothing behind it. A slow one was paused and resumed many times.
+Every stream must have the text of the same request without streaming, one finish reason, and one
+`[DONE]` at its end. A slow one was paused and resumed many times.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from draftgate.gateway.cli.environment import collect_environment
 PROMPT: Final = "def read_lines(path):\n"
 PHASES: Final = ("alone", "coming", "beside", "reading_up")
 GOAL: Final = 1.10
-"""Of the fast ones' median TPOT beside slow ones, against alone (issue 8)."""
+"""Limit of the fast readers' median TPOT beside slow readers, relative to their TPOT alone."""
 
 KV_BYTES: Final = 64 << 30
-"""Of the simulated device, which has no memory."""
+"""KV memory of the simulated device, which allocates none."""
 
 FILES: Final = 8192
 NOW_S: Final = 1.5
-"""A sample is no older; the node takes one each second."""
+"""Maximum age of a sample; the node takes one each second."""
 
 
 async def _phase(name: str, server: Server, streams: list[FastStream], work: Any) -> dict[str, Any]:
-    """Do some work and return what the server took meanwhile, and what fast streams saw.
+    """Run a phase; return the server's resource use and the figures of fast streams.
 
-    Streams count that began and ended within the phase.
+    Only streams that began and ended within the phase count.
     """
     began_s = time.perf_counter()
     load_before = await _sample(server)
@@ -88,7 +88,7 @@ async def _phase(name: str, server: Server, streams: list[FastStream], work: Any
 
 
 async def _sample(server: Server) -> dict[str, Any]:
-    """Return what the node's sample of this second tells of its worker."""
+    """Return the worker's part of the node's current sample."""
     async with aclosing(live_samples(server)) as samples:
         async for sample in samples:
             if sample["at_s"] > time.time() - NOW_S:
@@ -98,7 +98,7 @@ async def _sample(server: Server) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _fast(server: Server, args: Namespace, digest: str) -> AsyncIterator[list[FastStream]]:
-    """Keep the fast readers going."""
+    """Keep the fast readers running."""
     found: list[FastStream] = []
     tasks = [
         asyncio.create_task(read_fast(server.port, PROMPT, args.fast_tokens, digest, found))
@@ -163,9 +163,9 @@ async def measure(server: Server, args: Namespace) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fast ones' TPOT against alone, by phase (medians over rounds), and the memory.
+    """Return the ratio of the fast readers' TPOT to that alone (medians over rounds), and memory.
 
-    That is the most of any round: a process keeps what the first one took for those after it.
+    Memory is the maximum of all rounds, because a process keeps the memory of earlier rounds.
     """
     phases = [{phase["phase"]: phase for phase in row["phases"]} for row in rows]
 
@@ -231,17 +231,21 @@ def _flags(args: Namespace, folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; for `draftgate bench readers`."""
+    """Run `draftgate bench readers`."""
     parser = bench_parser("readers", __doc__)
-    parser.add_argument("--slow", type=int, default=2000, help="slow readers")
-    parser.add_argument("--fast", type=int, default=50, help="fast readers")
-    parser.add_argument("--bytes-s", type=int, default=300, help="that a slow one reads a second")
-    parser.add_argument("--step-ms", type=float, default=30.0, help="of the simulated device")
-    parser.add_argument("--seats", type=int, default=0, help="of it; 0 has one for everybody")
-    parser.add_argument("--fast-tokens", type=int, default=150, help="of a fast one's stream")
-    parser.add_argument("--slow-tokens", type=int, default=800, help="of a slow one's stream")
-    parser.add_argument("--spread-s", type=float, default=60.0, help="in which slow ones come")
-    parser.add_argument("--seconds", type=float, default=30.0, help="alone, and with all")
+    parser.add_argument("--slow", type=int, default=2000, help="number of slow readers")
+    parser.add_argument("--fast", type=int, default=50, help="number of fast readers")
+    parser.add_argument("--bytes-s", type=int, default=300, help="read rate of a slow reader")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="step of the simulated device")
+    parser.add_argument(
+        "--seats", type=int, default=0, help="its sequences; 0: one for each reader"
+    )
+    parser.add_argument("--fast-tokens", type=int, default=150, help="length of a fast stream")
+    parser.add_argument("--slow-tokens", type=int, default=800, help="length of a slow stream")
+    parser.add_argument("--spread-s", type=float, default=60.0, help="arrival time of slow readers")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="of the phases alone and with all"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(arguments)
     allow_many_files(FILES)

@@ -1,4 +1,4 @@
-"""Clients of streams: fast ones in closed loops, and slow ones that trickle, or stop and go on."""
+"""Clients of streams: fast readers in closed loops, and slow or stopping readers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bench.edge.client import Connection
 from draftgate.loadgen.sending.sse import SseParser
 
 SMALL_WINDOW_BYTES: Final = 4096
-"""SO_RCVBUF of slow readers: what they have not read waits on the server's side."""
+"""SO_RCVBUF of slow readers, so that unread bytes wait on the server's side."""
 
 STOP_EVERY: Final = 4
-"""Each fourth slow reader takes nothing for `STOP_S`, then at once what others took meanwhile."""
+"""Every fourth slow reader reads nothing for `STOP_S`, and then all that it missed at once."""
 
 STOP_S: Final = 12.0
 TICK_S: Final = 1.0
 PROMPTS: Final = 100
-"""Different ones of the slow readers, so that few sequences share their blocks."""
+"""Number of distinct prompts of slow readers, so that few sequences share blocks."""
 
 PATIENCE_S: Final = 300.0
 _MUCH: Final = 65536
@@ -47,7 +47,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Told:
-    """What a stream has told so far; how the bytes came in pieces does not matter."""
+    """The content of a stream so far, independent of how its bytes were split."""
 
     parser: SseParser = field(default_factory=SseParser)
     text: hashlib._Hash = field(default_factory=hashlib.sha256)
@@ -58,7 +58,7 @@ class Told:
     behind: int = 0
 
     def feed(self, data: bytes) -> None:
-        """Take bytes of an answer."""
+        """Parse the next bytes of an answer."""
         for event in self.parser.feed(data):
             self.behind += self.done
             if event.data == b"[DONE]":
@@ -72,7 +72,7 @@ class Told:
                 self.finished += choice.finish_reason is not None
 
     def fault(self, digest: str) -> str | None:
-        """Return what is wrong with the whole of it; None if it is as it should be."""
+        """Return what is wrong with the complete stream; None if it is correct."""
         if self.errors:
             return "error"
         if (self.finished, self.done, self.behind) != (1, 1, 0):
@@ -94,7 +94,7 @@ def slow_prompt(number: int) -> str:
 
 
 async def digest_of(port: int, prompt: str, tokens: int) -> str:
-    """Return the SHA-256 of the text that a request gets, told in one piece."""
+    """Return the SHA-256 of the text of a request without streaming."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request(prompt, tokens, stream=False, version="1.0"))
     _, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -105,7 +105,7 @@ async def digest_of(port: int, prompt: str, tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FastStream:
-    """A stream that was read as it came. Seconds of `time.perf_counter`."""
+    """A stream that was read at once. Times are seconds of `time.perf_counter`."""
 
     began_s: float
     ended_s: float
@@ -117,7 +117,7 @@ class FastStream:
 async def read_fast(
     port: int, prompt: str, tokens: int, digest: str, found: list[FastStream]
 ) -> None:
-    """Ask for one stream after another, until cancelled."""
+    """Send one request after another, until cancelled."""
     loop = asyncio.get_running_loop()
     asked = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
@@ -137,9 +137,9 @@ class SlowReader:
     """One slow reader.
 
     Attributes:
-        bytes_s: what it reads a second.
-        told: what it was told.
-        read_bytes: what it has read.
+        bytes_s: bytes that it reads per second.
+        told: content of the stream.
+        read_bytes: bytes that it has read.
         ended: whether the server has closed the connection.
     """
 
@@ -150,10 +150,10 @@ class SlowReader:
     ended: bool = False
 
     async def live(self, port: int, asked: bytes, hurry: asyncio.Event, spread_s: float) -> None:
-        """Ask, read slowly until there is hurry, some time after that read up to the end.
+        """Send the request and read slowly until `hurry` is set; later read up to the end.
 
         Args:
-            spread_s: over which slow readers come and, in the same order, hurry.
+            spread_s: seconds over which the slow readers arrive and, in the same order, finish.
         """
         loop = asyncio.get_running_loop()
         with socket.socket() as connection:
@@ -183,7 +183,7 @@ class SlowReader:
 
 
 async def _first_of(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, for so long at most."""
+    """Wait for an event, or until a timeout."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -193,7 +193,7 @@ async def _first_of(event: asyncio.Event, seconds: float) -> None:
 
 @dataclass(slots=True)
 class Crowd:
-    """All slow readers, from the first that comes to the last that ends."""
+    """All slow readers, from the first arrival to the last end."""
 
     port: int
     number: int
@@ -205,7 +205,7 @@ class Crowd:
     tasks: deque[asyncio.Task[None]] = field(default_factory=deque)
 
     async def come(self) -> None:
-        """Let them come one by one, evenly."""
+        """Start the readers one by one, evenly."""
         began_s = time.perf_counter()
         for number in range(self.number):
             due_s = began_s + number / self.number * self.spread_s
@@ -219,7 +219,7 @@ class Crowd:
             self.tasks.append(asyncio.create_task(life))
 
     async def read_up(self) -> None:
-        """Let them read to the end.
+        """Let all readers read to the end.
 
         Raises:
             OSError: a connection broke.
@@ -228,10 +228,10 @@ class Crowd:
         await asyncio.gather(*self.tasks)
 
     def faults(self, digests: Sequence[str]) -> dict[str, int]:
-        """Return how many streams are wrong, by what is wrong.
+        """Return the number of wrong streams, by fault.
 
         Args:
-            digests: of the texts that the prompts get.
+            digests: digest of the text of each prompt.
         """
         found: dict[str, int] = {}
         for reader in self.readers:

@@ -1,12 +1,13 @@
-"""What the state store costs a request: how long a reservation takes, and how many there can be.
+"""Measure the state store: the latency of a reservation, and the maximum rate.
 
     draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
 
-Lanes, each with one request at a time, reserve from eight workers through what a gateway has in
-front of Redis, and release; in memory and in Redis in turn, within each round. Told are the times
-that requests wait (a release is not waited for), requests per second of this process, commands per
-request by the server's own count (`INFO commandstats`), and the server's time for a script, which
-bounds what all gateways together can have. A pool of its own is used, and removed at the end.
+Each lane runs one request at a time, which reserves one of eight workers through a gateway's
+guarded store and releases it. Each round runs with memory and with Redis in turn. The figures are
+the times that requests wait for a reservation (they do not wait for a release), requests per second
+of this process, commands per request as the server counts them (`INFO commandstats`), and the
+server's time per script, which limits the rate of all gateways together. The study uses its own
+pool, and removes it at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from draftgate.loadgen.report.html import html_table
 
 LANES: Final = (1, 4, 16)
 WORKERS: Final = 8
-"""As many as a reservation chooses among (`gateway.dispatch.leases.MOST_OFFERS`)."""
+"""The number of workers that a reservation chooses from (`gateway.dispatch.leases.MOST_OFFERS`)."""
 
 TOKENS: Final = 300
 LEASE_S: Final = 30.0
@@ -42,12 +43,12 @@ REPORT_S: Final = 1.0
 
 @dataclass
 class Waits:
-    """What requests met.
+    """The results of some requests.
 
     Attributes:
-        seconds: for which each waited for its reservation.
+        seconds: time that each waited for its reservation.
         degraded: reservations that were made without the store.
-        took_s: all of it.
+        took_s: duration of the whole part.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -66,10 +67,10 @@ class Waits:
 
 
 class Subject:
-    """A store with workers in it, which go on reporting."""
+    """A store with workers that report to it."""
 
     def __init__(self, store: Store) -> None:
-        """Take a store."""
+        """Wrap a store."""
         self.store = store
         self._epoch = new_epoch(time.time(), "bench")
         self._seq = 0
@@ -78,7 +79,7 @@ class Subject:
         ]
 
     async def report(self) -> None:
-        """Tell of every worker once."""
+        """Report every worker once."""
         self._seq += 1
         for offer in self.offers:
             report = WorkerReport(offer.worker_id, self._epoch, self._seq, 10**9)
@@ -111,7 +112,7 @@ class Subject:
 
 
 async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
-    """Send so many requests over lanes; return what they met."""
+    """Send `count` requests over the lanes; return their results."""
     waits, names = Waits(), iter(range(requests))
 
     async def lane() -> None:
@@ -126,7 +127,7 @@ async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
 
 
 async def commands(connected: Connected) -> tuple[int, float]:
-    """Return how many scripts the server has run, and for how many microseconds."""
+    """Return how many scripts the server has run, and their time in microseconds."""
     told = await connected.client.info("commandstats")
     found = told.get("cmdstat_evalsha", {"calls": 0, "usec": 0})
     return int(found["calls"]), float(found["usec"])
@@ -135,7 +136,7 @@ async def commands(connected: Connected) -> tuple[int, float]:
 async def count(subject: Subject, connected: Connected, requests: int) -> dict[str, float]:
     """Return commands per reservation and per release, and the server's time for a reservation.
 
-    Workers' reports include each lease by the next one, as they do where these are seldom.
+    Each report includes all leases so far, as it does at low rates.
     """
     await subject.report()
     begun, begun_us = await commands(connected)
@@ -158,7 +159,7 @@ async def count(subject: Subject, connected: Connected, requests: int) -> dict[s
 
 
 async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
-    """Return a row for each number of lanes, and the counts."""
+    """Return a row for each number of lanes, and the command counts."""
     pool, connected = f"bench-{os.getpid()}", open_client(address)
 
     def guarded() -> GuardedStore:
@@ -185,7 +186,7 @@ async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
 
 
 def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return the medians over rounds, and what Redis adds to memory, round by round."""
+    """Return the medians over rounds, and the paired difference between Redis and memory."""
     told: dict[str, float] = {"lanes": lanes}
     pairs = list(zip(found["memory"], found["redis"], strict=True))
     for name in ("p50_us", "p99_us"):
@@ -199,11 +200,13 @@ def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the files."""
+    """Run `draftgate bench store`."""
     parser = bench_parser("store", __doc__, device=False)
-    parser.add_argument("--redis", required=True, help="address of a server, as for --join")
+    parser.add_argument("--redis", required=True, help="URL of a server, as for --join")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=2000, help="of each part of a round")
+    parser.add_argument(
+        "--requests", type=int, default=2000, help="requests in each part of a round"
+    )
     args = parser.parse_args(arguments)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(measure(args.redis, args.rounds, args.requests))

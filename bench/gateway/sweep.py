@@ -1,12 +1,12 @@
-"""Goodput of speculation policies on the shipped model, over real servers, in real time.
+"""Compare the goodput of speculation policies on the shipped model, over real servers.
 
     draftgate bench sweep --json OUT --html OUT --events FOLDER
 
-A server for each policy, one torch thread each, all of them on one core and the generator on
-another; only one is under load at a time, and an idle one costs nothing. First a closed loop finds
-out how much each can do, which warms it up, too; then all are asked at shares of what `off` can
-(`--shares`), in shuffled rounds: the load generator's sweep (`draftgate load sweep`). The questions
-are held-out code, which the shipped model was not trained on.
+Each policy has a server with one torch thread. All servers run on one core and the generator on
+another. Only one server is under load at a time, and idle servers take no CPU time. First, a closed
+loop finds the capacity of each server and warms it up. Then every server runs at fractions of the
+capacity of `off` (`--shares`) in shuffled rounds, as in `draftgate load sweep`. The questions are
+held-out code, on which the shipped model was not trained.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from training.corpus import held_out_files
 
 POLICIES: Final = "off,fixed:4,smartspec,auto"
 SHARES: Final = "0.4,0.6,0.8,1.0,1.25"
-"""Shares of what `off` completes in a closed loop: from light load to overload. The policies differ
-between three quarters and all of it (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
+"""Fractions of the rate that `off` completes in a closed loop, from light load to overload. The
+policies differ between 0.75 and 1 (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
 bench/results/README.md)."""
 
 TTFT_MS, TPOT_MS = 1000.0, 25.0
 ANSWER_TOKENS, TEMPERATURE = 128, 0.8
-"""Those of the first curve, so that the two can be read side by side."""
+"""Equal to those of the first recorded curve, so that the curves can be compared."""
 
 CLIENTS: Final = 8
-"""Of the closed loop that finds the rates: a batch at which `off` still meets its TPOT there."""
+"""Clients of the closed loop; at this batch size `off` still meets its TPOT target."""
 
 ROUND_S: Final = 520.0
-"""26 s for each of 20 cells. Two rounds, with what drains behind each cell, four starts and four
-closed loops as long as a cell, stay below 25 minutes."""
+"""26 s for each of 20 cells. Two rounds, with four starts, four closed loops of one cell each and
+the draining after each cell, take less than 25 minutes."""
 
 TEXT: Final = Path("held_out.txt")
 FLAGS: Final = (
@@ -73,7 +73,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTar
     """Run a server for each policy.
 
     Raises:
-        RuntimeError: one does not start.
+        RuntimeError: a server does not start.
     """
     core = two_cores().servers
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTar
 
 
 def load_of(args: Namespace, cells: int) -> Load:
-    """Return the load of a cell, of which a round has so many, but for its rate."""
+    """Return the load of one of `cells` cells, without its rate."""
     return Load(
         workload="code",
         text_file=TEXT,
@@ -101,29 +101,31 @@ def load_of(args: Namespace, cells: int) -> Load:
 
 
 async def capacity_rps(url: str, load: Load, console: Console) -> float:
-    """Return what a server completes per second while a closed loop keeps it busy.
+    """Return the requests per second that a server completes in a closed loop.
 
     Raises:
-        ValueError: it completes nothing, or was not given the time to.
+        ValueError: the server completed nothing, or the run was interrupted.
     """
     closed = replace(load, concurrency=CLIENTS, slo=Slo())
     run, _ = await run_load(closed, Target(url), console)
     if run.interrupted or not intact(run.records):
-        raise ValueError(f"{url} completed nothing, or was interrupted")
+        raise ValueError(
+            f"{url} completed no request in the closed loop, or the run was interrupted"
+        )
     return len(intact(run.records)) / run.duration_s
 
 
 async def measure(
     contenders: Sequence[SweepTarget], args: Namespace, console: Console
 ) -> tuple[Sweep, Done, dict[str, float]]:
-    """Ask each for what it can do, find the rates if they are not given, and sweep them.
+    """Measure each capacity, choose the rates if none are given, and run the sweep.
 
-    The capacities are by policy, in requests per second.
+    The returned capacities are in requests per second, by policy.
     """
     count = len(args.rates or args.shares)
     load = load_of(args, count * len(contenders))
     capacities = {c.name: await capacity_rps(c.url, load, console) for c in contenders}
-    console.print(f"requests/s that a closed loop completes: {capacities}")
+    console.print(f"capacity in requests/s (closed loop): {capacities}")
     most_rps = capacities[contenders[0].name]
     rates = args.rates or [float(f"{share * most_rps:.2g}") for share in args.shares]
     cells = tuple(shuffled_cells(contenders, rates, args.rounds, args.seed))
@@ -134,20 +136,24 @@ async def measure(
 
 def _parser() -> ArgumentParser:
     parser = bench_parser("sweep", __doc__)
-    parser.add_argument("--policies", default=POLICIES, help="the first one sets the rates")
-    parser.add_argument("--rates", type=parse_rates, help="requests a second, instead of shares")
+    parser.add_argument("--policies", default=POLICIES, help="policies; the first sets the rates")
     parser.add_argument(
-        "--shares", type=parse_rates, default=parse_rates(SHARES), help="of the capacity"
+        "--rates", type=parse_rates, help="requests per second, instead of --shares"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="each in an order of its own")
-    parser.add_argument("--round-s", type=float, default=ROUND_S, help="of sending, in its cells")
+    parser.add_argument(
+        "--shares", type=parse_rates, default=parse_rates(SHARES), help="fractions of the capacity"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="shuffled rounds")
+    parser.add_argument(
+        "--round-s", type=float, default=ROUND_S, help="seconds of sending per round"
+    )
     parser.add_argument("--events", type=Path, help="folder for the raw data of each cell")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; for `draftgate bench sweep`."""
+    """Run `draftgate bench sweep`."""
     args = _parser().parse_args(arguments)
     told: dict[str, Any] = {
         **simulated_provenance("sweep", arguments),
@@ -162,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in held_out_files())
         (Path(scratch) / TEXT).write_text(text, encoding="utf-8")
         with (
-            chdir(scratch),  # so that runs name their text without a folder
+            chdir(scratch),  # so that runs name their text file without a folder
             on_core(two_cores().ours),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):

@@ -1,12 +1,12 @@
-"""What tracing costs: CPU time per request and per chunk, with traces on and off.
+"""Measure the CPU time of tracing per request and per chunk.
 
     draftgate bench tracing --json OUT
 
-Nodes in this process serve the same streams from the simulator, in turn: without traces (`off`),
+Nodes in this process serve the same streams from the simulator in turn: without traces (`off`),
 with every trace dropped by the sampler (`unsampled`), and with every trace exported over OTLP/HTTP
-to a collector in another process that throws it away (`on`). Counted is the CPU time of this
-process, the exporter's thread and a plain client included, up to the last span sent. Streams of 1
-and of 65 chunks tell what a request costs, and what a further chunk.
+(`on`). The collector is another process that discards the traces. The figure is the CPU time of
+this process until the last span is sent, including the exporter's thread and a plain client.
+Streams of 1 and of 65 chunks give the cost of a request and of a further chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from draftgate.loadgen.report.html import html_table
 
 MODES: Final = ("off", "unsampled", "on")
 SHORT, LONG = 1, 65
-"""Chunks of a stream: one token each, for nothing is drafted."""
+"""Chunks of a stream. Each has one token, because drafting is off."""
 
 LANES: Final = 32
 """Connections, each with one request at a time."""
@@ -51,7 +51,7 @@ _END: Final = b"\r\n0\r\n\r\n"
 
 
 class _Sink(BaseHTTPRequestHandler):
-    """Takes whatever is posted."""
+    """Accepts any POST."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -59,7 +59,7 @@ class _Sink(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _collect(port: Connection) -> None:
@@ -70,7 +70,7 @@ def _collect(port: Connection) -> None:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """Run a collector in a process of its own; its address."""
+    """Run a collector in its own process; yield its URL."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     process = context.Process(target=_collect, args=(its,), daemon=True)
@@ -91,7 +91,7 @@ def _tracing(mode: str, url: str) -> Tracing:
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment for a while: the SDK reads its own ones itself."""
+    """Set an environment variable for a while, because the SDK reads its own variables."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -104,7 +104,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def _node(profile: str, tracing: Tracing) -> AsyncIterator[int]:
-    """Serve the simulator; the port."""
+    """Serve the simulator; yield the port."""
     config = ServeConfig(
         port=0, backend="sim", profile=profile, speculation="off", max_num_seqs=LANES
     )
@@ -127,7 +127,7 @@ async def _lane(port: int, head: bytes, requests: int) -> None:
 
 
 async def cpu_per_request_s(port: int, tracing: Tracing, chunks: int, requests: int) -> float:
-    """Return the CPU seconds of a request, everything included."""
+    """Return the CPU seconds per request, including the client and the exporter."""
     body = json.dumps(
         {"prompt": "def f(x):", "max_tokens": chunks, "stream": True, "ignore_eos": True}
     ).encode()
@@ -150,7 +150,7 @@ async def _rounds(profile: str, url: str, rounds: int, requests: int) -> list[di
         for mode in MODES:
             tracing = _tracing(mode, url)
             nodes[mode] = (await stack.enter_async_context(_node(profile, tracing)), tracing)
-        for number in range(-1, rounds):  # the first warms up
+        for number in range(-1, rounds):  # the first round warms up
             for chunks in (SHORT, LONG):
                 for mode in MODES[number % 3 :] + MODES[: number % 3]:
                     cpu_s = await cpu_per_request_s(*nodes[mode], chunks, requests)
@@ -160,7 +160,7 @@ async def _rounds(profile: str, url: str, rounds: int, requests: int) -> list[di
 
 
 def observe_s(deltas: int = 100_000, repeats: int = 5) -> float:
-    """Return the CPU seconds of watching one delta of a stream, figures included; the least."""
+    """Return the minimum CPU seconds to observe one delta of a stream, including metrics."""
     watch = RequestWatch(Metrics(list, lambda: "m"), NO_SPAN, "/v1/completions", "text_completion")
     delta = Delta(0, (1,), "a")
     taken_s = []
@@ -173,9 +173,10 @@ def observe_s(deltas: int = 100_000, repeats: int = 5) -> float:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each mode the medians over the rounds, and what it adds to `off`, round by round.
+    """Return the medians over rounds for each mode, and the paired differences to `off`.
 
-    The figures of a chunk are those of a long stream less a short one, by the chunks between.
+    The cost of a chunk is the difference between a long and a short stream, divided by the
+    difference in chunks.
     """
     cpu_s = {(row["mode"], row["round"], row["chunks"]): row["cpu_s"] for row in rows}
     rounds = sorted({row["round"] for row in rows})
@@ -209,10 +210,12 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a line for each mode, write what was asked for."""
+    """Run `draftgate bench tracing`."""
     parser = bench_parser("tracing", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=512, help="of a round, per mode and length")
+    parser.add_argument(
+        "--requests", type=int, default=512, help="requests per round, mode and length"
+    )
     args = parser.parse_args(arguments)
     with _collector() as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = runner.run(_rounds(args.profile, url, args.rounds, args.requests))

@@ -1,1 +1,1 @@
-"""What benchmarks share: arguments, provenance, processes, servers, prompts."""
+"""Shared parts of the benchmarks: arguments, provenance, processes, servers, prompts."""

@@ -1,4 +1,4 @@
-"""Processes, the cores they run on, and the CPU time they took (Linux: /proc)."""
+"""Processes, the cores they run on, and their CPU time (Linux: /proc)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ T = TypeVar("T", bound=msgspec.Struct)
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 START_S: Final = 120.0
-"""Litellm takes 20 s to import what it needs, longer beside others."""
+"""Timeout for the start of a server. LiteLLM takes 20 s for its imports, longer on a busy core."""
 
 STOP_S: Final = 5.0
 POLL_S: Final = 0.05
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process, its threads and its descendants, ended ones too.
+    """Return the CPU seconds of a process, its threads and its descendants, including ended ones.
 
-    In ticks of 10 ms: measure long enough.
+    The resolution is a tick of 10 ms.
     """
     return sum(map(_ticks, _tree(pid))) / _TICKS_PER_S
 
 
 def _tree(pid: int) -> Iterator[int]:
     yield pid
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         for task in (_PROC / str(pid) / "task").iterdir():
             for child in (task / "children").read_text().split():
                 yield from _tree(int(child))
@@ -49,19 +49,20 @@ def _ticks(pid: int) -> int:
         line = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return 0
-    # The name in parentheses may hold anything; utime, stime, cutime and cstime are fields 14-17.
+    # The name in parentheses may contain any character. Fields 14-17 are utime, stime,
+    # cutime and cstime.
     return sum(map(int, line.rpartition(")")[2].split()[11:15]))
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Cores(NamedTuple):
-    """Where the servers of a study run and where who asks them does; None on a machine of one."""
+    """The cores of the servers and of their clients; None on a machine with one core."""
 
     servers: int | None
     ours: int | None
@@ -75,7 +76,7 @@ def two_cores() -> Cores:
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Run this process, and start others, on one core; None leaves it where it is."""
+    """Pin this process and its future children to one core; None leaves it unpinned."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -88,7 +89,7 @@ def on_core(core: int | None) -> Iterator[None]:
 def start(
     command: Sequence[str], core: int | None, log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a server on a core; what it says goes to a file."""
+    """Start a server on a core; its output is written to a file."""
     with on_core(core), log.open("wb") as out:
         return subprocess.Popen(  # noqa: S603 - commands of this study
             command, stdout=out, stderr=out, env={**os.environ, **variables}
@@ -96,10 +97,10 @@ def start(
 
 
 class Helper:
-    """A module of this study as a process that answers a line with a line."""
+    """A module of this study as a process that answers each line with a line."""
 
     def __init__(self, module: str, core: int | None) -> None:
-        """Start it on a core."""
+        """Start the process on a core."""
         with on_core(core):
             self.process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", f"bench.edge.{module}"],
@@ -111,7 +112,7 @@ class Helper:
         """Send a question and wait for its answer.
 
         Raises:
-            msgspec.DecodeError: it ended instead.
+            msgspec.DecodeError: the process ended instead.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -121,7 +122,7 @@ class Helper:
 
 
 def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
-    """Be a helper: answer every line of standard input."""
+    """Answer every line of standard input; the process's side of `Helper`."""
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(answer(msgspec.json.decode(line, type=asked))))
         sys.stdout.buffer.write(b"\n")
@@ -132,7 +133,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> No
     """Return once a server answers a request.
 
     Raises:
-        RuntimeError: it ended, or did not answer in `START_S`.
+        RuntimeError: the server ended, or did not answer within `START_S`.
     """
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
     deadline_s = time.monotonic() + START_S
@@ -144,11 +145,15 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> No
             if got.status == 200:
                 return
         time.sleep(POLL_S)
-    raise RuntimeError("it ended" if process.poll() is not None else f"silent for {START_S:g} s")
+    raise RuntimeError(
+        "the server ended"
+        if process.poll() is not None
+        else f"the server did not answer within {START_S:g} s"
+    )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server that was started here."""
+    """Stop a server that was started here."""
     process.terminate()
     try:
         process.wait(STOP_S)

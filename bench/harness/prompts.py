@@ -1,4 +1,4 @@
-"""Real prompts for the shipped model: places in held-out files of the standard library."""
+"""Real prompts for the shipped model, from held-out files of the standard library."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ BUSY_LIMIT = 0.1
 def bench_parser(
     name: str, description: str | None, *, device: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all simulated studies take.
+    """Return a parser with the common arguments of simulated studies.
 
     Args:
-        device: whether the study simulates a device, by `--profile`.
+        device: whether to add `--profile`, the simulated device.
     """
     parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
     if device:
@@ -52,10 +52,10 @@ def simulated_provenance(name: str, arguments: Sequence[str] | None) -> dict[str
 
 
 def provenance(device: torch.device | None = None) -> dict[str, Any]:
-    """Return command, commit, device, versions, date, and the load of the machine before the run.
+    """Return command, commit, device, versions, date, and the machine load before the run.
 
     Args:
-        device: what is measured; None is the processor.
+        device: the measured device; None is the processor.
     """
     import torch
 
@@ -77,7 +77,7 @@ def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
     """Refuse to measure on a busy machine, unless that is allowed.
 
     Raises:
-        SystemExit: other processes use the machine.
+        SystemExit: other processes use more than `BUSY_LIMIT` of the machine.
     """
     if facts["disturbed"] and not allow_busy:
         raise SystemExit(
@@ -89,7 +89,7 @@ def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
 def write_results(
     args: argparse.Namespace, results: dict[str, Any], title: str, body: Iterable[str]
 ) -> None:
-    """Write the JSON file and the page that `args` ask for."""
+    """Write the JSON file and the page that `args` request."""
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.html is not None:
@@ -147,7 +147,7 @@ def commit() -> str:
     """Return the commit of this checkout, with `-dirty` after it if files have changed."""
     command = ["git", "describe", "--always", "--dirty"]
     here = Path(__file__).parent
-    # A constant command.
+    # The command is constant.
     done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
     return done.stdout.strip() or "unknown"
 

@@ -1,4 +1,4 @@
-"""A real server that a study starts, and what it takes of the machine (Linux: /proc)."""
+"""A real server that a study starts, and its use of resources (Linux: /proc)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ SAMPLE_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server process. Its files are limited as this process's are."""
+    """A server process. It has the same limit of open files as this process."""
 
     pid: int
     port: int
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def rss_bytes(self) -> int:
-        """Its resident memory."""
+        """Resident memory of the server."""
         return int((_PROC / str(self.pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
 
     @property
     def cpu_s(self) -> float:
-        """The CPU seconds it took so far."""
+        """CPU seconds of the server so far."""
         return cpu_s(self.pid)
 
 
@@ -52,13 +52,13 @@ class Server:
 def served(
     flags: Sequence[str], folder: Path, core: int | None = None, *, backend: str = "sim"
 ) -> Iterator[Server]:
-    """Run `draftgate serve` on a free port, with the simulator if nothing else is said.
+    """Run `draftgate serve` on a free port, by default with the simulator.
 
     Args:
-        folder: where its log goes, named by the port.
+        folder: for the log, which is named by the port.
 
     Raises:
-        RuntimeError: it does not start; the message has the log.
+        RuntimeError: it does not start; the message contains the log.
     """
     port = free_port()
     log = folder / f"server-{port}.log"
@@ -75,20 +75,22 @@ def served(
 
 
 def allow_many_files(wanted: int) -> None:
-    """Let this process, and those it starts, have so many open files.
+    """Raise the limit of open files of this process and its future children.
 
     Raises:
-        RuntimeError: the system does not allow that.
+        RuntimeError: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise RuntimeError(f"{wanted} open files are needed, and the limit is {hard}")
+        raise RuntimeError(
+            f"{wanted} open files are needed, but the hard limit is {hard}; raise it with ulimit -n"
+        )
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def kernel_tcp_bytes() -> int:
-    """Return what the kernel holds in all TCP queues of this machine, both ends of a connection."""
+    """Return the bytes in all TCP queues of this machine, including both ends of a connection."""
     for line in (_PROC / "net/sockstat").read_text().splitlines():
         if line.startswith("TCP:"):
             words = line.split()
@@ -97,7 +99,7 @@ def kernel_tcp_bytes() -> int:
 
 
 def shaped_profile(folder: Path, **fields: object) -> Path:
-    """Write the profile of a device whose steps take no time but for what is given; its path."""
+    """Write the profile of a device whose steps take only the given times; return its path."""
     instant = Path(__file__).with_name("instant.json")
     path = folder / "shaped.json"
     profile = json.loads(instant.read_text(encoding="utf-8")) | fields
@@ -107,12 +109,12 @@ def shaped_profile(folder: Path, **fields: object) -> Path:
 
 @dataclass(slots=True)
 class Watched:
-    """What a server was seen to take, and how soon its event loop answered.
+    """Resource use of a server, and the response time of its event loop.
 
     Attributes:
         rss_bytes, kernel_bytes: samples, `SAMPLE_S` apart.
-        health_s: what `GET /health` took, of each sample: an event loop that is held answers late.
-        cpu_share: CPU seconds a second.
+        health_s: duration of `GET /health` at each sample; a blocked event loop answers late.
+        cpu_share: CPU seconds per second.
     """
 
     rss_bytes: list[int] = field(default_factory=list)
@@ -122,7 +124,7 @@ class Watched:
     cpu_share: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return what is told of it."""
+        """Return the figures as JSON values."""
         return {
             "rss_bytes": {"p50": median(self.rss_bytes), "max": max(self.rss_bytes)},
             "kernel_tcp_bytes": {"p50": median(self.kernel_bytes), "max": max(self.kernel_bytes)},
@@ -134,7 +136,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched(server: Server) -> AsyncIterator[Watched]:
-    """Watch a server for a while."""
+    """Watch a server while the context lasts."""
     found = Watched()
     task = asyncio.create_task(_watch(server, found))
     began_s, cpu_s_before = time.perf_counter(), server.cpu_s
@@ -166,7 +168,7 @@ async def _watch(server: Server, found: Watched) -> None:
 
 
 async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the node's samples, those of the last minutes first, then one each second."""
+    """Yield the node's samples: first those of the last minutes, then one per second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         writer.write(b"GET /live HTTP/1.0\r\nHost: x\r\n\r\n")
