@@ -1,4 +1,4 @@
-"""Where this machine's browser is. Never downloads one."""
+"""Finds an installed Chromium; never downloads one."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_chromium() -> str | None:
-    """The path of the first that is installed, or None."""
+    """Return the path of the first installed browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)

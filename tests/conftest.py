@@ -1,4 +1,4 @@
-"""What every test shares: which tests run where, and the same bits on every run."""
+"""Options, markers and determinism for all tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ hypothesis.settings.load_profile("ci" if IN_CI else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options which admit tests that do not belong into a quick run."""
-    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
-    parser.addoption("--hub", action="store_true", help="run the tests that download from a hub")
+    """Add options that include the tests marked long and hub."""
+    parser.addoption("--long", action="store_true", help="also run the tests marked long")
+    parser.addoption(
+        "--hub", action="store_true", help="also run the tests that download from a hub"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Cut the hub off before anything imports it, and fix the threads: they decide bits."""
+    """Disable the hub before any import, and use one thread so that results are bitwise stable."""
     if not config.getoption("--hub"):
         os.environ["HF_HUB_OFFLINE"] = "1"
     if HAS_TORCH:
@@ -35,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this run did not ask for or this machine does not have."""
+    """Skip tests that need a missing option or missing hardware."""
     reasons = _missing(config, {mark.name for item in items for mark in item.iter_markers()})
     for item in items:
         for mark, reason in reasons.items():
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _missing(config: pytest.Config, marks: set[str]) -> dict[str, str]:
-    """Of the marks in use, those that cannot or shall not run, each with the reason."""
+    """Return the marks whose tests must be skipped, with the reasons."""
     reasons = {}
     if not config.getoption("--long"):
         reasons["long"] = "long: run it with --long (make test-long)"
@@ -52,7 +54,7 @@ def _missing(config: pytest.Config, marks: set[str]) -> dict[str, str]:
         reasons["hub"] = "downloads from a hub: run it with --hub"
     if "gpu" in marks and not _has_gpu():
         reasons["gpu"] = "no CUDA device"
-    # Where changes are judged, a missing browser fails these tests: skipped, nobody would notice.
+    # In CI a missing browser fails these tests, because skipped tests would go unnoticed.
     if "browser" in marks and not IN_CI and find_chromium() is None:
         reasons["browser"] = "no chromium"
     return reasons

@@ -1,4 +1,4 @@
-"""The documentation points to files and headings that exist."""
+"""Links in the documentation point to existing files and headings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
 def _pages() -> list[Path]:
-    """Every Markdown page that git tracks, or that is about to be added."""
+    """Return every Markdown page that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     names = listed.stdout.split() or [str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")]
@@ -23,7 +23,7 @@ def _pages() -> list[Path]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub generates for a page's headings."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     return {
         re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
@@ -32,8 +32,8 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", _pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    """Each relative link names an existing file and, with an anchor, one of its headings."""
+def test_relative_links_of_a_page_resolve(page: Path) -> None:
+    """Each relative link names an existing file and, if it has an anchor, an existing heading."""
     broken = []
     for found in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
         link = found[1] or found[2]

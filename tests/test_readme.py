@@ -1,17 +1,17 @@
 """The README's examples run.
 
-Every fenced `bash` and `python` block is executed against a server like the one the README starts.
-Words after the language say what a block needs:
+Every fenced `bash` and `python` block runs against a server like the one that the README starts.
+Tags after the language say what a block needs:
 
-    ```bash serve      starts the server; not run, the fixture below does it
+    ```bash serve      starts the server: not run, because a fixture starts it
     ```bash install    changes the machine: not run
     ```bash docker     needs a Docker daemon: not run
     ```bash gpu        needs a CUDA device: not run
     ```bash hub        downloads a model: not run
-    ```bash load       measures: on too busy a machine its run may be INVALID, or be refused
+    ```bash load       measures: may end as INVALID or be refused on a busy machine
 
-All blocks share one working directory, in the order of the page, so one may read what an earlier
-one wrote. The repository's files are visible there, and nothing is written into the repository.
+All blocks run in the order of the page and share one working directory, so a block may read files
+of earlier ones. The directory links to the repository's files; no example changes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-TOO_BUSY = {3, 4}  # exit statuses of a load whose generator, or whose server, could not keep up
+TOO_BUSY = {3, 4}  # exit statuses if the load generator or the server could not keep up
 NOT_RUN = {"serve", "install", "docker", "gpu", "hub"}
 BLOCK_TIMEOUT_S = 180
 READY_TIMEOUT_S = 90
@@ -74,7 +74,7 @@ RUN = [block for block in BLOCKS if not block.tags & NOT_RUN]
 
 
 def _environment() -> dict[str, str]:
-    """This environment with the interpreter's directory first and no Draftgate settings."""
+    """Return the environment with the interpreter on the PATH and without Draftgate settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTGATE_")}
     path = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
     return {**kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
@@ -82,7 +82,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def readme_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that shows the repository's files and takes what the examples write."""
+    """A directory with links to the repository's files, into which the examples write."""
     directory = tmp_path_factory.mktemp("readme")
     for entry in ROOT.iterdir():
         if entry.name != ".git":
@@ -127,16 +127,16 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 @pytest.mark.skipif(not README.exists(), reason="there is no README.md yet")
 def test_the_readme_has_examples_that_run() -> None:
-    """The page is not silently exempt: it has blocks, and some of them are executed."""
+    """The README contains blocks that are executed."""
     assert RUN
 
 
 @pytest.mark.skipif(not README.exists(), reason="there is no README.md yet")
 @pytest.mark.parametrize("block", RUN, ids=str)
-def test_an_example_of_the_readme_runs(
+def test_readme_example_runs(
     block: Block, readme_directory: Path, request: pytest.FixtureRequest
 ) -> None:
-    """What a reader copies from the README succeeds."""
+    """Each executed block of the README succeeds."""
     code = block.code
     if block.uses_server:
         code = PORT.sub(str(request.getfixturevalue("readme_port")), code)

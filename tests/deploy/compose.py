@@ -1,4 +1,4 @@
-"""Reads compose files the way Compose does."""
+"""Reads compose files as Compose does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def read(name: str = "compose.yaml", environ: Mapping[str, str] | None = None) -
     """Return a compose file with its variables filled in.
 
     Args:
-        environ: their values; None sets only the required ones.
+        name: the file, relative to the repository.
+        environ: values of the variables; None sets only the required ones.
 
     Raises:
         KeyError: a required variable is not set.
@@ -40,7 +41,7 @@ def entry_point() -> list[str]:
 
 
 def seconds(duration: str) -> float:
-    """Return the seconds of a duration such as `1m30s`."""
+    """Convert a duration such as `1m30s` to seconds."""
     units = {"h": 3600, "m": 60, "s": 1}
     parts = re.findall(r"(\d+)([hms])", duration)
     assert "".join(map("".join, parts)) == duration, duration

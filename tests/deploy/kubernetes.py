@@ -27,8 +27,8 @@ def manifests() -> list[Manifest]:
     return [m for path in paths for m in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
 
 
-def of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
-    """Return the objects of these kinds by kind and name."""
+def manifests_of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
+    """Return the manifests of these kinds by kind and name."""
     return {
         (manifest["kind"], manifest["metadata"]["name"]): manifest
         for manifest in manifests()
@@ -38,7 +38,7 @@ def of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
 
 def workloads() -> dict[tuple[str, str], Manifest]:
     """Return the objects that run pods, by kind and name."""
-    return of_kind("Deployment", "StatefulSet")
+    return manifests_of_kind("Deployment", "StatefulSet")
 
 
 def pod(workload: Manifest) -> Manifest:

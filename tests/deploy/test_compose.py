@@ -1,4 +1,4 @@
-"""compose.yaml: valid, confined, and working, tested without Docker."""
+"""compose.yaml is valid, confined, and works; tested without Docker."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.gateway.collector import Collector, collecting
 
 NODES = ("gateway", "worker-1", "worker-2")
 SERVING = ("redis", "worker-1", "worker-2", "gateway")
-"""The services that serve, in starting order."""
+"""Services that keep running, in starting order."""
 
-TOO_BUSY = {3, 4}  # exit statuses when the load generator or the server could not keep up
+TOO_BUSY = {3, 4}  # exit statuses if the load generator or the server could not keep up
 REQUEST_S = 60.0
 
 SERVICES = services()
@@ -43,7 +43,7 @@ def test_compose_file_satisfies_the_specification(name: str) -> None:
 
 
 def test_peer_secret_is_required() -> None:
-    """The repository contains no default for the secret."""
+    """The repository contains no default for the peer secret."""
     with pytest.raises(KeyError, match="PEER_SECRET"):
         read(environ={})
     given = read(environ={"PEER_SECRET": "x"})
@@ -52,7 +52,7 @@ def test_peer_secret_is_required() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_service_runs_without_privileges(name: str) -> None:
-    """It has no root, no capabilities, no new privileges and a read-only file system."""
+    """No service has root, capabilities, new privileges or a writable root file system."""
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -67,7 +67,10 @@ def test_service_has_a_pinned_image_a_memory_limit_and_a_health_check(name: str)
     service = SERVICES[name]
     assert service["image"].startswith("draftgate:") or PINNED.fullmatch(service["image"])
     assert re.fullmatch(r"\d+[mg]", service["deploy"]["resources"]["limits"]["memory"])
-    without = {"loadgen", "otel-collector"}  # one ends by itself, one has no program for a check
+    without = {
+        "loadgen",
+        "otel-collector",
+    }  # the first exits by itself; the image of the second has no program for a check
     assert bool(service["healthcheck"].get("disable")) == (name in without)
 
 
@@ -85,8 +88,10 @@ def test_files_volumes_and_dependencies_of_a_service_exist(name: str) -> None:
 
 def test_only_the_api_can_be_published_beyond_this_machine() -> None:
     """Published ports are local; GATEWAY_ADDRESS changes that of the API only."""
-    told = read(environ={"PEER_SECRET": "x", "GATEWAY_ADDRESS": "0.0.0.0"})["services"]
-    published = {name: port for name in told for port in told[name].get("ports", [])}
+    services_by_name = read(environ={"PEER_SECRET": "x", "GATEWAY_ADDRESS": "0.0.0.0"})["services"]
+    published = {
+        name: port for name in services_by_name for port in services_by_name[name].get("ports", [])
+    }
     assert published.pop("gateway") == "0.0.0.0:8000:8000"
     assert SERVICES["gateway"]["ports"] == ["127.0.0.1:8000:8000"]
     assert len(published) == 3
@@ -128,7 +133,7 @@ def test_each_gpu_worker_has_its_own_gpu() -> None:
 
 @asynccontextmanager
 async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Addresses, Collector]]:
-    """Run the cluster of compose.yaml with a collector for its traces; yield once healthy."""
+    """Run the cluster of compose.yaml with a trace collector; yield once it is healthy."""
     async with collecting() as collector:
         ports = free_ports(SERVICES, SERVING)
         ports["otel-collector", "4318"] = int(collector.url.rpartition(":")[2])
@@ -137,8 +142,8 @@ async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Address
             yield started, addresses, collector
 
 
-async def both_found(http: httpx.AsyncClient) -> None:
-    """Return once the gateway has found both workers; it starts serving with the first."""
+async def wait_for_both_workers(http: httpx.AsyncClient) -> None:
+    """Wait until the gateway knows both workers, because it starts serving with the first."""
     async with asyncio.timeout(REQUEST_S):
         while len((await http.get("/health")).json()["workers"]) < 2:  # noqa: ASYNC110 - over HTTP
             await asyncio.sleep(0.1)
@@ -157,14 +162,14 @@ async def test_the_cluster_works_as_plain_processes(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (started, addresses, collector):
         url = f"http://127.0.0.1:{addresses.ports['gateway', '8000']}"
         async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
-            await both_found(http)
+            await wait_for_both_workers(http)
             answers = [await completion(http) for _ in range(4)]
             workers = (await http.get("/health")).json()["workers"]
         assert {answer["usage"]["completion_tokens"] for answer in answers} == {8}
         assert len({answer["choices"][0]["text"] for answer in answers}) == 1
         assert [worker["status"] for worker in workers] == ["ok", "ok"], json.dumps(workers)
         for service in reversed(started):
-            assert await service.stop() == 0, service.told()
+            assert await service.stop() == 0, service.log_tail()
         names = {span.resource["service.name"] for span in collector.spans}
         assert names == {"draftgate-gateway", "draftgate-worker"}
 
@@ -175,4 +180,4 @@ async def test_bench_profile_runs_a_load_test_against_the_cluster(tmp_path: Path
     async with cluster(tmp_path) as (_, addresses, _):
         loadgen = LocalService("loadgen", SERVICES["loadgen"], addresses, tmp_path)
         await loadgen.start()
-        assert await loadgen.finish() in {0, *TOO_BUSY}, loadgen.told()
+        assert await loadgen.finish() in {0, *TOO_BUSY}, loadgen.log_tail()

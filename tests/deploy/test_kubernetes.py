@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid, confined, and consistent with each other and the node."""
+"""The Kubernetes manifests are valid, confined, and consistent with each other and the node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.deploy.kubernetes import (
     Manifest,
     kustomization,
     manifests,
-    of_kind,
+    manifests_of_kind,
     pod,
     workloads,
 )
@@ -57,7 +57,7 @@ def test_manifest_satisfies_the_schema_of_its_kind(manifest: Manifest, version: 
 
 
 def test_every_manifest_is_listed_in_its_kustomization() -> None:
-    """No file of a folder is left out."""
+    """Each manifest in a folder belongs to its kustomization."""
     for folder, beside in ((BASE, set()), (FOLDER / "gpu", {"workers.yaml"})):
         there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
         named = set(kustomization(folder)["resources"]) - {"../base"}
@@ -67,7 +67,7 @@ def test_every_manifest_is_listed_in_its_kustomization() -> None:
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
 def test_pod_satisfies_the_restricted_security_level(key: tuple[str, str]) -> None:
-    """It also has a read-only root and no token of the Kubernetes API."""
+    """Pods also have a read-only root and no token of the Kubernetes API."""
     spec = pod(WORKLOADS[key])
     assert spec["automountServiceAccountToken"] is False
     assert (
@@ -95,7 +95,7 @@ def test_pod_has_requests_a_memory_limit_and_probes(key: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
 async def test_probes_use_endpoints_of_the_node(key: tuple[str, str]) -> None:
-    """/health decides about restarts, because it covers the process only; /ready about traffic."""
+    """/health, which covers only the process, triggers restarts; /ready controls traffic."""
     (container,) = pod(NODES[key])["containers"]
     async with running() as where:
         paths = {route.resource.canonical for route in _routes(where.node)}
@@ -139,7 +139,9 @@ def test_node_listens_on_the_port_of_its_container(key: tuple[str, str]) -> None
 
 def test_selectors_match_the_labels_of_pods() -> None:
     """Services, budgets and policies select one workload; a workload selects its pods."""
-    for key, manifest in of_kind("Service", "PodDisruptionBudget", "NetworkPolicy").items():
+    for key, manifest in manifests_of_kind(
+        "Service", "PodDisruptionBudget", "NetworkPolicy"
+    ).items():
         spec = manifest["spec"]
         selector = spec.get("podSelector") or spec["selector"]
         assert len(_selected(selector.get("matchLabels", selector))) == 1, key
@@ -148,12 +150,12 @@ def test_selectors_match_the_labels_of_pods() -> None:
 
 
 def test_ports_of_services_and_policies_exist() -> None:
-    """Each port that they name is a port of the selected containers."""
-    for manifest in of_kind("Service").values():
+    """Each port of a service or policy is a port of the selected containers."""
+    for manifest in manifests_of_kind("Service").values():
         (name,) = _selected(manifest["spec"]["selector"])
         named = {port["targetPort"] for port in manifest["spec"]["ports"]}
         assert named <= _ports(name)
-    for manifest in of_kind("NetworkPolicy").values():
+    for manifest in manifests_of_kind("NetworkPolicy").values():
         (name,) = _selected(manifest["spec"]["podSelector"]["matchLabels"])
         for rule in manifest["spec"]["ingress"]:
             assert {port["port"] for port in rule["ports"]} <= _ports(name)
@@ -165,9 +167,9 @@ def _ports(workload: str) -> set[str]:
 
 
 def test_workers_have_a_headless_service() -> None:
-    """The service gives each worker an address, and balances no load."""
+    """The service gives each worker an address and balances no load."""
     workers = WORKLOADS["StatefulSet", "worker"]
-    service = of_kind("Service")["Service", workers["spec"]["serviceName"]]
+    service = manifests_of_kind("Service")["Service", workers["spec"]["serviceName"]]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == workers["spec"]["selector"]["matchLabels"]
 
@@ -175,7 +177,7 @@ def test_workers_have_a_headless_service() -> None:
 def test_only_autoscalers_set_the_number_of_nodes() -> None:
     """Each node workload has one autoscaler and no replica count."""
     targets = []
-    for scaler in of_kind("HorizontalPodAutoscaler").values():
+    for scaler in manifests_of_kind("HorizontalPodAutoscaler").values():
         target = scaler["spec"]["scaleTargetRef"]
         targets.append((target["kind"], target["name"]))
         assert "replicas" not in WORKLOADS[targets[-1]]["spec"]
@@ -185,15 +187,19 @@ def test_only_autoscalers_set_the_number_of_nodes() -> None:
 def test_workers_scale_by_metrics_of_the_adapter() -> None:
     """The adapter has a rule for each metric of the autoscaler."""
     rules = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())["rules"]
-    told = {kind: {rule["name"]["as"] for rule in rules[kind]} for kind in ("custom", "external")}
-    metrics = of_kind("HorizontalPodAutoscaler")["HorizontalPodAutoscaler", "worker"]["spec"]
+    rule_names = {
+        kind: {rule["name"]["as"] for rule in rules[kind]} for kind in ("custom", "external")
+    }
+    metrics = manifests_of_kind("HorizontalPodAutoscaler")["HorizontalPodAutoscaler", "worker"][
+        "spec"
+    ]
     asked = {m["type"]: m[m["type"].lower()]["metric"]["name"] for m in metrics["metrics"]}
-    assert {asked["Pods"]} == told["custom"]
-    assert {asked["External"]} == told["external"]
+    assert {asked["Pods"]} == rule_names["custom"]
+    assert {asked["External"]} == rule_names["external"]
 
 
 def test_one_secret_holds_all_credentials() -> None:
-    """The guide creates the keys that pods read, and the files contain none."""
+    """The guide creates the keys that pods read, and the manifests contain no secret."""
     read = set()
     for workload in WORKLOADS.values():
         for container in pod(workload)["containers"]:
@@ -202,7 +208,7 @@ def test_one_secret_holds_all_credentials() -> None:
                 if reference is not None:
                     assert reference["name"] == "draftgate"
                     read.add(reference["key"])
-    assert not of_kind("Secret")
-    told = (FOLDER.parents[1] / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
+    assert not manifests_of_kind("Secret")
+    guide = (FOLDER.parents[1] / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
     assert read == {"join", "peer-secret", "redis-password"}
-    assert all(f"--from-literal={key}=" in told for key in read)
+    assert all(f"--from-literal={key}=" in guide for key in read)

@@ -1,4 +1,4 @@
-"""Dashboards, scrapes and rules use metrics and addresses that exist."""
+"""Dashboards, scrapes and rules use existing metrics and addresses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from draftgate.gateway.telemetry.watch import Ending
 from tests.deploy.compose import ROOT, services
 from tests.deploy.kubernetes import workloads
 from tests.deploy.promql import (
+    adapter_expressions,
     dashboard,
-    grouped,
-    of_adapter,
-    of_dashboard,
-    selected,
+    dashboard_expressions,
+    grouping_labels,
+    selected_series,
     variables,
 )
 from tests.gateway.harness import client, running
@@ -37,7 +37,7 @@ def _yaml(path: str) -> Any:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of each series that a node exports on /metrics, by name."""
+    """The labels of each series that a node exports on /metrics, by series name."""
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(asyncio.run(_page())):
         for sample in family.samples:
@@ -46,32 +46,32 @@ def exported() -> dict[str, set[str]]:
 
 
 async def _page() -> str:
-    """Return /metrics of a node that has recorded each metric once."""
+    """Return /metrics of a node after recording each metric once."""
     async with running() as where, client(where) as http:
         metrics = where.node.metrics
-        for figure in METRICS:
-            if figure.of_worker is None and figure.labels:
-                record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
-                record(figure, 1.0, *("x" for _ in figure.labels))
+        for metric in METRICS:
+            if metric.of_worker is None and metric.labels:
+                record = metrics.observe if metric.kind is Kind.HISTOGRAM else metrics.add
+                record(metric, 1.0, *("x" for _ in metric.labels))
         return (await http.get("/metrics")).text
 
 
-@pytest.mark.parametrize("expression", [*of_dashboard(), *of_adapter()])
+@pytest.mark.parametrize("expression", [*dashboard_expressions(), *adapter_expressions()])
 def test_expression_reads_series_that_nodes_export(
     expression: str, exported: dict[str, set[str]]
 ) -> None:
     """Each series of the expression exists and has the labels that it uses."""
-    found = list(selected(expression))
+    found = list(selected_series(expression))
     assert found
     for series in found:
         assert series.name in exported
         assert set(series.matched) <= exported[series.name] | OF_PROMETHEUS
     labels = set().union(*(exported[series.name] for series in found))
-    assert grouped(expression) <= labels | OF_PROMETHEUS
+    assert grouping_labels(expression) <= labels | OF_PROMETHEUS
 
 
 def test_dashboard_thresholds_are_bucket_bounds() -> None:
-    """For other thresholds the share would be empty."""
+    """A threshold that is no bucket bound would give an empty share."""
     bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in METRICS}
     offered = variables()
     assert set(offered["ttft_s"]) <= bounds["draftgate_time_to_first_token_seconds"]
@@ -81,11 +81,11 @@ def test_dashboard_thresholds_are_bucket_bounds() -> None:
 
 
 def test_outcomes_of_the_dashboard_exist() -> None:
-    """The dashboard filters by outcomes that requests can have."""
+    """The dashboard filters only by existing request outcomes."""
     asked = {
         value
-        for expression in of_dashboard()
-        for series in selected(expression)
+        for expression in dashboard_expressions()
+        for series in selected_series(expression)
         for value in series.matched.get("outcome", "").split("|")
     }
     assert asked - {""} <= {ending.value for ending in Ending}
@@ -112,7 +112,7 @@ def test_panels_do_not_overlap_and_have_a_source() -> None:
 
 
 def test_addresses_of_scrapes_and_exporters_are_exposed() -> None:
-    """They name services of compose and ports that these expose."""
+    """Addresses name compose services and ports that these expose."""
     exposed = {(name, port) for name, s in services().items() for port in s.get("expose", [])}
     collector = _yaml("otel-collector.yaml")
     named = [
@@ -131,11 +131,11 @@ def test_addresses_of_scrapes_and_exporters_are_exposed() -> None:
 
 
 def test_expressions_use_the_job_names_of_prometheus() -> None:
-    """The names are the same in compose and in Kubernetes."""
+    """The job names are the same in compose and in Kubernetes."""
     asked = {
         series.matched["job"]
-        for expression in (*of_dashboard(), *of_adapter())
-        for series in selected(expression)
+        for expression in (*dashboard_expressions(), *adapter_expressions())
+        for series in selected_series(expression)
     }
     assert asked == {"gateway", "worker"}
     jobs = {
@@ -154,7 +154,7 @@ def test_expressions_use_the_job_names_of_prometheus() -> None:
 
 
 def test_pipelines_of_the_collector_are_complete() -> None:
-    """Pipelines name existing components, and the ports are those of compose."""
+    """Pipelines name existing components, and their ports are those of compose."""
     config = _yaml("otel-collector.yaml")
     used = {
         (kind, name)

@@ -1,4 +1,4 @@
-"""Build the distributions, and install them into clean environments without a network."""
+"""Builds the distributions and installs them into clean environments without a network."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NOT_SOURCE = shutil.ignore_patterns(
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the checkout without its environment, builds and caches; links stay links."""
+    """Copy the checkout without its environment, builds and caches; keep links as links."""
     shutil.copytree(ROOT, to, symlinks=True, ignore=_NOT_SOURCE)
     return to
 
 
 def build_wheel(source: Path, to: Path) -> Path:
-    """Build the wheel of a source folder, or of a source distribution."""
+    """Build the wheel from a source folder or a source distribution."""
     _run(
         *("-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"),
         *("--no-deps", "--no-build-isolation", "--wheel-dir", str(to), str(source)),
@@ -53,12 +53,12 @@ def members(wheel: Path) -> dict[str, bytes]:
 
 
 class Environment:
-    """A virtual environment that has one wheel and exactly the packages that it requires."""
+    """A virtual environment with one wheel and exactly the packages that it requires."""
 
     def __init__(self, home: Path, wheel: Path, extras: set[str]) -> None:
         """Install the wheel with these extras.
 
-        The requirements are linked from the packages that this test runs with: installing them
+        The requirements are linked from the packages of the running interpreter: installing them
         again would take minutes and a network.
         """
         venv.create(home, with_pip=False, symlinks=True)
@@ -83,14 +83,14 @@ class Environment:
 
 
 def constraints() -> dict[str, str]:
-    """Return the pinned versions by package."""
+    """Return the pinned version of each package."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {str(canonicalize_name(name)): version for name, version in pins}
 
 
 def _closure(root: Distribution, extras: set[str]) -> dict[str, Distribution]:
-    """Return what a distribution requires, directly or not, by canonical name."""
+    """Return the direct and transitive requirements of a distribution by canonical name."""
     found: dict[str, Distribution] = {}
     todo = [(root, frozenset(extras))]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -111,7 +111,9 @@ def _closure(root: Distribution, extras: set[str]) -> dict[str, Distribution]:
             try:
                 found[name] = distribution(requirement.name)
             except PackageNotFoundError as error:
-                raise AssertionError(f"{owner.name} requires {text}, which is not here") from error
+                raise AssertionError(
+                    f"{owner.name} requires {text}, which is not installed"
+                ) from error
             assert re.match(r"[\w.]+", found[name].version)
             todo.append((found[name], more))
     return found

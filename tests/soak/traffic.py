@@ -1,4 +1,4 @@
-"""Mixed traffic over plain sockets: what clients ask, how they misbehave, what may answer it."""
+"""Mixed traffic over plain sockets: valid, malformed, slow and abandoned requests."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ ANSWERED = frozenset({200, 429})
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request's bytes, and the statuses that may answer it."""
+class TrafficRequest:
+    """The bytes of a request, and the statuses that may answer it."""
 
     raw: bytes
     statuses: frozenset[int] = ANSWERED
 
 
-def raw(
+def request_bytes(
     path: str, body: object = None, *, key: str | None = KEYS["plain"], head: str = ""
 ) -> bytes:
-    """Return the bytes of a request; a body makes it a POST."""
+    """Return the bytes of a request, which is a POST if it has a body."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     method = "GET" if body is None else "POST"
     head += "" if key is None else f"Authorization: Bearer {key}\r\n"
@@ -71,8 +71,8 @@ def raw(
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{head}\r\n".encode() + data
 
 
-def _generating(rng: random.Random) -> Asked:
-    """Any request that generates."""
+def _generating(rng: random.Random) -> TrafficRequest:
+    """Return a random request that generates tokens."""
     prompt, tokens = rng.choice(PROMPTS), rng.randint(1, 48)
     stream = rng.random() < 0.6
     shared: dict[str, Any] = {"stream": stream, "temperature": rng.choice([0, 0, 1.0])}
@@ -83,7 +83,11 @@ def _generating(rng: random.Random) -> Asked:
         [
             (CHAT, chat, ANSWERED),
             (CHAT, chat | {"n": 3, "stream_options": None}, ANSWERED),
-            (CHAT, chat | {"tools": [TOOL]}, ANSWERED | {400}),  # as the template has it
+            (
+                CHAT,
+                chat | {"tools": [TOOL]},
+                ANSWERED | {400},
+            ),  # 400 if the chat template supports no tools
             (CHAT, chat | {"response_format": SCHEMA, "max_tokens": 60}, ANSWERED),
             (COMPLETIONS, text, ANSWERED),
             (COMPLETIONS, text | {"n": 2, "logprobs": 3, "seed": 7}, ANSWERED),
@@ -95,27 +99,27 @@ def _generating(rng: random.Random) -> Asked:
     )
     head = f"x-slo-ttft-ms: {rng.choice([1, 500, 20_000])}\r\n" if rng.random() < 0.3 else ""
     key = KEYS["poor"] if rng.random() < 0.1 else KEYS["plain"]
-    return Asked(raw(path, body, key=key, head=head), statuses)
+    return TrafficRequest(request_bytes(path, body, key=key, head=head), statuses)
 
 
-def _looking(rng: random.Random) -> Asked:
-    """A request that generates nothing."""
+def _querying(rng: random.Random) -> TrafficRequest:
+    """Return a random request that generates nothing."""
     found = [
-        raw("/v1/models"),
-        raw("/health", key=None),
-        raw("/metrics"),
-        raw("/decisions"),
-        raw("/version", key=None),
-        raw("/openapi.json"),
-        raw("/"),
-        raw("/tokenize", {"prompt": rng.choice(PROMPTS)}),
-        raw("/detokenize", {"tokens": [1, 2, rng.randint(0, 500)]}),
+        request_bytes("/v1/models"),
+        request_bytes("/health", key=None),
+        request_bytes("/metrics"),
+        request_bytes("/decisions"),
+        request_bytes("/version", key=None),
+        request_bytes("/openapi.json"),
+        request_bytes("/"),
+        request_bytes("/tokenize", {"prompt": rng.choice(PROMPTS)}),
+        request_bytes("/detokenize", {"tokens": [1, 2, rng.randint(0, 500)]}),
     ]
-    return Asked(rng.choice(found), frozenset({200}))
+    return TrafficRequest(rng.choice(found), frozenset({200}))
 
 
-def _malformed(rng: random.Random) -> Asked:
-    """A request that nobody can answer."""
+def _malformed(rng: random.Random) -> TrafficRequest:
+    """Return a random invalid request."""
     good = {"prompt": "x", "max_tokens": 4}
     huge = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     name = "".join(rng.choices("abcdefghij", k=8))
@@ -129,38 +133,38 @@ def _malformed(rng: random.Random) -> Asked:
     ]  # fmt: skip
     path = rng.choice([CHAT, COMPLETIONS, RESPONSES, "/tokenize"])
     odd = [
-        raw(f"/{name}"),
-        raw(CHAT),
-        raw(COMPLETIONS, good, key=None),
-        raw(COMPLETIONS, good, key=name),
-        raw(COMPLETIONS, good, head="x-slo-ttft-ms: soon\r\n"),
-        raw(COMPLETIONS, good, head="Content-Encoding: gzip\r\n"),
+        request_bytes(f"/{name}"),
+        request_bytes(CHAT),
+        request_bytes(COMPLETIONS, good, key=None),
+        request_bytes(COMPLETIONS, good, key=name),
+        request_bytes(COMPLETIONS, good, head="x-slo-ttft-ms: soon\r\n"),
+        request_bytes(COMPLETIONS, good, head="Content-Encoding: gzip\r\n"),
         b"GET\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
         b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n",
     ]
-    request = raw(path, rng.choice(bodies)) if rng.random() < 0.6 else rng.choice(odd)
-    return Asked(request, frozenset({200, 400, 401, 404, 405, 413, 414, 429}))
+    request = request_bytes(path, rng.choice(bodies)) if rng.random() < 0.6 else rng.choice(odd)
+    return TrafficRequest(request, frozenset({200, 400, 401, 404, 405, 413, 414, 429}))
 
 
 @dataclass
-class Seen:
-    """What clients met.
+class Observations:
+    """What the clients observed.
 
     Attributes:
-        statuses: of all answers.
-        wrong: answers that should not be, by what they are.
-        visits: by kind.
+        statuses: number of answers by status.
+        wrong: number of wrong answers by description.
+        visits: number of visits by kind.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     visits: Counter[str] = field(default_factory=Counter)
 
-    def answered(self, asked: Asked, answer: bytes) -> None:
-        """Judge a whole answer."""
+    def check_answer(self, asked: TrafficRequest, answer: bytes) -> None:
+        """Count a whole answer, and check its status and its end."""
         words = answer[:15].split()
         status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
         self.statuses[status] += 1
@@ -168,33 +172,33 @@ class Seen:
         if status not in asked.statuses:
             self.wrong[f"{status} for {about!r}"] += 1
         head, _, body = answer.partition(b"\r\n\r\n")
-        if status == 200 and b"text/event-stream" in head and endings(body) != 1:
-            self.wrong[f"{endings(body)} endings for {about!r}"] += 1
+        if status == 200 and b"text/event-stream" in head and count_endings(body) != 1:
+            self.wrong[f"{count_endings(body)} endings for {about!r}"] += 1
 
 
-def endings(body: bytes) -> int:
-    """Return how often a stream ends."""
+def count_endings(body: bytes) -> int:
+    """Return the number of ends in a stream."""
     kinds = (b"data: [DONE]", b'data: {"error"', b"event: response.completed",
              b"event: response.incomplete", b"event: response.failed")  # fmt: skip
     return sum(body.count(kind) for kind in kinds)
 
 
-class Crowd:
-    """Clients, each with one request at a time, until they are told to stop."""
+class TrafficClients:
+    """Clients that send one request at a time until stopped."""
 
     def __init__(self, port: int, seed: int) -> None:
-        """Send nothing yet."""
+        """Store the port of the node and the seed; `run` sends the traffic."""
         self._port = port
         self._rng = random.Random(seed)
         self._stopped = asyncio.Event()
-        self.seen = Seen()
+        self.observed = Observations()
 
     def stop(self) -> None:
-        """Let every client end what it is at."""
+        """Let every client finish its visit and stop."""
         self._stopped.set()
 
     async def run(self, clients: int) -> None:
-        """Send until stopped."""
+        """Send traffic from this number of clients until stopped."""
         await asyncio.gather(*(self._visits() for _ in range(clients)))
 
     async def _visits(self) -> None:
@@ -209,7 +213,7 @@ class Crowd:
         visits, weights = [way for way, _ in ways], [weight for _, weight in ways]
         while not self._stopped.is_set():
             (visit,) = self._rng.choices(visits, weights)
-            self.seen.visits[visit.__name__.removeprefix("_")] += 1
+            self.observed.visits[visit.__name__.removeprefix("_")] += 1
             with suppress(ConnectionError):
                 async with asyncio.timeout(120):
                     await visit()
@@ -218,27 +222,27 @@ class Crowd:
         await self._whole(_generating(self._rng))
 
     async def _look(self) -> None:
-        await self._whole(_looking(self._rng))
+        await self._whole(_querying(self._rng))
 
     async def _malformed(self) -> None:
         await self._whole(_malformed(self._rng))
 
-    async def _whole(self, asked: Asked) -> None:
-        """Send a request and read its answer to the end."""
+    async def _whole(self, asked: TrafficRequest) -> None:
+        """Send a request and read its whole answer."""
         reader, writer = await self._connect()
         try:
             writer.write(asked.raw)
-            with suppress(ConnectionError):  # what is too large is not read to its end
+            with suppress(ConnectionError):  # the node does not read a body that is too large
                 await writer.drain()
             writer.write_eof() if asked.raw.startswith(b"GET\r\n") else None
             answer = await reader.read(-1)
         finally:
             writer.close()
         if answer:
-            self.seen.answered(asked, answer)
+            self.observed.check_answer(asked, answer)
 
     async def _leave(self) -> None:
-        """Leave at any stage: before the request is whole, while it runs, in the midst of it."""
+        """Disconnect before the request is complete, before the answer, or in the middle of it."""
         asked = _generating(self._rng)
         head = asked.raw.index(b"\r\n\r\n") + 4
         ends = [0, 10, head, (head + len(asked.raw)) // 2, *[len(asked.raw)] * 4]
@@ -255,10 +259,10 @@ class Crowd:
             writer.transport.abort() if self._rng.random() < 0.5 else writer.close()
 
     async def _read_slowly(self) -> None:
-        """Read a long answer through a small window, slowly; then to its end, or leave."""
+        """Read a long answer slowly through a small window, then the rest quickly or not at all."""
         loop = asyncio.get_running_loop()
         body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        asked = Asked(raw(COMPLETIONS, body))
+        asked = TrafficRequest(request_bytes(COMPLETIONS, body))
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)
@@ -273,13 +277,13 @@ class Crowd:
                 return
             while data := await loop.sock_recv(connection, 65536):
                 answer += data
-        self.seen.answered(asked, answer)
+        self.observed.check_answer(asked, answer)
 
     async def _watch(self) -> None:
-        """Look at the live samples for a while, as the page does."""
+        """Read the live samples for a while, as the page does."""
         reader, writer = await self._connect()
         try:
-            writer.write(raw("/live"))
+            writer.write(request_bytes("/live"))
             for _ in range(self._rng.randint(1, 20)):
                 await reader.readline()
         finally:

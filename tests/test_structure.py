@@ -1,6 +1,6 @@
-"""The house keeps its shape: who may import torch, how large a room is, what lies beside a kernel.
+"""Rules for the repository: where torch may be imported, sizes of files, and tests of kernels.
 
-import-linter (`make check`) guards the directions between packages; here stands what it cannot see.
+import-linter (`make check`) checks the dependencies between packages; these tests check the rest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGES = ("gateway", "backends", "policies", "loadgen")
 TOP_LEVEL = ("pyproject.toml", *PACKAGES, "tests", "compose.yaml", "README.md", "LICENSE")
-DEVICE_ROOM = ROOT / "backends" / "engine"
-KERNELS = DEVICE_ROOM / "kernels"
+ENGINE = ROOT / "backends" / "engine"
+KERNELS = ENGINE / "kernels"
 DEVICE_LIBRARIES = {"torch", "triton"}
 
 FILE_LINES = 450
 FUNCTION_LINES = 60
-"""Of the body: a signature and a docstring may be as long as the contract needs."""
+"""The limit for a body; signatures and docstrings may be longer."""
 
 
 def _name(path: Path) -> str:
@@ -32,7 +32,7 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function's body; signature and docstring are its contract and do not count."""
+    """Return the lines of a function's body, without its signature and docstring."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     return (body[-1].end_lineno or body[-1].lineno) - body[0].lineno + 1 if body else 0
 
@@ -46,14 +46,14 @@ def _has_triton_kernel(tree: ast.Module) -> bool:
 
 
 def _reference_of(kernel: Path) -> Path:
-    """The torch module that defines a kernel: x_ref beside x, or x beside x_triton."""
+    """Return the torch module that defines a kernel: x_ref for x, or x for x_triton."""
     if kernel.stem.endswith("_triton"):
         return kernel.with_name(f"{kernel.stem.removesuffix('_triton')}.py")
     return kernel.with_name(f"{kernel.stem}_ref.py")
 
 
 def _imported_names(tree: ast.Module) -> set[str]:
-    """Every dotted name an import statement may mean: `from a import b` gives a and a.b."""
+    """Return every dotted name that imports may mean: `from a import b` gives a and a.b."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,22 +79,22 @@ NAMES_IN_TESTS = set().union(*(_imported_names(_parse(p)) for p in HERE.rglob("*
 
 
 @pytest.mark.parametrize("entry", TOP_LEVEL)
-def test_the_top_level_of_the_card_exists(entry: str) -> None:
-    """A reader of the README finds every room it names at the top of the tree."""
+def test_top_level_entries_exist(entry: str) -> None:
+    """The folders and files that the README names exist at the top level."""
     assert (ROOT / entry).exists()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_torch_and_triton_stay_in_the_engine(path: Path) -> None:
     """No module outside backends/engine imports a device library, not even inside a function."""
-    if path.is_relative_to(DEVICE_ROOM):
+    if path.is_relative_to(ENGINE):
         return
     assert not _imported_packages(TREES[path]) & DEVICE_LIBRARIES
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_files_and_functions_can_be_held_in_mind(path: Path) -> None:
-    """No file is longer than 450 lines and no function longer than 60, without exception."""
+def test_files_and_functions_are_short(path: Path) -> None:
+    """No file is longer than 450 lines, and no function longer than 60."""
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= FILE_LINES
     too_long = {f.name: _length(f) for f in _functions(TREES[path]) if _length(f) > FUNCTION_LINES}
@@ -102,8 +102,8 @@ def test_files_and_functions_can_be_held_in_mind(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", KERNEL_MODULES, ids=_name)
-def test_a_kernel_has_a_reference_and_a_test(path: Path) -> None:
-    """A Triton kernel lies in kernels/ beside its torch reference, and tests import both."""
+def test_triton_kernel_has_a_reference_and_a_test(path: Path) -> None:
+    """A Triton kernel is in kernels/ beside its torch reference, and tests import both."""
     assert path.parent == KERNELS
     reference = _reference_of(path)
     assert reference.exists()
