@@ -1,6 +1,6 @@
-"""The engine behind the `Backend` protocol: where the event loop and the engine's thread meet.
+"""Implements the `Backend` protocol with an engine, between the event loop and the engine's thread.
 
-The engine runs in a thread here (`loop.py`) or in a process of its own (`process.py`).
+The engine runs in a thread here (`loop.py`) or in its own process (`process.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EngineHost(Protocol):
-    """Where an engine runs. Reports in a thread of its own, as `loop.LoopEvents`."""
+    """The thread or process of an engine. Calls `loop.LoopEvents` from its own thread."""
 
     def start(self) -> None:
         """Load the model and run steps. Called once."""
@@ -47,21 +47,21 @@ class EngineHost(Protocol):
         ...
 
     def join(self, timeout: float) -> None:
-        """Wait until it has ended, so many seconds at most; it was started."""
+        """Wait at most `timeout` seconds until it has ended; requires `start`."""
         ...
 
 
 STOP_S: Final = 15.0
-"""For the step in progress: more than one takes, and than a process of its own is given."""
+"""Time for the step in progress; exceeds `STOP_S` of `process.py`."""
 
 
 class EngineBackend:
-    """Runs a checkpoint; satisfies `backends.base.Backend`."""
+    """Runs a checkpoint; implements `backends.base.Backend`."""
 
     recovers = False
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Prepare; nothing is loaded before `start`."""
+        """Store the settings; `start` loads the model."""
         self._streams = DeltaStreams(on_abandon=self._abandon)
         self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +73,7 @@ class EngineBackend:
 
     @property
     def card(self) -> ModelCard:
-        """What is served."""
+        """The card of the served model."""
         return self._started().card
 
     @property
@@ -83,16 +83,16 @@ class EngineBackend:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is broken, or None."""
+        """The reason for the engine's failure, or None."""
         return self._failure
 
     @property
     def progress(self) -> float:
-        """The share of loading that is done."""
+        """Progress of loading, 0 to 1."""
         return self._progress
 
     async def start(self) -> None:
-        """Load and warm up where the engine runs."""
+        """Load and warm up the engine; return when it is ready."""
         self._event_loop = asyncio.get_running_loop()
         self._loaded = self._event_loop.create_future()
         self._host.start()
@@ -101,7 +101,7 @@ class EngineBackend:
     async def stop(self) -> None:
         """Stop after the step in progress; open streams end with an error.
 
-        A step that does not end, as of a device that hangs, ends with the process.
+        A step that never ends, e.g. on a device that hangs, lasts until the process exits.
         """
         self._failure = self._failure or "the worker was stopped"
         self._host.stop()
@@ -125,11 +125,11 @@ class EngineBackend:
         return stream
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change how far the engine goes on with a request."""
+        """Change the pace of a request."""
         self._host.set_pace(request_id, pace)
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for a request's reader."""
+        """Return the number of tokens that the reader of a request has not taken yet."""
         return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
@@ -139,15 +139,15 @@ class EngineBackend:
     # --- called in the host's thread -----------------------------------------------------------
 
     def loading(self, share: float) -> None:
-        """Note the progress."""
+        """Store the progress."""
         self._progress = share
 
     def ready(self, served: ServedModel) -> None:
-        """Hand what is served to `start`."""
+        """Let `start` return."""
         self._on_event_loop(self._settle, served)
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """Note the load, and hand a step's deltas over in one call."""
+        """Store the load, and deliver a step's deltas in one call."""
         self._load = load
         if batch:
             self._on_event_loop(self._streams.deliver, batch)
@@ -163,7 +163,7 @@ class EngineBackend:
         try:
             self._event_loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
         except RuntimeError:
-            # The event loop is closed: the process is on its way out and nobody listens.
+            # The event loop is closed, because the process is exiting; reports have no receiver.
             self._host.stop()
 
     def _settle(self, served: ServedModel) -> None:
@@ -182,17 +182,17 @@ class EngineBackend:
 
     def _started(self) -> ServedModel:
         if self._served is None:
-            raise RuntimeError("the backend was not started")
+            raise RuntimeError("the backend has not been started")
         return self._served
 
 
 def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
-    """Return where the engine will run. torch is imported only if that is this process."""
+    """Return the host of the engine. Imports torch only if the engine runs in this process."""
     if config.own_process:
         return EngineProcess(config, events)
 
     def load(progress: Callable[[float], None]) -> LoadedEngine:
-        # In the engine's thread: importing torch takes seconds, in which the gateway starts.
+        # Imported in the engine's thread: torch takes seconds, and the gateway starts meanwhile.
         from draftgate.backends.engine.load import load_engine
 
         return load_engine(config, progress)

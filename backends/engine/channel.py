@@ -1,7 +1,7 @@
-"""One end of the socket between a gateway's process and an engine's own process.
+"""One end of the socket between a gateway's process and an engine process.
 
-Each message (`backends.remote_worker`) follows its length in four bytes. Either side ends the
-conversation by closing its end.
+Each message (`backends.remote_worker`) is preceded by its length in four bytes. Either side ends
+the conversation by closing its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SocketChannel(Generic[Received]):
         self._sending = Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message; waits while the other end reads slowly.
+        """Send a message; block while the other end reads slowly.
 
         Raises:
             OSError: the other end is closed.
@@ -48,8 +48,8 @@ class SocketChannel(Generic[Received]):
             return  # the connection was cut within a message
 
     def hang_up(self) -> None:
-        """End both directions, which wakes the receivers at both ends. Idempotent."""
-        with suppress(OSError):  # they have ended already
+        """Shut down both directions, which wakes the receivers at both ends. Idempotent."""
+        with suppress(OSError):  # already shut down
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint: its safetensors files, piece by piece."""
+"""Reads the safetensors files of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""The dtypes we convert, by the name that safetensors gives them."""
+"""The supported dtypes, by their names in safetensors."""
 
 BASE_PREFIX: Final = "model."
 BARE_EMBEDDING: Final = "embed_tokens.weight"
-"""A decoder's tensors have the prefix where the checkpoint was saved with a head. Embedding models
-are often saved without, as Qwen3-Embedding is; they are known here by the names with it."""
+"""Tensors have the prefix if the checkpoint was saved with an LM head. Embedding models are often
+saved without one, e.g. Qwen3-Embedding; `Checkpoint` adds the prefix to their names."""
 
 MAPPED_BYTES: Final = 1 << 17
-"""From this size on, tensors get memory of their own from the system: glibc's first threshold."""
+"""Tensors of at least this size get their own mapping: glibc's initial mmap threshold."""
 
 HASH_PIECE_BYTES: Final = 1 << 26
-"""Pieces of a file are hashed side by side: SHA-256 alone (1.5 GB/s on one core of an AMD EPYC
-Zen 4, 2026-11-21) is slower than a fast disk. Part of the hash's definition."""
+"""Pieces of a file are hashed in parallel, because SHA-256 on one core (1.5 GB/s on an AMD EPYC
+Zen 4, 2026-11-21) is slower than a fast disk. The hash depends on this size."""
 
 HASH_THREADS: Final = 4
-"""More would take cores from the loading beside which they run."""
+"""More threads would take cores from the loading that runs at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StoredTensor:
     """A tensor as the header of its file describes it.
 
     Attributes:
-        stored_name: what the file calls it.
+        stored_name: its name in the file.
     """
 
     path: Path
@@ -55,12 +55,12 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file, for a dtype we convert."""
+        """Its size in the file; the dtype must be one of `STORED_DTYPES`."""
         return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
 class Checkpoint:
-    """What the weight files of a directory hold. Reads headers only, each once."""
+    """The tensors in the weight files of a directory. Reads each header once, and no weights."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
@@ -73,14 +73,14 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all tensors."""
+        """Number of weights in all tensors."""
         return sum(math.prod(stored.shape) for stored in self.tensors.values())
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Check that tensors are there, of these shapes and of dtypes we read; return their bytes.
+        """Check that tensors exist with these shapes and supported dtypes; return their bytes.
 
         Raises:
-            CheckpointError: one is not. The message names file and tensor.
+            CheckpointError: a check failed. The message names the file and the tensor.
         """
         for name, shape in shapes.items():
             stored = self.tensors.get(name)
@@ -88,27 +88,28 @@ class Checkpoint:
                 raise CheckpointError(f"{self._directory}: tensor {name} is missing")
             if stored.shape != shape:
                 raise CheckpointError(
-                    f"{stored.path}: tensor {name} is {stored.shape}, config.json says {shape}"
+                    f"{stored.path}: tensor {name} has shape {stored.shape}, "
+                    f"config.json requires {shape}"
                 )
             if stored.dtype not in STORED_DTYPES:
                 raise CheckpointError(
-                    f"{stored.path}: tensor {name} is of dtype {stored.dtype}; "
+                    f"{stored.path}: tensor {name} has dtype {stored.dtype}; "
                     f"supported: {', '.join(STORED_DTYPES)}"
                 )
         return sum(self.tensors[name].num_bytes for name in shapes)
 
 
 class TensorReader:
-    """Copies tensors out of the files, in the dtype wanted.
+    """Copies tensors out of the files and converts them to one dtype.
 
-    Files are mapped while the reader is open, and pages that were read count as memory of the
-    process until then: use one reader for one layer.
+    Files stay mapped while the reader is open, and until then the process is charged for all pages
+    that it has read. Use one reader per layer.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, on_read: Callable[[int], None]
     ) -> None:
-        """Open nothing yet; `on_read` hears how many bytes of a file a copy took."""
+        """Open nothing yet; `on_read` receives the number of bytes that each copy read."""
         self._tensors = checkpoint.tensors
         self._dtype = dtype
         self._on_read = on_read
@@ -116,7 +117,7 @@ class TensorReader:
         self._files: dict[Path, Any] = {}
 
     def __enter__(self) -> Self:
-        """Be a context."""
+        """Return the reader."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,7 +129,7 @@ class TensorReader:
         """Return the tensors, stacked along their first dimension, in memory of their own.
 
         Raises:
-            CheckpointError: a file went away or was damaged since its header was read.
+            CheckpointError: a file was removed or damaged after its header was read.
         """
         stored = [self._tensors[name] for name in names]
         lengths = [each.shape[0] for each in stored]
@@ -150,10 +151,10 @@ class TensorReader:
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor whose memory goes back to the system when it is freed.
+    """Return an empty tensor whose memory returns to the system when it is freed.
 
-    Most of what is read is packed and freed. From the heap, where each packed copy lies behind its
-    original, the holes would add up to a sixth of the weights (glibc, 2026-11-21).
+    Most tensors are packed and then freed. On the heap, each packed copy lies next to its original,
+    and the holes would add up to a sixth of the weights (glibc, 2026-11-21).
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < MAPPED_BYTES:
@@ -166,9 +167,9 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def checkpoint_hash(directory: Path) -> str:
-    """Return 12 hex digits that tell checkpoints apart: equal files have equal ones.
+    """Return 12 hex digits that identify a checkpoint by the contents of its files.
 
-    SHA-256 over the SHA-256 of `config.json` and of each `HASH_PIECE_BYTES` of the weight files.
+    It is the SHA-256 over the SHA-256 of each `HASH_PIECE_BYTES` of `config.json` and the weights.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -207,7 +208,9 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             held = set(file.keys())
             for name in (name for name, holder in weight_map.items() if holder == path):
                 if name not in held:
-                    raise CheckpointError(f"{path}: tensor {name} is missing, the index names it")
+                    raise CheckpointError(
+                        f"{path}: tensor {name} is missing, but the index lists it"
+                    )
                 header = file.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 tensors[name] = StoredTensor(path, shape, dtype, name)
@@ -216,14 +219,14 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:
-    """Return which file holds which tensor. One file goes before shards, as in transformers."""
+    """Return the file of each tensor; one file takes precedence over shards, as in transformers."""
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.is_file():
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
     if not index.is_file():
-        raise CheckpointError(f"no weights: {single} does not exist, nor does {index.name}")
+        raise CheckpointError(f"no weights: neither {single} nor {index.name} exists")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"damaged {index}: no weight_map")
@@ -231,7 +234,7 @@ def _weight_map(directory: Path) -> dict[str, Path]:
 
 
 def _shard(index: Path, tensor: str, file: object) -> Path:
-    """Return the path of a shard. An index comes from strangers and may not point elsewhere."""
+    """Return the path of a shard; an untrusted index must not point outside the directory."""
     if not isinstance(file, str) or file in {"", ".."} or Path(file).name != file:
         shown = reprlib.repr(file)
         raise CheckpointError(f"{index}: tensor {tensor}: {shown} is not a file of the checkpoint")

@@ -1,6 +1,6 @@
-"""An engine's own process: `python -m backends.engine.child FD`, started by `process.py`.
+"""The engine process: `python -m backends.engine.child FD`, started by `process.py`.
 
-The engine's thread runs as it does beside a gateway; its events go over the socket.
+The engine's thread runs as in the gateway's process, but its events are sent over the socket.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 STOP_S: Final = 5.0
-"""How long the step in progress may take once nobody listens any more."""
+"""Time for the step in progress after the gateway has closed its end."""
 
 
 class Reports:
-    """Sends what the engine's thread reports; satisfies `loop.LoopEvents`."""
+    """Sends the reports of the engine's thread; implements `loop.LoopEvents`."""
 
     def __init__(self, channel: SocketChannel[Command]) -> None:
-        """Report over this channel."""
+        """Send reports over this channel."""
         self._channel = channel
 
     def loading(self, share: float) -> None:
-        """Tell how far loading is."""
+        """Report the progress of loading."""
         self._send(Loading(share))
 
     def ready(self, served: ServedModel) -> None:
-        """Tell what the gateway needs to know."""
+        """Report the model card."""
         self._send(Ready(served.card))
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
@@ -56,11 +56,11 @@ class Reports:
         self._send(Update(batch, load))
 
     def failed(self, error: BaseException) -> None:
-        """Tell why it is over."""
+        """Report the error that ended the engine."""
         self._send(Failed(type(error).__name__, str(error)))
 
     def _send(self, message: Report) -> None:
-        with suppress(OSError):  # the gateway is gone; the main thread sees it, too
+        with suppress(OSError):  # the gateway is gone; the main thread notices it as well
             self._channel.send(message)
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             loop.set_pace(command.id, command.pace)
     loop.stop()
     loop.join(STOP_S)
-    os._exit(0)  # also in the middle of loading, which nothing else can cut short
+    os._exit(0)  # even during loading, which cannot be interrupted otherwise
 
 
 def _start(config: WorkerConfig, reports: Reports) -> EngineLoop:

@@ -30,16 +30,16 @@ UPSTREAM_HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What the decoder of an architecture has, and what its config means when it is silent.
+    """The features of an architecture, and the defaults of its config.
 
     Attributes:
-        biases: (queries, keys and values; attention output) where the config has no say in it;
-            None leaves it to `attention_bias`.
+        biases: (queries, keys and values; attention output) where the architecture fixes them;
+            None if `attention_bias` sets them.
         mlp_bias: `mlp_bias` may be set.
         qk_norm: queries and keys are normalised per head.
         windows: `all` layers slide if `sliding_window` is set, `some` as the Qwen fields say, or
             `none`.
-        defaults: fields as `transformers` fills them in when they are absent (null is not absent).
+        defaults: values of absent fields, as in `transformers`; a null field is not absent.
     """
 
     biases: tuple[bool, bool] | None
@@ -82,15 +82,17 @@ FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape.
+    """The shape of a decoder.
 
     Attributes:
         head_dim: width of one attention head; not always `hidden_size / num_heads`.
         num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
-        max_position_embeddings: the longest context, with what YaRN adds to it.
-        windows: of each layer, how many tokens a token sees, itself included; None is all.
-        qkv_bias, output_bias, mlp_bias: products with a bias: of queries, keys and values; of the
-            attention's output; all of the MLP.
+        max_position_embeddings: the longest context, including its extension by YaRN.
+        windows: for each layer, the number of tokens that a token attends to, itself included;
+            None for all.
+        qkv_bias: the projections of queries, keys and values have a bias.
+        output_bias: the projection of the attention's output has a bias.
+        mlp_bias: all products of the MLP have a bias.
         qk_norm: queries and keys are normalised per head before they are rotated.
         tied_embeddings: the LM head is the embedding.
     """
@@ -120,7 +122,7 @@ class ModelConfig:
 
     @property
     def known_eos_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, of those the vocabulary has: some checkpoints name others."""
+        """End tokens that are in the vocabulary; some checkpoints name others as well."""
         return frozenset(token for token in self.eos_ids if 0 <= token < self.vocab_size)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
@@ -132,8 +134,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read and check `config.json`.
 
     Raises:
-        CheckpointError: the directory or a field is missing or absurd, or the model is not
-            supported. The message names file and field.
+        CheckpointError: the directory or a field is missing or invalid, or the model is not
+            supported. The message names the file and the field.
     """
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")
@@ -146,7 +148,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _family(fields: Fields) -> _Family:
-    """Return the family of a supported model, or say what is not supported."""
+    """Return the family of a supported model; raise `CheckpointError` for others."""
     architectures = fields.get("architectures") or ["(none named)"]
     name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(name, str) or name not in FAMILIES:
@@ -176,14 +178,14 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
     kv_heads = fields.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(
-            "num_attention_heads", f"{heads} is no multiple of num_key_value_heads, {kv_heads}"
+            "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads, {kv_heads}"
         )
     head_dim = fields.count("head_dim", hidden // heads)
     if head_dim % 2:
-        raise fields.error("head_dim", f"must be even to be rotated, not {head_dim}")
+        raise fields.error("head_dim", f"must be even for rotary embeddings, not {head_dim}")
     if "head_dim" not in fields and hidden % heads:
         raise fields.error(
-            "hidden_size", f"{hidden} is no multiple of num_attention_heads, {heads}"
+            "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
     layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     rope, positions = _rope(fields)
@@ -229,7 +231,7 @@ def _windows(fields: Fields, family: _Family, layers: int) -> tuple[int | None, 
 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:
-    """Return the attention type of each layer, nothing where the config leaves them out."""
+    """Return the attention type of each layer, or an empty list if the config has none."""
     if "layer_types" not in fields:
         return []
     types = fields.get("layer_types")
@@ -248,7 +250,7 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 def _rope(fields: Fields) -> tuple[Rope, int]:
     """Return the rotation and the longest context.
 
-    The settings stand in `rope_parameters` (newer) or in `rope_scaling` and `rope_theta`.
+    The settings are in `rope_parameters` (newer) or in `rope_scaling` and `rope_theta`.
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     settings = fields.section(name)
@@ -272,13 +274,13 @@ def _rope(fields: Fields) -> tuple[Rope, int]:
         return Rope(theta), positions
     if kind == "linear":
         return Rope(theta, LinearScaling(settings.number("factor"))), positions
-    # The field beside the settings goes first where a checkpoint has both, as in transformers.
+    # If a checkpoint has both, the top-level field takes precedence, as in transformers.
     holder = fields if "original_max_position_embeddings" in fields else settings
     original = holder.count("original_max_position_embeddings", positions)
     if kind == "llama3":
         return Rope(theta, _llama3(settings, original)), positions
     yarn = _yarn(settings, original, positions)
-    # Published YaRN checkpoints may name the context before the stretching.
+    # In some published YaRN checkpoints the field holds the context before its extension.
     return Rope(theta, yarn), max(positions, int(original * yarn.factor))
 
 
@@ -306,10 +308,10 @@ def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:
 
 
 def _eos_ids(path: Path) -> frozenset[int]:
-    """Return the end tokens a file names: `generation_config.json` may know more than the config.
+    """Return the end tokens in a file. `generation_config.json` may list more than the config.
 
     Raises:
-        CheckpointError: what it names are no token ids.
+        CheckpointError: `eos_token_id` holds something other than token ids.
     """
     value = read_json(path, missing={}).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

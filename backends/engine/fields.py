@@ -10,7 +10,7 @@ from typing import Any, Final
 from draftgate.backends.errors import CheckpointError
 
 MOST: Final = 1 << 24
-"""Upper bound on counts. No real model comes near; a larger count is a damaged file."""
+"""Upper bound on counts. Real models are far below it; a larger count means a damaged file."""
 
 
 class Fields:
@@ -34,7 +34,7 @@ class Fields:
         return CheckpointError(f"{self._file}: {self._prefix}{name} {problem}")
 
     def section(self, name: str) -> Fields:
-        """Return a field that must be an object; an empty one if it is missing."""
+        """Return a field that must be an object; an empty object if it is missing."""
         value = {} if self._raw.get(name) is None else self._raw[name]
         if not isinstance(value, Mapping):
             raise self.error(name, f"must be an object, not {reprlib.repr(value)}")
@@ -42,7 +42,7 @@ class Fields:
 
     @property
     def nested(self) -> bool:
-        """Whether any field is an object."""
+        """Whether the value of any field is an object."""
         return any(isinstance(value, Mapping) for value in self._raw.values())
 
     def count(

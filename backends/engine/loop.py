@@ -1,7 +1,7 @@
-"""The worker's thread: commands in, steps, deltas out.
+"""The worker's thread: takes commands, runs steps and reports deltas.
 
-All torch calls of a worker happen in this thread. The event loop only appends commands and
-receives one batch of deltas per step.
+All torch calls of a worker happen in this thread. The event loop only appends commands and receives
+one batch of deltas per step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoopEvents(Protocol):
         ...
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """A step is complete, and the load behind it; or all is: then the batch is empty."""
+        """A step is complete, with the load after it; the batch is empty if the worker is idle."""
         ...
 
     def failed(self, error: BaseException) -> None:
@@ -55,7 +55,7 @@ class EngineLoop(threading.Thread):
     def __init__(
         self, load: Callable[[Callable[[float], None]], LoadedEngine], events: LoopEvents
     ) -> None:
-        """Prepare; `start` starts. `load` runs in the thread and is told how to report progress."""
+        """Store the arguments. `load` runs in the thread; its argument reports progress."""
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
@@ -93,13 +93,13 @@ class EngineLoop(threading.Thread):
             self._run_steps(engine)
             engine.save_costs()
         except BaseException as error:
-            # While loading, these say all there is to say: what was asked for cannot be.
+            # These errors of loading explain themselves: a traceback would add nothing.
             if engine is not None or not isinstance(error, LOADING_ERRORS):
                 logger.exception("the engine failed")
             self._events.failed(error)
 
     def _command(self, command: Callable[[WorkerCore], None]) -> None:
-        """Queue what the thread is to do with the worker."""
+        """Queue a command for the thread."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -120,7 +120,7 @@ class EngineLoop(threading.Thread):
                 self._sleep()
 
     def _obey(self, worker: WorkerCore) -> None:
-        """Carry out what was asked since the last step."""
+        """Run the commands queued since the last step."""
         while self._commands:
             self._commands.popleft()(worker)
 

@@ -1,8 +1,8 @@
-"""An engine in a process of its own, as seen from the gateway. No torch here.
+"""The gateway's side of an engine in its own process. Does not import torch.
 
-Python runs one thread at a time, so an engine that shares a process with hundreds of streams waits
-for them again and again within a step. With a process of its own it waits for nobody; a step's
-deltas cost one message. What can run is checked here, as the gateway has tokenizer and bounds.
+Python runs one thread at a time, so an engine in the gateway's process waits for hundreds of
+streams several times within a step. In its own process it never waits for them, and the deltas of a
+step cost one message. Requests are checked here, where the tokenizer and the limits are known.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.backends.worker_config import WorkerConfig
 
 STOP_S: Final = 10.0
-"""How long a process may take to end once it was told to; then it is killed."""
+"""Time for the process to end after it was asked to; then it is killed."""
 
 _ERRORS: Final = {error.__name__: error for error in (CheckpointError, ValueError, ImportError)}
-"""What a model or a setting may be refused with; anything else means that the engine broke."""
+"""Errors that reject a model or a setting; any other error means that the engine failed."""
 
 
 class EngineProcess(threading.Thread):
-    """Starts the process, and reports what it says until it ends."""
+    """Starts the process, and reports its messages until it ends."""
 
     def __init__(self, config: WorkerConfig, events: LoopEvents) -> None:
-        """Prepare; `start` starts."""
+        """Store the settings; the process starts in `start`."""
         super().__init__(name="draftgate-engine-process", daemon=True)
         self._config = config
         self._events = events
@@ -57,7 +57,7 @@ class EngineProcess(threading.Thread):
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
 
     def start(self) -> None:
-        """Start the process and listen to it."""
+        """Start the process and the thread that receives its messages."""
         own, self._its = socket.socketpair()
         self._channel = SocketChannel[Report](own, Report)
         super().start()
@@ -75,7 +75,7 @@ class EngineProcess(threading.Thread):
         self._commands.put(SetPace(request_id, pace))
 
     def stop(self) -> None:
-        """Let the process end, at once if it is still loading. Any thread; idempotent."""
+        """Let the process end, immediately if it is still loading. Any thread; idempotent."""
         self._stopping = True
         if self._channel is not None:
             self._channel.hang_up()
@@ -91,18 +91,18 @@ class EngineProcess(threading.Thread):
         try:
             self._listen(channel)
             if not self._stopping:
-                raise BackendFailed(f"the engine's process ended with status {_ended(process)}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, streams must learn of it
+                raise BackendFailed(f"the engine process ended with status {_ended(process)}")
+        except Exception as error:  # noqa: BLE001 - streams must end with any error
             self._events.failed(error)
         finally:
             self._commands.put(None)
-            channel.hang_up()  # whoever sends hears it
+            channel.hang_up()  # a blocked sender gets an error
             sender.join()
             channel.close()
             _ended(process)
 
     def _listen(self, channel: SocketChannel[Report]) -> None:
-        """Report what comes, until the process closes its end.
+        """Report each message until the process closes its end.
 
         Raises:
             BackendError, ValueError, ImportError: the engine failed.
@@ -122,8 +122,8 @@ class EngineProcess(threading.Thread):
         return ServedModel(ready.card, remote_admission(ready.card, Tokenizer(directory)))
 
     def _deliver(self, channel: SocketChannel[Report]) -> None:
-        """Send what is to be sent, in a thread: a long prompt is more than the socket takes."""
-        with suppress(OSError):  # it has ended, and whoever waits for an answer hears that
+        """Send commands from a thread, because a long prompt may exceed the socket's buffer."""
+        with suppress(OSError):  # the process has ended, and `run` reports that
             channel.send(Start(self._config))
             while (command := self._commands.get()) is not None:
                 channel.send(command)
@@ -132,7 +132,8 @@ class EngineProcess(threading.Thread):
 def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start the process with its end of the socket.
 
-    In a session of its own: a terminal's Ctrl-C is for the gateway, which lets streams end first.
+    It gets its own session, because Ctrl-C in a terminal is meant for the gateway, which lets
+    streams end first.
     """
     return subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "draftgate.backends.engine.child", str(end.fileno())],
@@ -143,7 +144,7 @@ def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait until the process has ended, and end it if it does not; return its status."""
+    """Wait until the process has ended, kill it after `STOP_S`, and return its status."""
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:

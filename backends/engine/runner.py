@@ -1,4 +1,4 @@
-"""Turns a `StepPlan` into a `StepResult` on the device."""
+"""Runs a `StepPlan` on the device and returns its `StepResult`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, walk_d
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose results are, or will be, on the device.
+    """A step whose results are on the device, or will be.
 
     Attributes:
         tokens: int64 [sampling rows], the token of each row.
-        logprobs: one entry for each part of the plan, None where it does not ask; None where
-            nobody does.
+        logprobs: one entry for each part of the plan, None where it requests none; None if no part
+            requests any.
         started_s: `time.perf_counter` when it was launched.
-        pooled: what the plan pools (`pooling.select_pooled`).
+        pooled: the pooled rows of the plan (`pooling.select_pooled`).
     """
 
     plan: StepPlan
@@ -41,16 +41,16 @@ class LaunchedStep:
 
 
 class ModelRunner(Executor, Protocol):
-    """What loading, warming up and a worker's loop need of a runner."""
+    """The interface of a runner for loading, warming up and a worker's loop."""
 
     @property
     def launcher(self) -> Launcher | None:
-        """What begins steps and ends them later; None where the device does not work by itself."""
+        """Launches steps and fetches them later; None if the device is not asynchronous."""
         ...
 
     @property
     def operators(self) -> Operators:
-        """What computes between the products."""
+        """The operators between the matrix products."""
         ...
 
     def logits(self, plan: StepPlan) -> Tensor:
@@ -68,7 +68,7 @@ class Runner:
     launcher: Final = None
 
     def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
-        """Keep them."""
+        """Store the arguments."""
         self._decoder = decoder
         self._pool = pool
         self._verify = verify
@@ -76,7 +76,7 @@ class Runner:
 
     @property
     def operators(self) -> Operators:
-        """What computes between the products."""
+        """The operators between the matrix products."""
         return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -85,7 +85,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
+        """Enqueue forward pass, sampling and log probabilities of a step; read nothing back."""
         started_s = time.perf_counter()
         feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_to_pool(plan)
         inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
@@ -103,7 +103,7 @@ class Runner:
         return LaunchedStep(plan, tokens, found, started_s, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
-        """Wait for a launched step and walk its drafts. The one place that waits for the device."""
+        """Wait for a launched step, the only wait for the device, and walk its drafts."""
         walks = walk_drafts(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
         found = logprobs.emitted_logprobs(step.logprobs, walks)
@@ -122,12 +122,13 @@ class Runner:
         return self._decoder.forward(inputs, self._pool.layers)
 
     def _compact(self, plan: StepPlan, walks: Walks) -> None:
-        """Move the keys and values of accepted paths to where their positions belong."""
+        """Move the keys and values of accepted paths to the slots of their positions."""
         sources: list[int] = []
         targets: list[int] = []
         for work, rows in zip(plan.work, walks.rows, strict=True):
             if work.draft.is_chain or not work.sequence.block_table:
-                continue  # in place; or cancelled while the step ran, its blocks another's
+                # In place; or cancelled during the step, and its blocks may have a new owner.
+                continue
             places = [row - 1 for row in rows[1:]]
             moved = [(place, depth) for depth, place in enumerate(places) if place != depth]
             table, end = work.sequence.block_table, work.confirmed_end

@@ -138,15 +138,15 @@ DAMAGE = {
     ),
     "wrong shape": (
         edit_config(intermediate_size=64),
-        r"model\.safetensors: tensor .*gate_proj\.weight is .* config\.json says \(64, ",
+        r"model\.safetensors: tensor .*gate_proj\.weight has shape .* config\.json requires \(64, ",
     ),
     "other vocabulary": (
         edit_config(vocab_size=5000),
-        r"tensor model\.embed_tokens\.weight is \(4096, .* config\.json says \(5000, ",
+        r"tensor model\.embed_tokens\.weight has shape \(4096, .* config\.json requires \(5000, ",
     ),
     "integer weights": (
         edit_weights(lambda tensors: tensors.update({QUERIES: tensors[QUERIES].to(torch.int8)})),
-        rf"safetensors: tensor {QUERIES} is of dtype I8; supported: BF16, F16, F32",
+        rf"safetensors: tensor {QUERIES} has dtype I8; supported: BF16, F16, F32",
     ),
     "index without a map": (index_of("{}"), r"damaged .*index\.json: no weight_map"),
     "index of no JSON": (index_of("[1"), r"damaged .*index\.json"),
@@ -160,7 +160,7 @@ DAMAGE = {
     ),
     "tensor in another shard": (
         sharded(lambda _, weight_map: weight_map.update({QUERIES: "b.safetensors"})),
-        rf"b\.safetensors: tensor {QUERIES} is missing, the index names it",
+        rf"b\.safetensors: tensor {QUERIES} is missing, but the index lists it",
     ),
     "tensor not in the index": (
         sharded(lambda _, weight_map: weight_map.pop(QUERIES)),
@@ -225,13 +225,13 @@ ABSURD = {
     "list": ({"max_position_embeddings": [1]}, r"max_position_embeddings must be .* \[1\]"),
     "heads that do not share": (
         {"num_key_value_heads": 3},
-        "num_attention_heads 8 is no multiple of num_key_value_heads, 3",
+        "num_attention_heads 8 is not a multiple of num_key_value_heads, 3",
     ),
     "heads that do not fit": (
         {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": None},
-        "hidden_size 256 is no multiple of num_attention_heads, 6",
+        "hidden_size 256 is not a multiple of num_attention_heads, 6",
     ),
-    "odd heads": ({"head_dim": 33}, "head_dim must be even to be rotated, not 33"),
+    "odd heads": ({"head_dim": 33}, "head_dim must be even for rotary embeddings, not 33"),
     "NaN": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number above 0, not nan"),
     "infinite": ({"rope_parameters": None, "rope_theta": math.inf}, "rope_theta must be a finite"),
     "theta that turns nothing": (
