@@ -31,7 +31,7 @@ WORKER: Final = "worker alone"
 SATURATED: Final = 0.85
 """Share of their core above which client and mock limit a measurement, not the target."""
 
-LAST_WORDS: Final = 4
+QUOTED_LOG_LINES: Final = 4
 """Number of log lines quoted if a server does not start."""
 
 
@@ -137,7 +137,7 @@ class Bench:
                 paced = self._started(name, target.paced_command, flag, core, variables)
         except (OSError, RuntimeError) as error:
             said = self._log(target.name).read_text(errors="replace").split("\n")
-            self.missing[target.name] = f"{error}: {' / '.join(said[-LAST_WORDS:])}"
+            self.missing[target.name] = f"{error}: {' / '.join(said[-QUOTED_LOG_LINES:])}"
             return
         self.servers.append(Server(target, *at, *paced))
 

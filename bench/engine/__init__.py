@@ -1,4 +1,4 @@
-"""`draftgate bench engine`: everything about the engine's speed, in one run (`command.py`)."""
+"""Benchmarks of the engine. `draftgate bench engine` runs `command.py`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What would have been accepted at every position: recordings that the simulator replays.
+"""Record the accepted draft length at every position, for the simulator to replay.
 
     python -m bench.engine.acceptance --json backends/sim/recordings/shipped.json
 
-The recordings of `bench.engine.proposers` hold one draft for each step of a run with
-drafts of 8, so they fit that run alone. Here the model generates without drafts, and each proposer
-is asked at every position what it would draft; the text shows how much of that had been accepted.
-Since verification is sampling, the text is the same with drafts of any length, so whatever a policy
-chooses, its next step finds its record. Prompts are the held-out ones of those recordings.
+The recordings of `bench.engine.proposers` hold one draft per step of a run with drafts of 8 tokens,
+so they fit only that run. Here the model generates without drafts, and each proposer drafts at
+every position. The text then shows how many tokens of each draft were right. Verification samples
+from the target's distribution, so the text does not depend on the draft lengths. Whatever a policy
+chooses, its next step therefore finds a record. The prompts are the held-out ones of those
+recordings.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 SLOTS: Final = 16
-"""Longest draft that is asked for: the longest `auto` plans."""
+"""Draft length that is requested, the longest that `auto` plans."""
 
 POSITIONS: Final = 160
-"""Positions recorded of each text; as many tokens more as a draft has show what was right."""
+"""Positions recorded per text. The text is longer by one draft, to check the last drafts."""
 
 LEAST_POSITIONS: Final = 24
-"""A text that loops sooner is left out: n-grams predict a small model's loops for ever."""
+"""A text that loops earlier is left out, because n-grams predict such a loop forever."""
 
 PROPOSERS: Final = ("ngram", "draft_model", "sparse_self")
-"""`ngram` without branches: drafts of the simulator are chains."""
+"""`ngram` without branches, because the simulator's drafts are chains."""
 
 SPARSE_TASKS: Final = ("long_context",)
-"""Where sparse self-speculation leaves something out: it reads the other tasks' contexts whole, so
-its drafts are always right there, which says nothing about longer ones."""
+"""The tasks whose contexts exceed the window of sparse self-speculation. In other tasks it reads
+the whole context, so its drafts are always right."""
 
 DIGITS: Final = "0123456789abcdefg"
-"""A length of 0 to 16 tokens in one character."""
+"""Encodes a length of 0 to 16 tokens as one character."""
 
 Text = tuple[str, float, int]
 """Task, temperature, prompt."""
 
 
 class Asked(NamedTuple):
-    """A draft at a position, and how many of its tokens were right."""
+    """A draft at a position, and the number of its correct tokens."""
 
     evidence: int
     proposed: int
@@ -64,7 +65,7 @@ class Asked(NamedTuple):
 
 
 class Listener:
-    """A proposer that asks another one, remembers what it said, and proposes nothing."""
+    """A proposer that records the drafts of another one, and proposes nothing."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -73,22 +74,22 @@ class Listener:
         self.texts: dict[str, list[int]] = {}
 
     def depth_s(self, sequences: int) -> float:
-        """Return what the proposer says: it decides when it is asked."""
+        """Forward to the proposer, which decides when it is asked."""
         return self._proposer.depth_s(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return what the proposer says."""
+        """Forward to the proposer."""
         return self._proposer.catch_up_s(sequence)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Ask, and return nothing to verify."""
+        """Record the drafts, and return nothing to verify."""
         for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
             said = self._said.setdefault(request.sequence.key, [])
             said.append((draft, len(request.sequence.token_ids)))
         return [NO_DRAFT] * len(requests)
 
     def forget(self, sequence: Sequence) -> None:
-        """Compare what was said with the text, which is complete now."""
+        """Compare the drafts with the text, which is complete now."""
         self._proposer.forget(sequence)
         tokens, name = sequence.token_ids, sequence.request.request_id
         said = self._said.pop(sequence.key, [])[:POSITIONS]
@@ -106,12 +107,12 @@ def _agreed(draft: Draft, tokens: TokenIds) -> int:
 def listen(
     engine: LoadedEngine, name: str, prompts: dict[str, tuple[int, ...]], temperature: float
 ) -> Listener:
-    """Generate behind every prompt, asking the proposer at each position."""
+    """Generate after every prompt, and ask the proposer at each position."""
     inner = NgramProposer(trees=False) if name == "ngram" else engine.proposers[name]
     listener = engine.proposers[name] = Listener(inner)
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, name, SLOTS, "a benchmark")
     for request_id, prompt in prompts.items():
-        # The prompt's place is its seed, as in `bench.proposers`.
+        # The prompt's index is its seed, as in `bench.engine.proposers`.
         sampling = SamplingParams(
             POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
         )
@@ -123,7 +124,7 @@ def listen(
 
 
 def record() -> dict[Text, dict[str, list[Asked]]]:
-    """Return what each proposer said to each text, up to where the text begins to loop."""
+    """Return the drafts of each proposer for each text, up to the start of a loop."""
     found: dict[Text, dict[str, list[Asked]]] = {}
     for proposer in PROPOSERS:
         config = WorkerConfig(
@@ -173,7 +174,7 @@ def _columns(asked: list[Asked]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record, and write the JSON, a text a line."""
+    """Record, and write the JSON with one text per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json

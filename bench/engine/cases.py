@@ -1,4 +1,4 @@
-"""The steps that are measured, and what each has to read and to multiply at least."""
+"""The measured steps, and the minimum bytes and operations of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftgate.backends.engine.config import ModelConfig
 
 
 class Case(NamedTuple):
-    """A step: `tokens` of each of `batch` sequences behind `context_tokens`."""
+    """A step: `tokens` for each of `batch` sequences after `context_tokens`."""
 
     name: str
     batch: int
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     @property
     def logit_rows(self) -> int:
-        """Rows whose logits are wanted: all of a verify step, the last one of a prefill."""
+        """Number of logit rows: all tokens of a verify step, the last one of a prefill."""
         return self.batch if self.name == "prefill" else self.batch * self.tokens
 
 
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum tokens of a sequence."""
         return max(case.context_tokens + case.tokens for case in self.cases())
 
 
@@ -55,35 +55,36 @@ GRIDS: Final = {
     "cpu": Grid((1, 8, 32), (512,), (0, 4), 256),
     "cuda": Grid((1, 8, 64), (512, 2048, 8192), (0, 4), 8192),
 }
-"""What is measured by default, by type of device."""
+"""The default grid, by type of device."""
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the weights of all products of the layers: each token is multiplied with each."""
+    """Return the number of weights in the layers' matrices, which multiply each token."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * queries + 2 * keys)
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of weights that every step reads: all but an embedding of its own.
+    """Return the bytes of weights that every step reads.
 
-    Of an embedding that is not the LM head too a step reads a row for each token.
+    An embedding that is not tied to the LM head does not count, because a step reads only one row
+    per token.
     """
     return itemsize * (layer_parameters(config) + config.vocab_size * config.hidden_size)
 
 
 def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:
-    """Return what a step has to read: the weights once, and the keys and values."""
+    """Return the bytes that a step must read: the weights once, and the keys and values."""
     kv_bytes = case.batch * case.context_tokens * config.kv_bytes_per_token(itemsize)
     return weight_bytes(config, itemsize) + kv_bytes
 
 
 def flops(config: ModelConfig, case: Case) -> int:
-    """Return what a step has to compute: two for each weight and token, four for a pair's column.
+    """Return the minimum operations of a step.
 
-    Attention takes a product of queries and keys and one of chances and values, each of `head_dim`
-    multiplications and additions for every query head.
+    They are two for each weight and token, plus attention: two products of `head_dim`
+    multiplications and additions for each pair and query head.
     """
     products = case.batch * case.tokens * layer_parameters(config)
     products += case.logit_rows * config.vocab_size * config.hidden_size

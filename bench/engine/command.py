@@ -1,17 +1,17 @@
-"""The engine's speed in one run: against the device's own, against `transformers`, and with drafts.
+"""Measure the engine against the device's limits and `transformers`, and with drafts.
 
     draftgate bench engine --json OUT [--profile OUT]
 
-Four parts (`--parts`), for each model and dtype:
+A run has four parts (`--parts`) for each model and dtype:
 
 - `steps`: decode, verify and prefill steps over batch, context and draft slots, as shares of the
   bandwidth and matrix rate measured in the same run, with `--exact`, and against `transformers`;
-- `replay`: decode speed with drafts of which a set share is right, over none;
-- `idle`: how much of a run of decode steps a GPU stands idle (nothing on a CPU);
-- `generation`: whole generations against those of `transformers`, outputs compared.
+- `replay`: decode speed with drafts of a fixed acceptance rate, relative to no drafts;
+- `idle`: the share of time in which a GPU is idle during decode steps (skipped on a CPU);
+- `generation`: whole generations against those of `transformers`, with outputs compared.
 
-Weights may be random: what a step costs does not depend on them. A busy machine is refused: what
-others use of memory's bandwidth is missing from the figures.
+Weights may be random, because the cost of a step does not depend on them. The command refuses to
+run on a busy machine, because other processes reduce the available memory bandwidth.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Run:
     """A run and its results.
 
     Attributes:
-        rows: by part.
+        rows: results by part.
         rates: what the device can do, by dtype.
         profile: a `profile/1` of the first model and dtype.
     """
@@ -89,7 +89,7 @@ class Run:
         return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
 
     def _load(self, model: Model) -> Ours:
-        """Return the engine with room for the largest step and for the largest batch of texts."""
+        """Return the engine with memory for the largest step and the largest batch of texts."""
         text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
         return Ours.load(
             model,
@@ -114,7 +114,7 @@ class Run:
         }
 
     def compare_exact(self, name: str, dtype: str) -> None:
-        """Measure what exact bits cost on a GPU; the memory of what was measured is free again."""
+        """Measure the cost of `--exact` on a GPU; the memory of earlier parts is free again."""
         asked = self.asked
         if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
             exact = measure_exact(asked, self.grid, name, dtype, self.device.type)
@@ -122,7 +122,7 @@ class Run:
             add_exact(plain, exact)
 
     def write(self) -> None:
-        """Write what was measured so far."""
+        """Write the results so far."""
         _write(self.asked.json, self.result())
         if self.profile is not None:
             _write(self.asked.profile, self.profile)
@@ -139,11 +139,11 @@ class Run:
 
 
 def measure(asked: argparse.Namespace) -> Run:
-    """Measure everything that was asked for, and write it.
+    """Measure all requested models and dtypes, and write the results.
 
     Raises:
-        SystemExit: the machine is busy, or there is no such model.
-        ValueError: there is no such device.
+        SystemExit: the machine is busy, or a model is unknown.
+        ValueError: the device does not exist.
     """
     device = choose_device(asked.device)
     if asked.exact and device.type == "cuda":
@@ -162,7 +162,7 @@ def measure(asked: argparse.Namespace) -> Run:
         for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
             run.measure(name, dtype)
             release(device)
-            run.write()  # what is there is kept, should what follows fail
+            run.write()  # keep the results so far if a later part fails
             run.compare_exact(name, dtype)
             run.write()
     return run
@@ -175,29 +175,29 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="where the result goes")
+    add("--json", type=Path, required=True, help="write the result to this file")
     add("--profile", type=Path, help="also write a profile/1 of the first model and dtype")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--device", choices=DEVICES, default="auto")
-    add("--threads", type=int, help="default: as many as there are cores")
+    add("--threads", type=int, help="default: the number of cores")
     add("--models", nargs="+", help="shipped, random-82m, random-1b, random-8b, or directories")
     add("--dtypes", nargs="+", choices=DTYPES)
-    add("--batches", nargs="+", type=int, help="of steps")
+    add("--batches", nargs="+", type=int, help="batch sizes of steps")
     add("--contexts", nargs="+", type=int, help="tokens before the step")
     add("--drafts", nargs="+", type=int, help="draft slots of a step")
     add("--prefill", type=int, help="tokens of the prefill")
-    add("--rounds", type=int, default=15, help="of steps (default: 15)")
-    add("--acceptance", type=float, default=0.8, help="of replayed drafts (default: 0.8)")
-    add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of replayed drafts")
-    add("--new-tokens", type=int, default=64, help="of replays and generations (default: 64)")
-    add("--runs", type=int, default=3, help="of replays and generations (default: 3)")
-    add("--exact", action="store_true", help="with the promise of exact bits; steps without peers")
-    add("--allow-busy", action="store_true", help="measure beside others all the same")
+    add("--rounds", type=int, default=15, help="rounds of steps (default: 15)")
+    add("--acceptance", type=float, default=0.8, help="acceptance rate of replayed drafts")
+    add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="replayed draft lengths")
+    add("--new-tokens", type=int, default=64, help="output tokens per prompt (default: 64)")
+    add("--runs", type=int, default=3, help="rounds of replay and generation")
+    add("--exact", action="store_true", help="measure only exact steps, without peers")
+    add("--allow-busy", action="store_true", help="measure even on a busy machine")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write the JSON."""
+    """Run `draftgate bench engine`."""
     asked = _parser().parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)

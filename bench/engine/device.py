@@ -1,4 +1,4 @@
-"""The device under measurement: its clock, and how fast it moves memory and multiplies."""
+"""The measured device: its clock, memory bandwidth and matrix rate."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Final
 import torch
 
 MOVED_BYTES: Final = {"cpu": 256 << 20, "cuda": 2 << 30}
-"""What is moved to measure the bandwidth: far more than caches hold."""
+"""Bytes moved to measure the bandwidth, far more than caches hold."""
 
 MATRIX_SIDE: Final = {"cpu": 2048, "cuda": 8192}
-"""Of the matrices that are multiplied: large enough that the processor is the limit."""
+"""Rows and columns of the multiplied matrices, large enough for the maximum rate."""
 
 RUNS: Final = 7
-"""The best counts: what a device can do, not what it did beside others."""
+"""Number of runs. The fastest one counts, because other processes only slow a run down."""
 
 HEAD_START_CYCLES: Final = 40_000_000
-"""Of a GPU's clock, some 20 ms, for which it waits while the host gets ahead of it."""
+"""GPU cycles (about 20 ms) for which the GPU waits while the host enqueues work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device can do, measured in the same run.
+    """The maximum rates of the device, measured in the same run.
 
     Attributes:
         bytes_per_s: on a CPU bytes read, on a GPU bytes read and written by a copy.
@@ -37,7 +37,7 @@ class Rates:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -54,12 +54,12 @@ def elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
 def device_elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
     """Return the seconds that a GPU takes for work, without the host's.
 
-    The GPU is kept waiting until the host has enqueued everything, as it has in a loop that plans
-    ahead. Work that waits for the GPU itself cannot get ahead, and its host time counts.
+    The GPU waits until the host has enqueued everything, as it has in a loop that plans ahead. If
+    the work itself waits for the GPU, its host time counts as well.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     synchronize(device)
-    torch.cuda._sleep(HEAD_START_CYCLES)  # noqa: SLF001 - there is no public one
+    torch.cuda._sleep(HEAD_START_CYCLES)  # noqa: SLF001 - no public API
     begin.record()
     work()
     end.record()
@@ -68,7 +68,7 @@ def device_elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return bytes per second: read by a CPU's threads in use, read and written by a GPU's copy."""
+    """Return bytes per second: read by a CPU's threads, or read and written by a GPU's copy."""
     size = MOVED_BYTES[device.type]
     source = torch.ones(size // 4, device=device)
     if device.type == "cpu":
@@ -93,7 +93,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of what nobody refers to any more."""
+    """Free the memory of unreferenced tensors."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What `--exact` costs on a GPU: the same steps in a process of its own.
+"""Measure the cost of `--exact` on a GPU by running the same steps in a separate process.
 
-How cuBLAS adds up sums is settled once for a process, so exact steps and plain ones cannot take
-turns in one, as they do on a CPU (`steps.py`).
+cuBLAS fixes the order of its sums once per process, so a process cannot alternate exact and plain
+steps, as it can on a CPU (`steps.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Row = dict[str, Any]
 def measure_exact(
     asked: argparse.Namespace, grid: Grid, model: str, dtype: str, device_type: str
 ) -> list[Row]:
-    """Return rows of the steps of one model with the promise of exact bits.
+    """Return rows of the steps of one model in exact mode.
 
     Raises:
-        CalledProcessError: the other process failed; what it said is on stderr.
+        CalledProcessError: the other process failed; its error output is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exact.json"
@@ -48,14 +48,14 @@ def measure_exact(
         command = [sys.executable, "-m", MODULE, "--exact", "--allow-busy"]
         for flag, values in settings.items():
             command += [flag, *map(str, values)] if values else []
-        # Our own module with settings of ours.
+        # The command is this package with trusted arguments.
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
         rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["steps"]
         return rows
 
 
 def add_exact(plain: list[Row], exact: list[Row]) -> None:
-    """Add to each plain row how many times as long the exact step took, by a GPU's own time."""
+    """Add the ratio of exact to plain GPU time to each plain row."""
     found = {_case(row): row for row in exact}
     for row in plain:
         other = found.get(_case(row), {})

@@ -1,11 +1,12 @@
-"""Do bits of a row depend on what is computed with it, and what does `--exact` cost?
+"""Check whether a row's bits depend on the rest of its batch, and measure the cost of `--exact`.
 
     python -m bench.engine.exactness --json bench/results/NAME.json
 
-Tokens are fed one by one, and again in verify blocks, prefill chunks and batches: how many rows of
-logits differ in any bit, and how many greedy tokens? Then steps are timed, all dtypes in turn in
-each round; the ratio of a round is what counts. Models: the shipped one on held-out code, and a
-random one of 100M parameters, whose matrices do not fit the caches.
+Tokens are computed one by one, and again in verify blocks, prefill chunks and batches. The figures
+are the shares of logit rows that differ in any bit, and of greedy tokens that differ. Then steps
+are timed, with all dtypes interleaved in each round, and compared by the ratio within a round.
+Models: the shipped one on held-out code, and a random one of 100M parameters, whose matrices do not
+fit the caches.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ TIMED: Final = {
     "verify 5": (1, 5),
     "prefill 256": (1, 256),
 }
-"""Steps that are timed: sequences, and tokens of each."""
+"""The timed steps: sequences, and tokens of each."""
 
 MOST_TOKENS: Final = max(TOKENS, TIMED_CONTEXT + max(width for _, width in TIMED.values()))
-"""Room of a sequence in the pool."""
+"""Maximum tokens of a sequence in the pool."""
 
 RANDOM_VOCABULARY: Final = 32000
 RANDOM_SHAPE: Final = {
@@ -101,23 +102,23 @@ class Feeder:
         return cls(Runner(Decoder(config, weights, MOST_TOKENS), pool))
 
     def in_steps(self, tokens: Row[int], width: int) -> Tensor:
-        """Return the logits of all tokens, fed `width` at a time."""
+        """Return the logits of all tokens, computed `width` at a time."""
         edges = [*range(0, len(tokens), width), len(tokens)]
         steps = (StepPlan((_work(0, tokens, a, b),)) for a, b in pairwise(edges))
         return torch.cat([self.runner.logits(step) for step in steps])
 
     def in_batches(self, tokens: Row[int]) -> Tensor:
-        """Return the logits of all tokens, fed one by one beside sequences of other lengths."""
+        """Return the logits of all tokens, one per step, beside sequences of other lengths."""
         found = []
         for place in range(len(tokens)):
-            # Each neighbour is slower than the one before, and now and then feeds a token again.
+            # Each neighbour advances more slowly than the last one, and may repeat a token.
             places = [place // (index + 1) for index in range(BATCH)]
             step = StepPlan(tuple(_work(i, tokens, at, at + 1) for i, at in enumerate(places)))
             found.append(self.runner.logits(step)[:1])
         return torch.cat(found)
 
     def step_s(self, sequences: int, width: int) -> float:
-        """Return the seconds of one forward pass behind a context of `TIMED_CONTEXT` tokens."""
+        """Return the seconds of one forward pass after a context of `TIMED_CONTEXT` tokens."""
         tokens = [1] * (TIMED_CONTEXT + width)
         where = (TIMED_CONTEXT, len(tokens))
         plan = StepPlan(tuple(_work(index, tokens, *where) for index in range(sequences)))
@@ -127,7 +128,7 @@ class Feeder:
 
 
 def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
-    """Feed tokens[start:stop] of the sequence in place `index` and want all their logits."""
+    """Compute tokens[start:stop] of the sequence at `index`, with all their logits."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sequence = Sequence.for_choice(
@@ -174,7 +175,7 @@ def random_checkpoint(directory: Path) -> Path:
 
 
 def differing(feeder: Feeder, tokens: Row[int], alone: Tensor) -> dict[str, Any]:
-    """Return the shares of logits rows and of greedy tokens that differ from one-by-one."""
+    """Return the shares of logit rows and greedy tokens that differ from one-by-one steps."""
     shares = {}
     for name in (*WIDTHS, f"batch of {BATCH}"):
         width = WIDTHS.get(name)
@@ -195,7 +196,7 @@ def step_times(feeders: dict[str, Feeder], rounds: int) -> dict[str, Any]:
     rows = {}
     for name, (sequences, width) in TIMED.items():
         taken: dict[str, list[float]] = {mode: [] for mode in feeders}
-        for turn in range(rounds + 2):  # the first two choose kernels and fill caches
+        for turn in range(rounds + 2):  # two warm-up rounds choose kernels and fill caches
             for mode in feeders if turn % 2 else reversed(feeders):
                 taken[mode].append(feeders[mode].step_s(sequences, width))
         kept = {mode: seconds[2:] for mode, seconds in taken.items()}

@@ -1,8 +1,9 @@
-"""Whole generations, end to end: every way of ours against every way of `transformers`.
+"""Compare whole generations: every mode of the engine against every mode of `transformers`.
 
-Greedy, the same prompts and the same number of tokens for everybody, prefill included; each round
-runs all in alternating order, medians count. Outputs are compared token for token with ours without
-drafts. A peer that does not work on this device says why.
+All participants generate greedily for the same prompts and the same number of tokens, including
+prefill. Each round runs all of them in alternating order, and medians count. Outputs are compared
+token by token with the engine's without drafts. A peer that does not work on this device reports
+its error.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ OURS: Final = (
     SpeculationMode.DRAFT_MODEL,
     SpeculationMode.AUTO,
 )
-DRAFT_ROOM: Final = 2
-"""Times the memory of all prompts and outputs: pages of a draft model lie in it, too."""
+DRAFT_MEMORY_FACTOR: Final = 2
+"""Multiple of the memory of all prompts and outputs; it also holds pages of a draft model."""
 
 Generate = Callable[[Many[Prompt]], list[list[int]]]
 
 
 @dataclass
 class Participant:
-    """Somebody who generates, and what came of it.
+    """A way to generate, and its results.
 
     Attributes:
-        is_peer: somebody else, who may not work on this device; we have to.
-        failed: why not.
+        is_peer: whether it is another engine, which may fail on this device.
+        failed: its error.
     """
 
     generate: Generate
@@ -55,10 +56,10 @@ class Participant:
     failed: str | None = None
 
     def run(self, prompts: Many[Prompt]) -> float:
-        """Generate and return the seconds; why a peer does not work is kept.
+        """Generate and return the seconds; keep the error of a peer that fails.
 
         Raises:
-            Exception: ours did not.
+            Exception: the engine itself failed.
         """
         if self.failed is not None:
             return 0.0
@@ -98,7 +99,7 @@ def generation_worker(model: Model, new_tokens: int) -> LoadedEngine:
             model=None if model.directory == SHIPPED_MODEL else str(model.directory),
             dtype=str(model.dtype).removeprefix("torch."),
             device=model.device.type,
-            kv_bytes=DRAFT_ROOM * max(BATCHES) * longest * kv_bytes,
+            kv_bytes=DRAFT_MEMORY_FACTOR * max(BATCHES) * longest * kv_bytes,
             max_num_seqs=max(BATCHES),
             max_step_tokens=STEP_TOKENS,
         )
@@ -112,7 +113,7 @@ def _worker(ours: Ours, new_tokens: int) -> LoadedEngine:
 
 
 def _ours(serving: Serving, new_tokens: int) -> dict[str, Participant]:
-    """Return our ways to generate: with each proposer the worker has, and as `auto` decides."""
+    """Return the modes of the engine: each proposer of the worker, and `auto`."""
     modes = [SpeculationMode.OFF]
     if serving.engine.proposers:
         modes = [mode for mode in OURS if _offered(mode, serving.engine)]
@@ -135,7 +136,7 @@ def _generate(
 
 
 def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dict[str, Participant]:
-    """Return what `transformers` has for a batch; of what cannot start, why."""
+    """Return the modes of `transformers` for a batch, with the error of those that cannot start."""
     try:
         if batch == 1:
             return _one_by_one(model, new_tokens)
@@ -161,7 +162,7 @@ def _one_by_one(model: Model, new_tokens: int) -> dict[str, Participant]:
 
 
 def _run_all(who: dict[str, Participant], groups: list[list[Prompt]], rounds: int) -> None:
-    """Run everybody on every group of prompts, group by group."""
+    """Run all participants on every group of prompts."""
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(rounds + 1):
         seconds = dict.fromkeys(who, 0.0)
@@ -199,13 +200,13 @@ def _rows(who: dict[str, Participant], batch: int, tokens: int) -> list[dict[str
 
 
 def _ratio(theirs: Participant, ours: Participant) -> float:
-    """Return how many times as long they took, the median of the rounds."""
+    """Return the median ratio of the times over the rounds."""
     pairs = zip(theirs.taken_s, ours.taken_s, strict=True)
     return median(their_s / our_s for their_s, our_s in pairs)
 
 
 def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, float]:
-    """Return the share of equal outputs, and of tokens before the first that differs."""
+    """Return the share of equal outputs, and of tokens before the first difference."""
     equal = [list(made) == list(due) for made, due in zip(outputs, expected, strict=True)]
     before = sum(map(_common, outputs, expected))
     tokens = sum(map(len, expected))
@@ -216,13 +217,13 @@ def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, 
 
 
 def _common(made: Many[int], due: Many[int]) -> int:
-    """Return how many tokens two outputs have in common at their beginnings."""
+    """Return the length of the common prefix of two outputs."""
     differing = (i for i, (a, b) in enumerate(zip(made, due, strict=False)) if a != b)
     return next(differing, min(len(made), len(due)))
 
 
 def reason(error: Exception) -> str:
-    """Return an error in a line."""
+    """Return an error as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What is aimed at, beside what was measured. A missed goal is a finding, not an error."""
+"""Goals and the figures that they bound. A missed goal is a finding, not an error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Goal(NamedTuple):
     """A bound on a figure.
 
     Attributes:
-        figure: what it is, in words.
-        measured: reads it from the rows of a result, by part; None where nothing measured it.
-        bound: the figure should be `at_least` or at most that.
+        figure: description of the figure.
+        measured: reads the figure from the rows of a result, by part; None if it was not measured.
+        bound: the limit, which is a minimum if `at_least` is set.
     """
 
     figure: str
@@ -63,10 +63,10 @@ def _replay_speedup(result: dict[str, Rows]) -> float | None:
 
 
 def _every_speedup(result: dict[str, Rows]) -> float | None:
-    """Return the least advantage over `transformers`: of all steps, and of `auto` end to end."""
+    """Return the least speed-up over `transformers`, of all steps and of `auto` end to end."""
     ratios = _steps(result, "speedup")
     for row in result["generation"]:
-        # Without proposers there is no `auto`.
+        # Without proposers `auto` is not measured.
         if row["who"] == "auto" or (row["who"] == "off" and row["model"].startswith("random")):
             ratios += row["speedup_over"].values()
     return _least(ratios)
@@ -144,11 +144,11 @@ GOALS: Final[dict[str, tuple[Goal, ...]]] = {
         Goal("over transformers, the least of all", _every_speedup, 1.0),
     ),
 }
-"""By type of device. Figures of single kernels are those of `bench kernels`."""
+"""Goals by type of device. Figures of single kernels are those of `bench kernels`."""
 
 
 def judged(device_type: str, result: dict[str, Rows]) -> Rows:
-    """Return each goal with its figure; those that nothing measured have none."""
+    """Return each goal with its figure, or without one if it was not measured."""
     return [_judge(goal, goal.measured(result)) for goal in GOALS[device_type]]
 
 

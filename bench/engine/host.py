@@ -1,10 +1,10 @@
-"""CPU time of a step that is no device's: planning, inputs, stop checks, text, delivery.
+"""Measure the host's CPU time per step: planning, inputs, stop checks, text and delivery.
 
     draftgate bench host --json OUT
 
-256 sequences decode; the device is a stub that returns a token for each at once, behind the real
-input builder. What is measured is CPU time, not the clock's: of the worker's thread, and of the
-hand-over to the streams (`deliver`), which is the event loop's.
+256 sequences decode. The device is a stub that immediately returns a token for each, after the real
+input builder. The figures are CPU time of the worker's thread, and of the hand-over to the streams
+(`deliver`), which runs in the event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEQUENCES: Final = 256
 CONTEXTS: Final = (64, 512, 2048)
 STEPS: Final = 60
 MOST_TOKENS: Final = 400
-"""Tokens each may generate: those that are prefilled first begin earlier, and none may end."""
+"""Output limit, high enough that no sequence ends before the last one is prefilled."""
 KV_BYTES: Final = 7 << 30
 
 TEMPERATURES: Final = (0.0, 0.8)
@@ -51,7 +51,7 @@ class Parts:
     taken: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
-        """Run a part and keep what it took."""
+        """Run a part and record its time."""
         started_s = time.thread_time()
         result = work()
         self.taken.setdefault(name, []).append(time.thread_time() - started_s)
@@ -99,7 +99,7 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
 
 
 def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
-    """Build what the forward pass and the sampler take."""
+    """Build the inputs of the forward pass and of the sampler."""
     inputs = build_inputs(map(feed_of, plan.work), 0)
     begun = runner.operators.begin(inputs)
     assert plan.is_plain
@@ -109,7 +109,7 @@ def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
 
 
 def stub_result(plan: StepPlan, count: int) -> StepResult:
-    """Return a token for each row, walked as the sampler's are."""
+    """Return one token per row, in the form of the sampler's result."""
     rows = sum(work.num_samples for work in plan.work)
     walks = walk_drafts(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
     return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)

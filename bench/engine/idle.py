@@ -1,4 +1,4 @@
-"""How much of a run of decode steps the GPU stands idle, from the trace of its kernels."""
+"""Measure the share of time in which a GPU is idle during decode steps, from kernel traces."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from draftgate.policies.registry import speculation_policy
 
 BATCHES: Final = (8, 64)
 PROMPT_TOKENS: Final = 16
-"""So few that prefills hardly count."""
+"""Prompt length, so short that prefills hardly count."""
 
 HOST_GAP_S: Final = 10e-6
-"""A gap longer than this is the host's: kernels of a graph follow within a few microseconds."""
+"""Longer gaps are caused by the host; kernels of a graph are a few microseconds apart."""
 
 WORK: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""What a trace calls the things that a GPU does."""
+"""Trace categories of GPU work."""
 
 
 class Idle(NamedTuple):
     """Shares of the time from the first kernel to the end of the last.
 
     Attributes:
-        idle: nothing runs.
-        waiting: of that, in gaps of more than `HOST_GAP_S`: the GPU waits for the host.
+        idle: share in which nothing runs.
+        waiting: part of `idle` in gaps longer than `HOST_GAP_S`, where the GPU waits for the host.
     """
 
     idle: float
@@ -47,7 +47,7 @@ def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
             def decode(batch: int = batch) -> None:
                 serving.run(greedy_requests(prompts[:batch], new_tokens, PLAIN))
 
-            decode()  # graphs are captured, kernels chosen
+            decode()  # captures graphs and chooses kernels
             found = idle_share(traced(decode))
             rows.append(
                 {
@@ -61,7 +61,7 @@ def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
 
 
 def traced(run: Callable[[], None]) -> list[tuple[float, float]]:
-    """Return begin and end, in seconds, of everything a GPU does meanwhile, in any thread."""
+    """Return begin and end, in seconds, of all GPU work of a run in any thread."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,14 +73,14 @@ def traced(run: Callable[[], None]) -> list[tuple[float, float]]:
 
 
 def idle_share(spans: Iterable[tuple[float, float]]) -> Idle:
-    """Return how much of the time nothing runs.
+    """Return the idle shares.
 
     Raises:
-        ValueError: nothing ran at all.
+        ValueError: the trace contains no kernels.
     """
     ordered = sorted(spans)
     if not ordered:
-        raise ValueError("the trace has no kernels")
+        raise ValueError("the trace contains no kernels")
     first_s = busy_until_s = ordered[0][0]
     idle_s = waiting_s = 0.0
     for begin_s, end_s in ordered:

@@ -1,7 +1,7 @@
-"""Every kernel at the shapes that count, as data: what to call, what defines it, what it moves.
+"""Every kernel at its relevant shapes: the call, its definition, and its bytes and operations.
 
-A case holds its tensors and is ready to be called any number of times. `FULL` are the shapes of a
-Llama of 8B parameters at 64 sequences behind 8,192 tokens; smaller ones serve tests.
+A case holds its tensors and can run any number of times. `FULL` are the shapes of a Llama of 8B
+parameters with 64 sequences after 8,192 tokens; tests use smaller ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Outputs = Sequence[Tensor]
 
 
 def _nothing() -> None:
-    """Leave everything as it is."""
+    """Reset nothing."""
 
 
 def _fill(tensor: Tensor, value: float) -> None:
@@ -83,25 +83,25 @@ class KernelCase:
 
     name: str
     run: Callable[[], Outputs]
-    """Calls the kernel; returns what it made, changed tensors included."""
+    """Calls the kernel; returns its results, including changed tensors."""
     reference: Callable[[], Outputs]
-    """Calls its definition on the same inputs, of which it changes none."""
+    """Calls the definition on the same inputs, without changing them."""
     bytes_moved: int
-    """Read and written at least, each once."""
+    """Minimum bytes read and written, each counted once."""
     operations: int = 0
-    """Of products, two for each multiplication."""
+    """Operations of matrix products, two for each multiplication."""
     reset: Callable[[], None] = _nothing
-    """Undoes what a run has changed."""
+    """Restores what a run has changed."""
     tolerance: float = 0.0
-    """Relative and absolute; 0 asks for equality."""
+    """Relative and absolute tolerance; 0 requires equality."""
     may_differ: float = 0.0
-    """Share of elements that may differ: exact ties which another logarithm decides otherwise."""
+    """Share of elements that may differ, for exact ties that depend on the logarithm's rounding."""
 
     def check(self) -> None:
         """Compare the kernel with its definition.
 
         Raises:
-            AssertionError: they differ.
+            AssertionError: the results differ.
         """
         self.reset()
         made = [tensor.clone() for tensor in self.run()]
@@ -115,15 +115,15 @@ class KernelCase:
 
 
 class Inputs:
-    """Draws tensors on a device, from one seed."""
+    """Draws tensors on a device from one seed."""
 
     def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
-        """Keep what all cases share."""
+        """Store the shared settings of all cases."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normal values."""
+        """Return normally distributed values."""
         drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
         return drawn.normal_(generator=self._generator)
 
@@ -133,7 +133,7 @@ class Inputs:
         return drawn.random_(0, limit, generator=self._generator)
 
     def shuffled(self, count: int) -> Tensor:
-        """Return 0 .. count - 1 in some order, int64."""
+        """Return 0 .. count - 1 in random order, int64."""
         return torch.randperm(count, generator=self._generator, device=self.device)
 
     def full(self, value: float, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -154,7 +154,7 @@ def cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield decodes, verifications and a chunk of a prompt, all on one cache in shuffled blocks."""
+    """Yield decodes, verify steps and a prefill chunk on one cache with shuffled blocks."""
     sizes = inputs.sizes
     blocks = -(-sizes.context // sizes.block_size)
     slots = sizes.sequences * blocks * sizes.block_size
@@ -198,7 +198,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def forked_drafts(inputs: Inputs, sequences: int, tokens: int) -> DraftTrees:
-    """Return drafts behind each sequence's first row: a chain, its last token with a sibling."""
+    """Return drafts after each sequence's first row: a chain whose last token has a sibling."""
     drafts = tokens - 1
     masks = [(1 << draft + 1) - 1 for draft in range(drafts)]
     positions = [inputs.sizes.context - tokens + place for place in range(tokens)]
@@ -213,7 +213,7 @@ def forked_drafts(inputs: Inputs, sequences: int, tokens: int) -> DraftTrees:
 
 
 def sampling_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield draws of a verify step's tokens: greedy, drawn, and drawn under top-p."""
+    """Yield draws of a verify step's tokens: greedy, sampled, and sampled with top-p."""
     rows, vocab = inputs.sizes.rows, inputs.sizes.vocab
     logits = inputs.normal(rows, vocab) * 4
 
@@ -241,7 +241,7 @@ def sampling_cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield what lies between a layer's products, for the rows of a verify step."""
+    """Yield the kernels between a layer's products, for the rows of a verify step."""
     sizes, size = inputs.sizes, inputs.dtype.itemsize
     close = 8e-3 if size == 2 else 1e-5
     x, residual = (inputs.normal(sizes.rows, sizes.hidden) for _ in range(2))
@@ -281,7 +281,7 @@ def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def rope_case(inputs: Inputs, *, normed: bool) -> KernelCase:
-    """Return the rotation of a verify step's rows, written to slots far apart."""
+    """Return the rotation of a verify step's rows, written to scattered slots."""
     sizes = inputs.sizes
     heads = sizes.query_heads + 2 * sizes.kv_heads
     slots = sizes.rows * sizes.block_size
@@ -308,7 +308,7 @@ def rope_case(inputs: Inputs, *, normed: bool) -> KernelCase:
 
 
 def move_case(inputs: Inputs) -> KernelCase:
-    """Return the compaction of one accepted path a sequence: two tokens move over a gap."""
+    """Return the compaction of one accepted path per sequence: two tokens move over a gap."""
     sizes = inputs.sizes
     strips, slots = sizes.layers * 2 * sizes.kv_heads, sizes.sequences * sizes.block_size
     before = inputs.normal(strips, slots, sizes.head_dim)

@@ -1,14 +1,14 @@
-"""The Triton kernels on a GPU, against what its memory and its matrix units allow.
+"""Measure the Triton kernels against the memory bandwidth and matrix rate of a GPU.
 
     draftgate bench kernels --json OUT
 
-Floors come from the same run: the bandwidth of a copy and the rate of a product are measured in
-every round, among the kernels. Before anything is timed each kernel is compared with the torch
-function that defines it. Kernels are timed as graphs, by events around a replay, behind a write
-that empties the second-level cache and keeps the GPU busy while the host comes up; the definitions
-are timed as they are called, with whatever they wait for. Medians and quartiles of many rounds.
+The limits come from the same run: each round also measures the bandwidth of a copy and the rate of
+a product. Before the timing, each kernel is compared with the torch function that defines it.
+Kernels are timed as graphs, with events around a replay. A write before each replay flushes the
+second-level cache and keeps the GPU busy while the host enqueues. The definitions are timed as
+plain calls, including their waits. Results are medians and quartiles of many rounds.
 
-Without a GPU there is nothing to measure: exit status 2. A busy machine is refused.
+Without a GPU the exit status is 2. The command refuses to run on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from bench.harness.provenance import provenance, require_quiet
 
 if TYPE_CHECKING:
-    # Needs Triton, which is not everywhere.
+    # Requires Triton, which is not always installed.
     from bench.engine.kernel_cases import KernelCase
 
 ROUNDS: Final = 100
@@ -36,20 +36,20 @@ WARM_ROUNDS: Final = 5
 REFERENCE_ROUNDS: Final = 3
 
 FLUSHED_BYTES: Final = 256 << 20
-"""Written before each kernel: several times the second-level cache (50 MiB on an H200)."""
+"""Bytes written before each kernel, several times the second-level cache (50 MiB, H200)."""
 COPIED_BYTES: Final = 1 << 30
 MATRIX: Final = 8192
-"""Rows and columns of the product whose rate is the ceiling."""
+"""Rows and columns of the product that gives the matrix rate."""
 
 NO_GPU: Final = 2
-"""Exit status where there is none."""
+"""Exit status without a GPU."""
 
 Taken: TypeAlias = Mapping[str, list[float]]
 """Microseconds of every round, by name."""
 
 
 class Limit(StrEnum):
-    """What a goal bounds."""
+    """The figure that a goal bounds."""
 
     SHARE = "share of the floor, at least"
     MICROSECONDS = "microseconds, at most"
@@ -57,16 +57,16 @@ class Limit(StrEnum):
 
 
 class Goal(NamedTuple):
-    """What a case should reach."""
+    """A goal for a case."""
 
     case: str
     limit: Limit
     value: float
     of: str = ""
-    """The case that is compared with, for a ratio."""
+    """The case to compare with, for a ratio."""
 
     def judge(self, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return goal and figure, of rows by name."""
+        """Return goal and figure, from rows by name."""
         row = rows[self.case]
         if self.limit is Limit.SHARE:
             figure = row["share_of_floor"]
@@ -91,23 +91,23 @@ GOALS: Final = (
     Goal("sample and verify", Limit.MICROSECONDS, 80),
     Goal("sample and verify, top-p", Limit.MICROSECONDS, 160),
 )
-"""Those of one H200."""
+"""Goals on one H200."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can do, from the medians of the same run."""
+    """The maximum rates of the device, from the medians of the same run."""
 
     bytes_per_us: float
     operations_per_us: float
 
     @classmethod
     def of(cls, copy_us: float, product_us: float) -> Ceilings:
-        """Return them from the times of the copy and of the product."""
+        """Compute the rates from the times of the copy and of the product."""
         return cls(2 * COPIED_BYTES / copy_us, 2 * MATRIX**3 / product_us)
 
     def floor_us(self, case: KernelCase) -> float:
-        """Return the least time a case can take: that of its bytes, or of its products."""
+        """Return the minimum time of a case, which its bytes or its operations determine."""
         return max(case.bytes_moved / self.bytes_per_us, case.operations / self.operations_per_us)
 
 
@@ -138,11 +138,11 @@ class Stopwatch:
     """Times work on the GPU by events, with a cold cache."""
 
     def __init__(self) -> None:
-        """Allocate what empties the cache."""
+        """Allocate the buffer that flushes the cache."""
         self._flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
     def start(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue work between two events, behind the flush."""
+        """Enqueue work between two events, after the flush."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         begin.record()
@@ -151,14 +151,14 @@ class Stopwatch:
         return begin, end
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Return the microseconds that some work takes, its waits for the host included."""
+        """Return the microseconds of some work, including its waits for the host."""
         begin, end = self.start(work)
         end.synchronize()
         return 1e3 * float(begin.elapsed_time(end))
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
-    """Return work as a graph's replay; it has to have run before."""
+    """Return work as a graph's replay; it must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -166,9 +166,9 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def time_all(cases: list[KernelCase]) -> tuple[Taken, Mapping[str, float]]:
-    """Return the microseconds of each round by name, and of the definitions; interleaved.
+    """Return the interleaved times in microseconds of each round by name, and of the definitions.
 
-    The copy and the product are among them, as `copy` and `product`.
+    The copy and the product are included as `copy` and `product`.
     """
     stopwatch = Stopwatch()
     source, target = (torch.empty(COPIED_BYTES, dtype=torch.int8, device="cuda") for _ in range(2))
@@ -191,7 +191,7 @@ def time_all(cases: list[KernelCase]) -> tuple[Taken, Mapping[str, float]]:
 
 
 def _reference_us(stopwatch: Stopwatch, case: KernelCase) -> float:
-    """Return the least of a few times: the first ones fill torch's allocator."""
+    """Return the minimum of a few times, because the first ones fill torch's allocator."""
     return min(stopwatch.time_us(case.reference) for _ in range(REFERENCE_ROUNDS))
 
 
@@ -200,7 +200,7 @@ def measure(*, allow_busy: bool) -> dict[str, Any]:
 
     Raises:
         SystemExit: the machine is busy.
-        AssertionError: a kernel does not do what its definition does.
+        AssertionError: a kernel differs from its definition.
     """
     import triton
 
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--allow-busy", action="store_true")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("draftgate: there is no GPU here, and kernels run on nothing else", file=sys.stderr)
+        print("draftgate: bench kernels needs an NVIDIA GPU, and none was found", file=sys.stderr)
         raise SystemExit(NO_GPU)
     result = measure(allow_busy=args.allow_busy)
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Decode steps against llama.cpp's own server on the same weights, in one run.
+"""Compare decode steps with llama.cpp's server on the same weights, in one run.
 
     python -m bench.engine.llama_cpp --server llama-server \
         --gguf FILE --model DIR --dtype bfloat16 --json OUT
 
-`llama-server` builds from the sources inside the `llama-cpp-python` source distribution, and
-`convert_hf_to_gguf.py` beside it writes the GGUF. Of the server, the gap between a stream's tokens
-is taken while all streams run, its median over a round; of ours, a step of the same batch behind
-as many tokens, without a server around it. Rounds alternate.
+`llama-server` builds from the sources in the `llama-cpp-python` source distribution, and its
+`convert_hf_to_gguf.py` writes the GGUF. The figure of the server is the median gap between the
+tokens of a stream while all streams run. The figure of the engine is a step of the same batch with
+the same context, without a server. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _wait(port: int) -> None:
         except OSError:
             pass
         time.sleep(0.2)
-    raise RuntimeError("llama-server does not answer")
+    raise RuntimeError("llama-server did not answer in time; see its log")
 
 
 def stream_times(port: int, seed: int) -> list[float]:
-    """Return when each token of a stream arrived."""
+    """Return the arrival time of each token of a stream."""
     prompt = [(seed * 131 + place * 7) % 3000 + 300 for place in range(CONTEXT_TOKENS)]
     body = {
         "prompt": prompt,
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and add the result to the JSON."""
+    """Measure, and append the result to the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="llama-server")
     parser.add_argument("--gguf", type=Path, required=True)

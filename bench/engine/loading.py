@@ -1,11 +1,11 @@
-"""What loading costs: memory at its peak over the weights, and time over that of reading the disk.
+"""Measure the loading of a model: peak memory relative to the weights, and time.
 
     python -m bench.engine.loading --json bench/results/loading.json
 
-Makes a random checkpoint in a temporary directory. Each load runs in a process of its own, which
-notes the most memory it held beyond what imports and a first small product had taken, and reads
-files that were thrown out of the page cache before. In between, the same files are read as fast as
-they can be.
+The study writes a random checkpoint to a temporary directory. Each load runs in a separate process,
+after the files were evicted from the page cache. The process records its peak memory beyond that
+after imports and a first small product. Between loads, the same files are read at full speed for
+comparison.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _random(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def load_apart(directory: Path, dtype: str) -> dict[str, float]:
-    """Load in a process of its own; return `load_s`, `cpu_s`, `peak_bytes` and `weight_bytes`.
+    """Load in a separate process; return `load_s`, `cpu_s`, `peak_bytes` and `weight_bytes`.
 
-    `cpu_s` is what all its threads computed, the hash included; `peak_bytes` what the process held
-    at most while loading, beyond what it held before.
+    `cpu_s` is the CPU time of all threads, including the hash. `peak_bytes` is the peak memory
+    while loading, without the memory held before.
     """
     command = [sys.executable, "-m", __spec__.name, "--apart", str(directory), dtype]
-    # Our own module with a path we made.
+    # The command is this module with a path created here.
     done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
@@ -97,7 +97,7 @@ def _load_here(directory: Path, dtype_name: str) -> dict[str, float]:
     dtype = getattr(torch, dtype_name)
     config = read_model_config(directory)
     Linear(torch.zeros(16, 16, dtype=dtype))(torch.zeros(16, 16, dtype=dtype))
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
     before_bytes = _status_bytes("VmRSS")
     started_s, computed_s = time.perf_counter(), time.process_time()
     weights = load_weights(directory, config, dtype)
@@ -114,7 +114,7 @@ def _load_here(directory: Path, dtype_name: str) -> dict[str, float]:
 
 
 def _status_bytes(name: str) -> int:
-    """Return a field of this process's memory, as Linux tells it."""
+    """Return a memory field of this process from /proc/self/status."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -122,7 +122,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _forget(files: list[Path]) -> None:
-    """Throw the files out of the page cache."""
+    """Evict the files from the page cache."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -141,7 +141,7 @@ def _read_s(files: list[Path]) -> float:
 
 
 def measure(directory: Path) -> dict[str, Any]:
-    """Return medians of interleaved rounds, cold: the disk alone, and loads in each dtype."""
+    """Return medians of interleaved cold rounds: reading alone, and loads in each dtype."""
     files = sorted(directory.glob("*.safetensors"))
     read_s: list[float] = []
     loads: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in DTYPES}

@@ -1,4 +1,4 @@
-"""The models that are measured: checkpoints, and shapes with random weights."""
+"""The measured models: checkpoints, and shapes with random weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPE_82M: Final[dict[str, Any]] = {
 SHIPPED: Final = "shipped"
 FILED_SHAPE: Final = "random-82m"
 MODELS: Final = {"cpu": (SHIPPED, FILED_SHAPE), "cuda": ("random-8b", "random-1b", SHIPPED)}
-"""What is measured by default, by type of device; the first one gives the profile."""
+"""The default models, by type of device; the first one gives the profile."""
 
 
 class Model(Protocol):
@@ -45,40 +45,40 @@ class Model(Protocol):
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """Name of the model in results."""
         ...
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """Shape of the model."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Dtype of its computations."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of its weights."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer; the shipped one where it has none."""
+        """Its tokenizer, or that of the shipped model."""
         ...
 
     @property
     def directory(self) -> Path | None:
-        """The checkpoint that a worker can load; None if it lacks weights or a tokenizer."""
+        """A checkpoint that a worker can load; None if weights or tokenizer are missing."""
         ...
 
     def weights(self, *, exact: bool) -> Weights:
-        """Return the weights, for products with or without the promise of exact bits."""
+        """Return the weights, for exact or plain products."""
         ...
 
     def transformers(self) -> Any:
-        """Return the model of `transformers` with the same weights, new in each call.
+        """Return a new `transformers` model with the same weights.
 
         Raises:
             ImportError: `transformers` is not installed.
@@ -86,7 +86,7 @@ class Model(Protocol):
         ...
 
     def prompts(self, count: int) -> list[tuple[int, ...]]:
-        """Return prompts of `LEAST_PROMPT` to `MOST_PROMPT` tokens, always the same ones."""
+        """Return prompts of `LEAST_PROMPT` to `MOST_PROMPT` tokens, the same in each call."""
         ...
 
 
@@ -130,10 +130,10 @@ def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device
     """Return a model by name, or by the directory of a checkpoint.
 
     Args:
-        folder: an empty one, for what random models need on disk.
+        folder: an empty folder for files of random models.
 
     Raises:
-        SystemExit: there is no such model.
+        SystemExit: the model is unknown.
     """
     if name in LLAMA_SHAPES:
         return RandomModel(name, folder, LLAMA_SHAPES[name], dtype, device)
@@ -142,5 +142,5 @@ def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device
     path = SHIPPED_MODEL if name == SHIPPED else Path(name)
     if not path.is_dir():
         known = ", ".join((SHIPPED, FILED_SHAPE, *LLAMA_SHAPES))
-        raise SystemExit(f"no model {name!r}: it is no directory, and the known ones are {known}")
+        raise SystemExit(f"unknown model {name!r}: expected a directory or one of {known}")
     return StoredModel(name, path, dtype, device)

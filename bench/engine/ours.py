@@ -1,4 +1,4 @@
-"""The engine around a model that is measured: its steps, and workers that run whole requests."""
+"""The engine with a measured model: single steps, and workers that run whole requests."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import RequestView, WorkerLoad
 
 LEAST_LENGTH: Final = TIMED_CONTEXT + TIMED_SLOTS + 1
-"""Tokens of a sequence that measuring step costs takes."""
+"""Minimum sequence length for the measurement of step costs."""
 
 MAX_SEQS: Final = 64
 STEP_TOKENS: Final = 2048
-"""Of workers here: a batch of prompts is prefilled in few steps, so that all decode together."""
+"""Tokens per step of workers. Prompts are prefilled in few steps, so that all decode together."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +59,33 @@ class Ours:
         Args:
             most_tokens: KV tokens of the pool.
             longest: tokens of the longest sequence.
-            exact: promise exact bits.
+            exact: whether to use batch-invariant kernels.
         """
         longest = max(longest, LEAST_LENGTH)
         most_tokens = max(most_tokens, longest)
-        # A block more for each sequence that ends within one.
+        # One more block for each sequence that ends within a block.
         blocks = -(-most_tokens // BLOCK_TOKENS) + MAX_SEQS
         pool = KvPool(model.config, blocks, model.dtype, model.device)
         for layer in pool.layers:
-            layer.uniform_(-1.0, 1.0)  # else it is one page of zeros, which fits any cache
+            layer.uniform_(-1.0, 1.0)  # otherwise all reads hit one page of zeros
         decoder = Decoder(model.config, model.weights(exact=exact), longest)
         return cls(model, pool, _runner(decoder, pool, longest), longest)
 
     def exact(self) -> Ours:
-        """Return the engine that promises exact bits, over the same pool."""
+        """Return the engine in exact mode, over the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
         runner = _runner(decoder, self.pool, self.max_model_len)
         return Ours(self.model, self.pool, runner, self.max_model_len)
 
     @cached_property
     def cost(self) -> StepCost:
-        """What a worker measures at its start."""
+        """The step costs that a worker measures at its start."""
         buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
         most_sequences = min(MAX_SEQS, self.pool.num_blocks)
         return measure_step_cost(self.runner, self.max_model_len, most_sequences, buckets)
 
     def step_s(self, case: Case) -> float:
-        """Run a step: a forward pass and the choice of greedy tokens, read back."""
+        """Run a step: a forward pass, and greedy tokens that are read back."""
         plan = step_plan(case, self.model.config.vocab_size)
         return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
 
@@ -101,7 +101,7 @@ class Ours:
         return taken_s
 
     def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
-        """Return a worker of its own over the pool; only one may run at a time."""
+        """Return a new worker over the pool; only one may run at a time."""
         scheduler = Scheduler(
             SchedulerConfig(MAX_SEQS, STEP_TOKENS),
             KvBlocks(self.pool.num_blocks, BLOCK_TOKENS),
@@ -116,12 +116,12 @@ class Ours:
 
 
 def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:
-    """Return what runs steps of a decoder over a pool, those of the largest batch too."""
+    """Return a step runner of a decoder over a pool, up to the largest batch."""
     return runner_for(decoder, pool, max_num_seqs=MAX_SEQS, max_model_len=longest)
 
 
 def step_plan(case: Case, vocab_size: int) -> StepPlan:
-    """Return the step of a case, each sequence in blocks of its own."""
+    """Return the step of a case, with separate blocks for each sequence."""
     return StepPlan(tuple(_work(case, index, vocab_size) for index in range(case.batch)))
 
 

@@ -18,8 +18,8 @@ def profile_of(
     """Return the profile of a model.
 
     Args:
-        facts: of the run (`record.provenance`).
-        drafts: what `draft_costs` returned.
+        facts: provenance of the run.
+        drafts: result of `draft_costs`.
     """
     source = (
         f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, "
@@ -43,8 +43,8 @@ def profile_of(
 def without_pairs(cost: StepCost) -> list[float]:
     """Return the step table without attention between the tokens of a step.
 
-    The timed tokens were those of one sequence, so each attended to all before it. The simulator
-    charges pairs of a prefill by themselves, and decodes have none.
+    The timed tokens belonged to one sequence, so each attended to all before it. The simulator
+    charges the pairs of a prefill separately, and decodes have none.
     """
     bare = (
         max(step_s - cost.pair_s * tokens * (tokens + 1) / 2, 0.0)
@@ -54,7 +54,7 @@ def without_pairs(cost: StepCost) -> list[float]:
 
 
 def draft_costs(proposers: dict[str, Proposer]) -> dict[str, Any]:
-    """Return the seconds of a depth by number of sequences, of proposers that compute drafts."""
+    """Return the seconds per depth by number of sequences, for proposers that run a model."""
     return {
         name: {
             "sequences": list(DEPTH_BUCKETS),

@@ -1,11 +1,11 @@
-"""What each proposer brings: accepted tokens and wasted slots on held-out code.
+"""Measure each proposer on held-out code: accepted tokens and wasted slots.
 
     python -m bench.engine.proposers --json bench/results/proposers.json
 
-Three tasks: complete code; rewrite code that the prompt shows, as an editor asks; go on behind a
-long context. Every draft and what became of it is recorded beside the JSON (`NAME-train.jsonl.gz`,
-`NAME-held-out.jsonl.gz`, split by prompt): what estimates of survival are fitted to, and judged by.
-Counts, not times: they do not depend on the machine.
+The tasks are to complete code, to rewrite code of the prompt as an editor does, and to continue a
+long context. Every draft and its outcome are recorded beside the JSON (`NAME-train.jsonl.gz`,
+`NAME-held-out.jsonl.gz`, split by prompt). Estimates of survival are fitted to the first file and
+tested on the second. All figures are counts, so they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ PROPOSERS: Final = ("ngram", "ngram_chain", "draft_model", "sparse_self")
 
 
 class Outcome(NamedTuple):
-    """What became of a draft.
+    """The outcome of a draft.
 
     Attributes:
-        prompt: which prompt of the task it belongs to.
-        evidence: the proposer's, on its own scale.
+        prompt: index of the prompt in its task.
+        evidence: the proposer's evidence, on its own scale.
         proposed: tokens verified.
         agreed: tokens accepted.
-        rejected: whether another token came than was proposed behind those.
+        rejected: whether the next token differed from the proposed one.
     """
 
     prompt: int
@@ -73,7 +73,7 @@ class Tally:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def add(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
-        """Count what a step brought one sequence."""
+        """Count the result of a step for one sequence."""
         self.steps += 1
         self.tokens += len(emitted)
         if work.draft:
@@ -99,7 +99,7 @@ class Tally:
 
 
 def tasks(tokenizer: Tokenizer) -> dict[str, list[tuple[int, ...]]]:
-    """Return the prompts by task, always the same ones."""
+    """Return the prompts by task, the same in each call."""
     shown = held_out_prompts(tokenizer, PROMPTS, seed=1, least=SHOWN_TOKENS, most=SHOWN_TOKENS)
     ask = tokenizer.encode(REWRITE)
     return {
@@ -126,7 +126,7 @@ def run(
     slots: int,
     temperature: float,
 ) -> Tally:
-    """Generate behind every prompt with drafts of up to so many slots."""
+    """Generate after every prompt, with drafts of a maximum number of slots."""
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, proposer, slots, "a benchmark")
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(NEW_TOKENS, index, temperature, ignore_eos=True)
@@ -140,7 +140,7 @@ def run(
 
 
 def measure(outcomes: dict[str, list[list[Any]]]) -> dict[str, Any]:
-    """Return the whole measurement; `outcomes` gets every draft, by split."""
+    """Return the whole measurement; append every draft to `outcomes`, by split."""
     facts, results = provenance(), []
     for proposer in PROPOSERS:
         name = proposer.removesuffix("_chain")

@@ -1,4 +1,4 @@
-"""Llama shapes with random weights, made on the device."""
+"""Llama shapes with random weights, created on the device."""
 
 from __future__ import annotations
 
@@ -68,23 +68,24 @@ LLAMA_SHAPES: Final[dict[str, dict[str, Any]]] = {
 """Llama-3.2-1B and Llama-3.1-8B, as their `config.json` describes them."""
 
 LEAST_PROMPT, MOST_PROMPT = 100, 240
-"""Tokens of a prompt of a whole generation."""
+"""Range of prompt lengths of whole generations, in tokens."""
 
 ORDINARY_IDS: Final = range(300, 3000)
-"""Token ids of prompts without a text: no model here gives them a special meaning."""
+"""Token ids of arbitrary prompts; no model here gives them a special meaning."""
 
 RESIDUAL_SHARE: Final = 0.1
-"""How much all layers together add to a random embedding, about. It is far below the distance of
-two embeddings, so no rounding changes the greedy token: with free weights the two likeliest
-logits of 128,256 are so near that bfloat16 would change one in twenty."""
+"""Approximate size of all layers' contributions relative to a random embedding. It is far below the
+distance of two embeddings, so rounding never changes the greedy token. With unconstrained
+weights, the two largest of 128,256 logits are so close that bfloat16 would change one token in
+twenty."""
 
 
 class RandomModel:
-    """A Llama shape whose weights are made on the device: a file of 8B would take 16 GB.
+    """A Llama shape whose weights are created on the device, because a file of 8B takes 16 GB.
 
-    Layers add little to the embedding (`RESIDUAL_SHARE`), and the LM head is the embedding, or one
-    whose rows are shifted by one: the greedy token is the last one or the one behind it, however
-    numbers are rounded. What a step costs does not depend on the values.
+    Layers add little to the embedding (`RESIDUAL_SHARE`), and the LM head is the embedding,
+    optionally with its rows shifted by one. The greedy token is therefore the last token or the
+    next id, however numbers are rounded. The cost of a step does not depend on the values.
     """
 
     directory: Path | None = None
@@ -97,11 +98,11 @@ class RandomModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the weights.
+        """Create the weights.
 
         Args:
-            folder: gets the `config.json`.
-            shape: its content.
+            folder: receives the `config.json`.
+            shape: content of `config.json`.
         """
         self.name, self.dtype, self.device = name, dtype, device
         self._folder = folder
@@ -145,7 +146,7 @@ class RandomModel:
         return model.eval()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by the names of a checkpoint; they share memory with ours."""
+        """Return the weights by checkpoint name; they share memory with the model."""
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
@@ -170,7 +171,7 @@ class RandomModel:
         config = self.config
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Two products of each layer add to the hidden state, at random against each other.
+        # Two products of each layer add to the hidden state, independently of each other.
         added = RESIDUAL_SHARE / math.sqrt(2 * config.num_layers)
         return (
             self._matrix(queries + 2 * keys, hidden, 1 / math.sqrt(hidden)),
@@ -186,7 +187,7 @@ class RandomModel:
 
 
 def arbitrary_prompts(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
-    """Return prompts of arbitrary tokens, for a model that has no text."""
+    """Return prompts of arbitrary tokens, for a model without a tokenizer."""
     rng = random.Random(0)
     vocab_size = config.vocab_size
     return [

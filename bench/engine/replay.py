@@ -1,6 +1,7 @@
-"""A proposer for benchmarks: it knows what comes, and is wrong as often as it is told to be.
+"""A proposer for benchmarks that knows the continuation and errs at a chosen rate.
 
-Everything else is real: the engine verifies each draft and draws each token. Results say `replay`.
+The rest is real: the engine verifies each draft and samples each token. Results are labelled
+`replay`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NAME: Final = "replay"
 
 @dataclass(slots=True)
 class _Proposal:
-    """The latest draft of a sequence, behind so many tokens."""
+    """The latest draft of a sequence, and its position."""
 
     behind: int
     token_ids: tuple[int, ...]
@@ -28,14 +29,14 @@ class _Proposal:
 
 @dataclass(slots=True)
 class Tested:
-    """Draft tokens that were put to the test: all before them were right."""
+    """Counts of tested draft tokens, which are those with only correct tokens before them."""
 
     agreed: int = 0
     rejected: int = 0
 
     @property
     def acceptance(self) -> float | None:
-        """The share that agreed; None before anything was tested."""
+        """The share of tested tokens that agreed; None if none were tested."""
         tested = self.agreed + self.rejected
         return self.agreed / tested if tested else None
 
@@ -44,12 +45,12 @@ class Tested:
 class ReplayProposer:
     """Drafts the known continuation of each prompt, with a share of the tokens replaced.
 
-    Which tokens are wrong is drawn once for each place of each continuation, independently, so each
-    slot that is put to the test is accepted with the chance that was asked for. Satisfies
+    The wrong tokens are drawn once, independently for each position of each continuation. Each
+    tested slot is therefore accepted with the chosen probability. Satisfies
     `backends.core.proposer.Proposer`.
 
     Attributes:
-        tested: what became of the drafts since it was last set.
+        tested: outcome of the drafts since it was last set.
     """
 
     drafts: dict[tuple[int, ...], tuple[int, ...]]
@@ -67,8 +68,8 @@ class ReplayProposer:
         """Return the proposer of prompts and their continuations.
 
         Args:
-            acceptance: the chance of each token to be left as it is.
-            vocab_size: wrong tokens are drawn from all others.
+            acceptance: probability that a token stays unchanged.
+            vocab_size: size of the vocabulary that wrong tokens are drawn from.
         """
         return cls(
             {
@@ -100,7 +101,7 @@ class ReplayProposer:
         return Draft(token_ids)
 
     def _judge(self, sequence: Sequence) -> None:
-        """Count the latest draft by the tokens that have come since, verified or not."""
+        """Compare the latest draft with the tokens generated since, verified or not."""
         latest = self._latest.pop(sequence.key, None)
         if latest is None:
             return
@@ -115,7 +116,7 @@ class ReplayProposer:
 def corrupted(
     tokens: Many[int], acceptance: float, vocab_size: int, rng: random.Random
 ) -> tuple[int, ...]:
-    """Return the tokens, each replaced by another one with a chance of `1 - acceptance`."""
+    """Return the tokens, each replaced by another one with probability `1 - acceptance`."""
     return tuple(
         token if rng.random() < acceptance else (token + rng.randrange(1, vocab_size)) % vocab_size
         for token in tokens

@@ -1,4 +1,4 @@
-"""Whole requests through the worker's own thread, as a server runs them, without HTTP."""
+"""Run whole requests through the worker's own thread, as a server does, but without HTTP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan, WorkerLoa
 
 BATCHES: Final = (1, 8, 32)
 ALONE: Final = 4
-"""Prompts that run one after the other at batch 1."""
+"""Number of prompts that run one after the other at batch 1."""
 
 PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
-"""No drafts."""
+"""A plan without drafts."""
 
 Prompt = tuple[int, ...]
 
@@ -32,12 +32,12 @@ _runs = count()
 
 @dataclass
 class Generation:
-    """What a batch of requests gave, and when.
+    """The output of a batch of requests, with times.
 
     Attributes:
-        started_s: `time.perf_counter` when the first request was handed over.
+        started_s: `time.perf_counter` when the first request was submitted.
         outputs: tokens by request.
-        arrivals: of each delta with tokens when it came, whose it is and how many they are.
+        arrivals: time, request and number of tokens of each delta.
     """
 
     started_s: float
@@ -47,15 +47,15 @@ class Generation:
 
     @property
     def wall_s(self) -> float:
-        """Seconds to the last token, prefills included."""
+        """Seconds to the last token, including prefills."""
         return self.arrivals[-1][0] - self.started_s
 
     @property
     def decode_window(self) -> tuple[int, float]:
-        """Tokens that came while all requests decoded, and the seconds that was.
+        """Number of tokens, and seconds, while all requests decoded.
 
-        It begins with the first token of the last request that got one, and ends with the last
-        token of the first that was done; nothing where these overlap.
+        The window begins with the first token of the last request to start, and ends with the last
+        token of the first request to finish. It is empty if they do not overlap.
         """
         first: dict[str, float] = {}
         last: dict[str, float] = {}
@@ -69,15 +69,15 @@ class Generation:
 
 
 def in_batches(prompts: Many[Prompt], batch: int) -> list[list[Prompt]]:
-    """Return the prompts that run at once: the first `batch`, or of `ALONE` one each."""
+    """Return the prompts that run together: the first `batch`, or `ALONE` single ones."""
     return [list(prompts[:batch])] if batch > 1 else [[prompt] for prompt in prompts[:ALONE]]
 
 
 class Serving:
-    """A worker in its thread; satisfies `loop.LoopEvents`. One batch of requests at a time."""
+    """A worker in its thread, for one batch at a time; satisfies `loop.LoopEvents`."""
 
     def __init__(self, engine: LoadedEngine) -> None:
-        """Prepare; entering starts the thread, leaving ends it."""
+        """Prepare the worker; entering starts the thread, leaving ends it."""
         self.engine = engine
         self._loop = EngineLoop(lambda _progress: engine, self)
         self._news: SimpleQueue[tuple[float, list[tuple[str, Delta]]] | BaseException] = (
@@ -85,7 +85,7 @@ class Serving:
         )
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start the thread."""
         self._loop.start()
         return self
 
@@ -95,7 +95,7 @@ class Serving:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._loop.stop()
         self._loop.join()
 
@@ -103,7 +103,7 @@ class Serving:
         """Run requests to their ends.
 
         Raises:
-            BaseException: what broke the worker.
+            BaseException: the error that ended the worker.
         """
         queued = list(requests)
         made = Generation(time.perf_counter(), {request.request_id: [] for request in queued})
@@ -118,25 +118,28 @@ class Serving:
         return made
 
     def loading(self, share: float) -> None:
-        """It was loaded from the start."""
+        """Ignore progress, because the model is already loaded."""
 
     def ready(self, served: ServedModel) -> None:
-        """It was there from the start."""
+        """Ignore the event, because the worker is ready from the start."""
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """Note when they came."""
+        """Record the arrival of the deltas."""
         if batch:
             self._news.put((time.perf_counter(), batch))
 
     def failed(self, error: BaseException) -> None:
-        """Tell who waits."""
+        """Pass the error to the waiting caller."""
         self._news.put(error)
 
 
 def greedy_requests(
     prompts: Many[Prompt], new_tokens: int, plan: SpeculationPlan
 ) -> list[GenerationRequest]:
-    """Return requests that share no cached prefix with any before: each set is another tenant's."""
+    """Return requests that share no cached prefix with earlier ones.
+
+    Each call uses a new tenant.
+    """
     tenant = f"bench-{next(_runs)}"
     return [
         GenerationRequest(
@@ -151,7 +154,7 @@ def greedy_requests(
 
 
 def _add(made: Generation, arrived_s: float, request_id: str, delta: Delta) -> bool:
-    """Add a delta; return whether its request is done."""
+    """Add a delta; return whether its request is complete."""
     if delta.token_ids:
         made.outputs[request_id].extend(delta.token_ids)
         made.arrivals.append((arrived_s, request_id, len(delta.token_ids)))

@@ -1,11 +1,11 @@
-"""A `profile/1` of the shipped model as it is served: steps with what a worker does around them.
+"""Measure a `profile/1` of the shipped model that includes the worker's time around steps.
 
     python -m bench.engine.serving_profile --json FILE
 
-What a worker measures at its start is the device's part of a step. Between two steps it also
-plans, accounts for tokens and makes text; `draftgate bench simulator`, which predicts whole
-requests, needs that, too. Batches are decoded by the bare worker, and what their steps took beyond
-the device's part is laid on the table as a constant and a term for each sequence.
+A worker measures only the device's part of a step at its start. Between two steps it also plans,
+accounts for tokens and produces text. `draftgate bench simulator` predicts whole requests, so it
+needs that time as well. Here the bare worker decodes batches. Their time beyond the device's part
+is added to the table as a constant and a term per sequence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ BATCHES: Final = (1, 2, 4, 8, 16)
 NEW_TOKENS: Final = 64
 PROMPT_TOKENS: Final = 64
 MOST_TOKENS: Final = 4096
-"""Of the sequence whose steps are timed."""
+"""Length of the sequence whose steps are timed."""
 
 PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
 
 
 def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]]:
-    """Return by batch the median seconds that a decode takes beyond what the device does."""
+    """Return by batch the median seconds of a decode beyond the device's part."""
     prompts = held_out_prompts(
         engine.worker.tokenizer, max(BATCHES), least=PROMPT_TOKENS, most=PROMPT_TOKENS
     )
@@ -69,7 +69,7 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
 
 
 def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return constant and slope of the line of least squares, neither below 0."""
+    """Return constant and slope of the least-squares line, neither below 0."""
     xs, ys = zip(*points, strict=True)
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((each - x) ** 2 for each in xs)

@@ -1,16 +1,16 @@
-"""Does speculation pay? Decode tokens per second under several policies, interleaved in one run.
+"""Measure decode tokens per second of several speculation policies, interleaved in one run.
 
     python -m bench.engine.speculation --json bench/results/NAME.json
 
-Prompts are held-out code. Outputs of a small model may fall into a loop, which n-grams predict
-perfectly, so each setting is measured twice: on whole outputs of 128 tokens, and on outputs cut
-where their loop begins. Each policy has an engine of its own, with what that has learned; each
-round runs all of them on the same prompts, in an order that turns; the ratio of a round to that of
-the first policy is what counts.
+Prompts are held-out code. The output of a small model may end in a loop, which n-grams predict
+perfectly. Each setting is therefore measured twice: on whole outputs of 128 tokens, and on outputs
+cut where their loop begins. Each policy has its own engine, with what it has learned. Each round
+runs all policies on the same prompts in rotating order. Policies are compared by the ratio to the
+first policy within a round.
 
-On a machine that others use, seconds of the one thread that computes (`cpu`) tell more than those
-of the clock. Engines of one process differ by some percent, as their weights lie elsewhere in
-memory: with `--one-engine` requests without speculation run on that of the policy that follows.
+On a busy machine, CPU seconds of the computing thread (`cpu`) are more reliable than wall time.
+Engines of one process differ by a few percent, because their weights are at different addresses.
+With `--one-engine`, requests without speculation run on the engine of the next policy.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GRAM = 8
 LEAST_TOKENS = 24
 AT_BATCH_1 = 24
 KV_BYTES = 96 << 20
-"""Memory of each engine: so little that a round touches all of it. On a virtual machine the first
-touch of a page takes so long that it would be most of what is measured."""
+"""Memory of each engine, so small that a round touches all of it. On a virtual machine, the first
+touch of a page would otherwise dominate the measurement."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, how it is sampled, and how many tokens are generated for it."""
+    """A prompt, its sampling parameters, and the number of tokens to generate."""
 
     token_ids: tuple[int, ...]
     seed: int
@@ -69,9 +69,9 @@ class Prompt:
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Return where the output begins to loop: the number of tokens before; all if it never does.
+    """Return the number of output tokens before a loop; all of them if there is no loop.
 
-    A loop begins with the first 8-gram that stood before, if over half of those behind it did too.
+    A loop begins with the first repeated 8-gram after which over half of the 8-grams are repeated.
     """
     grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
     seen: set[tuple[int, ...]] = set()
@@ -89,9 +89,9 @@ def loop_start(tokens: Sequence[int]) -> int:
 def decode(
     engine: LoadedEngine, prompts: Sequence[Prompt], policy: str, temperature: float
 ) -> tuple[Decoding, dict[str, list[int]]]:
-    """Run the prompts as one batch; count the steps in which all of it decodes, planning included.
+    """Run the prompts as one batch; count the steps in which all of them decode.
 
-    When some have ended, what is left is a smaller batch: a server would fill it up.
+    Steps include planning. Later steps do not count, because a server would fill the batch up.
     """
     for index, prompt in enumerate(prompts):
         engine.worker.submit(_request(engine, index, prompt, policy, temperature))
@@ -132,10 +132,10 @@ def compare(
 ) -> dict[str, Any] | None:
     """Run all policies over all prompts in batches, `rounds` times, interleaved.
 
-    One batch before does not count: it finds memory and caches cold.
+    The first batch is a warm-up for memory and caches.
 
     Returns:
-        None where no batch ever decoded as a whole.
+        None if no batch ever decoded as a whole.
     """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     policies = list(engines)
@@ -152,7 +152,7 @@ def compare(
                 for policy in policies[first:] + policies[:first]
             }
             if not all(run.steps for run in runs.values()):
-                continue  # somebody had ended before the last one began to decode
+                continue  # a sequence ended before the last one began to decode
             for policy, run in runs.items():
                 _add(totals[policy], run)
             for policy, so_far in ratios.items():
@@ -203,7 +203,7 @@ def _add(total: Decoding, part: Decoding) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the whole measurement. The first policy is what others are compared with."""
+    """Return the whole measurement. The first policy is the baseline."""
     facts = provenance()
     policies, proposer = args.policies, args.proposer
     engines = _engines(args)
@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     least, most = args.prompt_tokens
     ids = held_out_prompts(engine.worker.tokenizer, args.prompts, least=least, most=most)
     prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
-    for policy in policies:  # finds memory cold, and teaches what drafts are worth
+    for policy in policies:  # warms memory up, and teaches the policies
         decode(engines[policy], prompts[: max(args.batches)], policy, 0.0)
     results = []
     for temperature in args.temperatures:
@@ -220,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, group in groups.items():
                 if len(group) < batch:
                     continue
-                # Sorted groups are thinned out evenly.
+                # Keep evenly spaced sorted groups.
                 some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
                 row = compare(engines, some, batch, temperature, args.rounds)
                 if row is None:
@@ -253,9 +253,9 @@ def _engines(args: argparse.Namespace) -> dict[str, LoadedEngine]:
 def _before_loops(
     engine: LoadedEngine, prompts: Sequence[Prompt], temperature: float
 ) -> list[Prompt]:
-    """Return the prompts whose outputs go on for a while before a loop, to be cut there.
+    """Return the prompts whose outputs continue for a while before a loop, to be cut there.
 
-    Sorted by length, so that the sequences of a batch end at about the same time.
+    They are sorted by length, so that the sequences of a batch end at about the same time.
     """
     _, outputs = decode(engine, prompts, "off", temperature)
     starts = [loop_start(outputs[str(index)]) for index in range(len(prompts))]
@@ -273,13 +273,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--proposer", help="the only proposer (default: all there are)")
+    parser.add_argument("--proposer", help="the only proposer (default: all)")
     parser.add_argument("--policies", default=POLICIES, type=lambda text: text.split(","))
-    parser.add_argument("--one-engine", action="store_true", help="for off and what follows it")
+    parser.add_argument(
+        "--one-engine", action="store_true", help="share one engine between off and the next policy"
+    )
     parser.add_argument("--batches", default=BATCHES, nargs="+", type=int)
     parser.add_argument("--temperatures", default=TEMPERATURES, nargs="+", type=float)
     parser.add_argument("--prompt-tokens", default=PROMPT_TOKENS, nargs=2, type=int)
-    parser.add_argument("--kv-bytes", default=KV_BYTES, type=int, help="of each engine")
+    parser.add_argument("--kv-bytes", default=KV_BYTES, type=int, help="KV memory of each engine")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     result = measure(args)

@@ -1,7 +1,7 @@
-"""What drafts bring when a set share of them is right: decode speed of `replay` over `off`.
+"""Measure decode speed with drafts of a fixed acceptance rate, relative to no drafts.
 
-The continuations are those of one run without drafts. Every length and `auto` then run the same
-prompts in the same rounds, and only steps in which the whole batch decodes count.
+The continuations come from one run without drafts. Every length and `auto` then run the same
+prompts in the same rounds. Only steps in which the whole batch decodes count.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 
 class Replayed(NamedTuple):
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
-        acceptance: chance that a draft token is right.
-        lengths: fixed lengths of drafts.
-        new_tokens: of each prompt.
-        rounds: of all policies; medians count.
+        acceptance: probability that a draft token is right.
+        lengths: fixed draft lengths.
+        new_tokens: output tokens of each prompt.
+        rounds: rounds of all policies; medians count.
     """
 
     acceptance: float
@@ -49,10 +49,10 @@ class Replayed(NamedTuple):
 
 @dataclass
 class _Runs:
-    """The rounds of one policy at one batch.
+    """The rounds of one policy at one batch size.
 
     Attributes:
-        rates: tokens per second of each round; 0 where the prompts never all decoded at once.
+        rates: tokens per second of each round; 0 if the prompts never all decoded together.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ def measure_speedups(ours: Ours, asked: Replayed, rates: Rates) -> list[dict[str
 
 
 def _policies(asked: Replayed) -> dict[str, int]:
-    """Return the longest draft of each policy."""
+    """Return the maximum draft length of each policy."""
     fixed = {f"fixed:{length}": length for length in asked.lengths}
     return {"off": 0, **fixed, "auto": MAX_DRAFT_TOKENS}
 
@@ -161,6 +161,6 @@ def _row(
 
 
 def _bandwidth_share(ours: Ours, tokens_per_s: float, rates: Rates) -> float:
-    """Return the share of the bandwidth that reading the weights takes; the cache is extra."""
+    """Return the share of the bandwidth used by the weights alone."""
     num_bytes = weight_bytes(ours.model.config, ours.model.dtype.itemsize)
     return num_bytes * tokens_per_s / rates.bytes_per_s

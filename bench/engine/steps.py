@@ -1,7 +1,7 @@
-"""Steps of the engine against what the device allows and against `transformers`.
+"""Compare steps of the engine with the device's limits and with `transformers`.
 
-Each round runs every step once with everybody, in alternating order; medians count. A step is one
-forward pass and the choice of the greedy token. Texts do not matter to a step's time.
+Each round runs every step once with each contender, in alternating order; medians count. A step is
+one forward pass and the choice of the greedy token. Its time does not depend on the text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WARM_ROUNDS: Final = 2
 
 @dataclass
 class Contender:
-    """Somebody who runs steps, and what they took.
+    """An engine that runs steps, and its times.
 
     Attributes:
-        step_s: runs one and returns its seconds.
-        failed: why a case cannot be run, for want of memory.
+        step_s: runs a step and returns its seconds.
+        failed: the error if a case does not fit into memory.
     """
 
     step_s: Callable[[Case], float]
@@ -46,7 +46,7 @@ class Contender:
             release(torch.device("cuda"))
 
     def times(self, case: Case) -> list[float]:
-        """Return the seconds of each round behind the warm ones; none if it failed."""
+        """Return the seconds of each round after warm-up; none if it failed."""
         return [] if case in self.failed else self.taken[case][WARM_ROUNDS:]
 
 
@@ -56,7 +56,7 @@ def measure_steps(
     """Return a row for each case of a model.
 
     Args:
-        alone: without peers, and without the promise of exact bits beside (`exact.py`).
+        alone: whether to skip peers and exact mode (see `exact.py`).
     """
     contenders = _contenders(ours, alone=alone)
     for turn in range(rounds + WARM_ROUNDS):
@@ -80,7 +80,7 @@ def _contenders(ours: Ours, *, alone: bool) -> dict[str, Contender]:
         try:
             found["transformers"] = Contender(TransformersSteps(ours.model).step_s)
         except ImportError:
-            print("transformers is not installed: no comparison", flush=True)
+            print("transformers is not installed; skipping the comparison", flush=True)
     return found
 
 
@@ -115,7 +115,7 @@ def _row(
 
 
 def _shares(model: Model, case: Case, rates: Rates, step_s: float) -> dict[str, float]:
-    """Return what the step is of the device's best: of its bandwidth, matrix rate and roofline."""
+    """Return the step's shares of the device's bandwidth, matrix rate and roofline."""
     moving_s = read_bytes(model.config, case, model.dtype.itemsize) / rates.bytes_per_s
     computing_s = flops(model.config, case) / rates.flops_per_s
     return {

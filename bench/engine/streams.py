@@ -1,11 +1,12 @@
-"""What open streams cost the engine: steps under 256 SSE streams against those of the bare engine.
+"""Measure how 256 open SSE streams slow down the engine's steps.
 
     draftgate bench streams --json OUT
 
-Each round decodes the same requests three times: by the engine alone, behind HTTP in the server's
-process, and behind HTTP in a process of its own. All begin in one step and have the same length, so
-the time from the first token of the last stream to the end of all, over the steps in between, is
-that of a step. The clients are sockets in this process that count bytes and parse nothing.
+Each round decodes the same requests three times: in the engine alone, over HTTP with the server in
+this process, and over HTTP with a separate server process. All requests begin in one step and have
+the same length. The step time is the time from the first token of the last stream to the end of
+all, divided by the steps in between. The clients are sockets in this process that count bytes
+without parsing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _FIRST: Final = b'"text"'
 
 
 class _Client(asyncio.Protocol):
-    """Posts one completion, and notes when its first and its last event came."""
+    """Posts one completion, and records the times of its first and last event."""
 
     def __init__(self, request: bytes, finished: asyncio.Event) -> None:
         self._request = request
@@ -74,7 +75,7 @@ class _Client(asyncio.Protocol):
 
 
 async def served_step_s(port: int, streams: int, tokens: int) -> float:
-    """Return the seconds of a step of a server while so many streams are open.
+    """Return the step time of a server with `streams` open streams.
 
     Raises:
         RuntimeError: a stream was cut off.
@@ -91,7 +92,7 @@ async def served_step_s(port: int, streams: int, tokens: int) -> float:
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*(finished.wait() for _, finished in clients))
     if not all(client.last_s for client, _ in clients):
-        raise RuntimeError("a stream was cut off")
+        raise RuntimeError("a stream was cut off before its end")
     began_s = max(client.first_s for client, _ in clients)
     return (max(client.last_s for client, _ in clients) - began_s) / (tokens - 1)
 
@@ -116,7 +117,7 @@ def _post(port: int, index: int, tokens: int) -> bytes:
 
 
 def bare_step_s(streams: int, tokens: int, threads: int) -> float:
-    """Return the seconds of a step of the engine alone, in this process and thread."""
+    """Return the step time of the engine alone, in this process and thread."""
     engine = load_engine(worker_config(streams, threads))
     worker, executor = engine.worker, engine.executor
     prompt = compact(engine.served.admission.tokenizer.encode(PROMPT))
@@ -133,7 +134,7 @@ def bare_step_s(streams: int, tokens: int, threads: int) -> float:
 
 
 def worker_config(streams: int, threads: int) -> WorkerConfig:
-    """Return a worker whose batch holds all streams, and whose step all their prompts."""
+    """Return a worker whose batch holds all streams, and whose step holds all prompts."""
     return WorkerConfig(
         speculation="off", max_num_seqs=streams, max_step_tokens=32 * streams, threads=threads
     )
@@ -154,7 +155,7 @@ async def _served(streams: int, tokens: int, threads: int, *, own_process: bool)
     )
     try:
         port = await asyncio.wait_for(_port(server), READY_S)
-        await served_step_s(port, streams, 8)  # connections, caches, first runs of shapes
+        await served_step_s(port, streams, 8)  # warms up connections, caches and shapes
         return await served_step_s(port, streams, tokens)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -166,7 +167,7 @@ async def _port(server: asyncio.subprocess.Process) -> int:
     async for line in server.stdout:
         if found := re.search(rb"http://127\.0\.0\.1:(\d+)", line):
             return int(found[1])
-    raise RuntimeError("the server did not start")
+    raise RuntimeError("the server did not start in time")
 
 
 async def _bare(streams: int, tokens: int, threads: int) -> float:

@@ -1,4 +1,4 @@
-"""`transformers` as a peer: its steps, and its ways to generate, on the weights we run."""
+"""`transformers` as a peer: its steps and its generation modes, on the same weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.engine.device import elapsed_s
 from bench.engine.models import Model
 
 LOOKUP_TOKENS: Final = 10
-"""Candidates of its prompt lookup: what its documentation uses."""
+"""Candidate tokens of its prompt lookup, as in its documentation."""
 
 PAGE_TOKENS: Final = 256
-"""Of its continuous batching: its default."""
+"""Page size of its continuous batching (its default)."""
 
 BATCH_TOKENS: Final = 2048
-"""Tokens of a step of its continuous batching: as many as ours may have here."""
+"""Tokens per step of its continuous batching, equal to the engine's limit here."""
 
 RESULT_TIMEOUT_S: Final = 1.0
 
@@ -28,7 +28,7 @@ Prompt = tuple[int, ...]
 
 
 class TransformersSteps:
-    """Single steps, with a cache filled anew before each."""
+    """Single steps, with a newly filled cache before each."""
 
     def __init__(self, model: Model) -> None:
         """Load the model.
@@ -41,7 +41,7 @@ class TransformersSteps:
 
     @torch.inference_mode()
     def step_s(self, case: Case) -> float:
-        """Run the step: a forward pass that keeps the logits it needs, and the greedy tokens."""
+        """Run the step: a forward pass with the required logits, and the greedy tokens."""
         cache = self._cache(case)
         ids = torch.ones(case.batch, case.tokens, dtype=torch.int64, device=self._device)
         first, end = case.context_tokens, case.context_tokens + case.tokens
@@ -82,7 +82,7 @@ class TransformersGenerate:
         """Load the model.
 
         Args:
-            assistant: drafts in `assisted`.
+            assistant: draft model for `assisted`.
 
         Raises:
             ImportError: it is not installed.
@@ -101,7 +101,7 @@ class TransformersGenerate:
         return [self._generate(prompt, assistant_model=self._assistant) for prompt in prompts]
 
     def prompt_lookup(self, prompts: Many[Prompt]) -> list[list[int]]:
-        """Generate with n-gram drafts from what was said before."""
+        """Generate with n-gram drafts from the preceding text."""
         return [
             self._generate(prompt, prompt_lookup_num_tokens=LOOKUP_TOKENS) for prompt in prompts
         ]
@@ -121,7 +121,7 @@ class TransformersGenerate:
 
 
 class ContinuousBatching:
-    """Its manager, started and warm, whose memory fits the batch as ours does."""
+    """Its manager, started and warm, with the same memory for the batch as the engine."""
 
     def __init__(self, manager: Any, new_tokens: int) -> None:
         self._manager = manager
@@ -154,25 +154,25 @@ def continuous_batching(
 ) -> Iterator[ContinuousBatching]:
     """Run the manager.
 
-    It gets room for the batch and no more: by itself it would take most of the memory, and on a CPU
-    sizes steps so that they take seconds.
+    Its memory is limited to the batch. By default it would take most of the memory, and on a CPU
+    its steps would take seconds.
 
     Args:
         longest: tokens of the longest sequence.
 
     Raises:
-        ImportError: `transformers` is not installed, or too old to have it.
+        ImportError: `transformers` is not installed, or too old.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    # A model of its own: it changes how the model attends.
+    # A separate model, because the manager changes its attention.
     loaded = _endless(model.transformers())
     greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1)
     sizes = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=batch * (1 + -(-longest // PAGE_TOKENS)),
         max_batch_tokens=BATCH_TOKENS,
-        allow_block_sharing=False,  # prompts come again in every round, and are to be computed
+        allow_block_sharing=False,  # prompts repeat in every round and must be computed again
     )
     with loaded.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=sizes, block=True
@@ -181,7 +181,7 @@ def continuous_batching(
 
 
 def _endless(loaded: Any) -> Any:
-    """Return the model, which no token ends any more: all outputs are of equal length."""
+    """Return the model without end tokens, so that all outputs have equal length."""
     loaded.generation_config.eos_token_id = None
     loaded.generation_config.pad_token_id = 0
     return loaded
