@@ -1,12 +1,14 @@
 """Matrix products whose rows do not depend on the number of rows.
 
-Bits of a row must be equal whether it is computed alone, in a verify step or in a prefill chunk.
-On a CPU oneDNN keeps this promise for `LEAST_ROWS` rows or more: it computes a single row with
-another kernel where the inner size exceeds about a thousand. Measured with products that
-cancel, so that only rounding is left, over 80 shapes up to 14336 inner columns and 151936 outputs,
-1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 4 to 512 rows give equal
-bits (AMD EPYC Zen 4, 2026-11-21). On processors with AMX bfloat16 is known to change kernels above
-32 rows, hence `EXACT_ROWS`. The worker checks its own machine at start (`warmup.rows_are_exact`).
+The bits of a row must be equal whether it is computed alone, in a verify step or in a prefill
+chunk. On a CPU oneDNN guarantees this for products of at least `LEAST_ROWS` rows. For a single row
+it uses another kernel if the inner size exceeds about a thousand.
+
+This was measured with products whose terms cancel, so that only rounding is left. They covered 80
+shapes up to 14336 inner columns and 151936 outputs, 1 and 2 threads, float32 and bfloat16, packed
+and dense weights. All of 4 to 512 rows give equal bits (AMD EPYC Zen 4, 2026-11-21). With AMX,
+bfloat16 is known to change kernels above 32 rows, hence `EXACT_ROWS`. The worker tests its own
+machine at start (`warmup.rows_are_exact`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from draftgate.backends.engine.operators.products import multiplies_in_c, multip
 
 
 def _uses_amx() -> bool:
-    """Return whether oneDNN uses AMX; its environment may forbid it."""
+    """Return whether oneDNN uses AMX, which its environment variable may disable."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     supported: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public one)
     return supported and (most in {"ALL", "DEFAULT"} or "AMX" in most)
@@ -32,53 +34,56 @@ def _uses_amx() -> bool:
 USES_AMX: Final = _uses_amx()
 
 ONEDNN_BFLOAT16: Final[bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
-"""Whether oneDNN multiplies bfloat16, as it does with AVX-512 or AVX-NE-CONVERT. Elsewhere products
-are in float32, of the weight as it is stored, and rounded."""
+"""Whether oneDNN multiplies bfloat16, as with AVX-512 or AVX-NE-CONVERT. Otherwise products of the
+bfloat16 weight are computed in float32 and rounded."""
 
 ROW_TILE: Final = 16 if USES_AMX else 1
 LEAST_ROWS: Final = 16 if USES_AMX else 4
-"""Rows of every product are padded to a multiple of the first, to as many as the second, and to one
-of the numbers that `STAIRS` leaves.
+"""Rows of every product are padded to a multiple of `ROW_TILE`, to at least `LEAST_ROWS`, and to a
+multiple from `STAIRS`.
 
-With matrix tiles (AMX) 16 is known to be exact and to cost what one row does. Without, 4 to 6 rows
-are the fastest: of a float32 matrix of 256 MiB they read 22 to 24 GB/s, one row 16, 8 rows 17 and
-16 rows 11; in bfloat16 the same (one thread of a Zen 4, which reads 30 at best, 2026-11-21).
+With matrix tiles (AMX), 16 rows are known to be exact and to cost as much as one row. Without them,
+products of 4 to 6 rows are the fastest. They read a float32 matrix of 256 MiB at 22 to 24 GB/s, one
+row at 16, 8 rows at 17 and 16 rows at 11. In bfloat16 the rates are the same (one thread of a
+Zen 4, which reads at most 30 GB/s, 2026-11-21).
 """
 
 WIDENED_BYTES: Final = 1 << 20
-"""Of a bfloat16 weight, in float32, that torch multiplies at once where neither oneDNN nor C do."""
+"""Float32 bytes of a bfloat16 weight that torch widens at once if neither oneDNN nor C can."""
 
 PACKED_FOR: Final = 16
-"""Number of rows for which the layout of packed weights is chosen; it serves all numbers."""
+"""Number of rows for which oneDNN chooses the layout of packed weights; all numbers may use it."""
 
 EXACT_ROWS: Final = 32
 """Maximum rows of a bfloat16 product with exact bits."""
 
 GPU_EXACT_ROWS: Final = 128
-"""Rows of every product on a GPU when exactness is promised: one shape for each weight, so one
-kernel. It is the tile of a Hopper matrix instruction for two warp groups, and about what a GPU
-multiplies while it reads a weight (790 TFLOP/s over 4.3 TB/s in bfloat16 are 184 rows), so decodes
-should pay little for the padding; prefill reads a weight again for every so many tokens. From the
-data sheet, not measured."""
+"""Rows of every product on a GPU with exact bits: one shape per weight, and therefore one kernel.
 
+It is the tile of a Hopper matrix instruction for two warp groups. A GPU multiplies about this many
+rows while it reads a weight (790 TFLOP/s over 4.3 TB/s in bfloat16 are 184 rows), so padding should
+cost decodes little. Prefill reads a weight once per tile. From the data sheet, not measured."""
 
 STAIRS: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
-"""Up to so many rows products have a multiple of so many. For each number of rows and shape of
-weight torch keeps what it described to oneDNN, and oneDNN the kernels, 0.28 MB each, in two caches
-of 1,024 whose capacities only the environment sets, before torch is there (`LRU_CACHE_CAPACITY`,
-`ONEDNN_PRIMITIVE_CACHE_CAPACITY`). With 53 numbers of up to 512 rows a node grew for twenty
-minutes, until it had met them all. These 29 take 85 MB for the five shapes of the shipped model,
-and as much for its draft (AMD EPYC Zen 4, torch 2.13, 2026-11-21). Decodes, of few rows, are padded
-by none or one; 65 rows most, by a quarter."""
+"""Pairs (maximum rows, multiple): products of up to this many rows are padded to the multiple.
+
+The multiples limit the size of two caches. For each number of rows and shape of weight, torch keeps
+a descriptor and oneDNN a kernel, 0.28 MB each. The capacity of 1,024 entries can be set only in the
+environment before torch is imported (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
+With 53 numbers of up to 512 rows a node grew for twenty minutes, until it had met them all. These
+29 take 85 MB for the five shapes of the shipped model, and as much for its draft model (AMD EPYC
+Zen 4, torch 2.13, 2026-11-21). Decodes of few rows get at most one row of padding; 65 rows get the
+most, about a quarter."""
 
 MOST_ROWS: Final = STAIRS[-1][0]
-"""More rows are multiplied by so many at a time, so that a step of any length needs no other
-kernels. Per row that takes what 512 at once do, within 2%, for weights of 256 x 1024 to 768 x 2304;
-by 64 it takes up to 5% more (one thread of a Zen 4, 2026-11-21)."""
+"""Longer products are split into parts of this many rows, so that they need no further kernels.
+
+The time per row is within 2% of that of 512 rows, for weights of 256 x 1024 to 768 x 2304. Parts of
+64 rows take up to 5% longer (one thread of a Zen 4, 2026-11-21)."""
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows of a product with padding; 0 for 0."""
+    """Return the number of rows of a product including padding; 0 for 0."""
     whole, rest = divmod(rows, MOST_ROWS)
     if not rest:
         return rows
@@ -90,13 +95,13 @@ PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MOST_
 """All numbers of rows that a product on a CPU may have."""
 
 
-# Private operators of torch: the public ones pack the weight anew in every call.
+# Private operators of torch: the public ones pack the weight again in every call.
 _pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
 _product: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear:
-    """`x @ weight.T + bias`, with the weight in the layout its device multiplies fastest."""
+    """`x @ weight.T + bias`, with the weight in the fastest layout for its device."""
 
     def __init__(
         self,
@@ -109,14 +114,14 @@ class Linear:
         """Take a weight of shape [out_features, in_features].
 
         Args:
-            weight: a packed weight is copied, so the caller may free its own.
+            weight: the caller may free it if it is packed, because packing copies it.
             bias: [out_features].
-            exact: bfloat16 products have at most `EXACT_ROWS` rows, which costs prefill (on Zen 4
-                about a tenth of a step of 256 tokens); float32 needs no such bound. On a GPU all
-                have `GPU_EXACT_ROWS`.
+            exact: limit bfloat16 products to `EXACT_ROWS` rows, which slows prefill (by about a
+                tenth for a step of 256 tokens on Zen 4); float32 needs no limit. On a GPU all
+                products have `GPU_EXACT_ROWS` rows.
             pack: copy the weight into the fastest layout. Without it the weight is used as it is,
-                so that a tied embedding is held once. The bits are the same; the product takes 1.8
-                to 2.5 times as long for 4 rows, 1.3 to 1.5 times for 32 (Zen 4).
+                so that a tied embedding is stored once. The bits are the same, but the product
+                takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 times for 32 (Zen 4).
         """
         self.out_features, self.in_features = weight.shape
         on_gpu, rounds = weight.device.type == "cuda", weight.dtype is torch.bfloat16
@@ -126,7 +131,7 @@ class Linear:
         packed = self._native and pack
         if packed:
             self._weight = _pack(self._weight, PACKED_FOR)
-        # In C a product in float32 takes one pass over the weight, in oneDNN two.
+        # A float32 product reads the weight once in C, and twice in oneDNN.
         self._in_c = on_cpu and rounds and not packed and multiplies_in_c(self.in_features)
         self._widens = on_cpu and not self._native
         self._bias = bias
@@ -135,20 +140,20 @@ class Linear:
 
     @property
     def library(self) -> str | None:
-        """What computes float32 products, if not torch."""
+        """The library of float32 products, or None for torch."""
         return library_name() if self._in_c else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features]; rows as `padded_rows` says."""
+        """Return [rows, out_features] for x of [rows, in_features]; rows as by `padded_rows`."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:
-        """Return the product in float32, also where the weight and x are bfloat16.
+        """Return the product in float32, even if the weight and x are bfloat16.
 
-        There it is the sum of two bfloat16 numbers: the rounded product, and what rounding lost,
-        which a second product leaves over by subtracting the first before it is rounded. That is
-        a relative error of 2^-17 instead of 2^-9, for twice the time; a float32 copy of the
-        weight takes as long and twice the memory, widening tiles of it three times as long.
+        In bfloat16 it is the sum of two bfloat16 numbers, the rounded product and its rounding
+        error. A second product that subtracts the first before rounding returns this error. The
+        relative error is 2^-17 instead of 2^-9, for twice the time. A float32 copy of the weight
+        takes as long and twice the memory; widening tiles of the weight takes three times as long.
         """
         return self._in_parts(self._multiply_wide, x)
 
@@ -185,14 +190,14 @@ class Linear:
 
 
 def _widened_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the float32 product of bfloat16 tensors; copies a part of the weight at a time."""
+    """Return the float32 product of bfloat16 tensors; widens one part of the weight at a time."""
     x = x.float()
     parts = weight.split(max(1, WIDENED_BYTES // (4 * weight.shape[1])))
     return torch.cat([_product(x, part.float(), None, "none", [], "") for part in parts], 1)
 
 
 def _in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, tile_rows: int) -> Tensor:
-    """Multiply rows by tiles of one size, the last one padded with zeros."""
+    """Multiply tiles of `tile_rows` rows; the last one is padded with zeros."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % tile_rows))
     tiles = [multiply(tile) for tile in padded.split(tile_rows)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]

@@ -1,4 +1,4 @@
-"""Dtype and numerics class: what must be equal for bits to be equal (contract)."""
+"""Chooses device and dtype, and names the numerics class, within which bits are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
 from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
 
 FLOAT32_PARAMETERS: Final = 50_000_000
-"""Below this, `auto` computes in float32 on a CPU: exact, and dispatch dominates anyway."""
+"""Below this, `auto` is float32 on a CPU: it is exact, and dispatch dominates the time."""
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -28,22 +28,22 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 CPU: Final = torch.device("cpu")
 
 STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes by the name that safetensors gives them."""
+"""Dtypes by their names in safetensors."""
 
 
 CUBLAS_WORKSPACES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Memory in which cuBLAS may add up parts of a sum: too little for it to split one. As vLLM does it
-on Hopper (`batch_invariant.py`); read when cuBLAS is first used."""
+"""Workspaces of cuBLAS that are too small for it to split a sum, as in vLLM's `batch_invariant.py`
+on Hopper. cuBLAS reads them when it is first used."""
 
 
 def choose_device(name: str, index: int = 0) -> torch.device:
-    """Return the device that `--device` means: `auto` is a GPU where there is one.
+    """Return the device for a value of `--device`; `auto` is a GPU if torch finds one.
 
     Args:
-        index: which GPU.
+        index: index of the GPU.
 
     Raises:
-        ValueError: no such device, or not on this machine.
+        ValueError: the name is unknown, or the machine has no such device.
     """
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
@@ -51,31 +51,33 @@ def choose_device(name: str, index: int = 0) -> torch.device:
     if name == "cpu" or (name == "auto" and not found):
         return torch.device("cpu")
     if index >= found:
-        raise ValueError(f"device cuda: GPU {index} was asked for, and torch finds {found}")
+        raise ValueError(
+            f"device cuda: GPU {index} was requested, but the number of GPUs is {found}"
+        )
     return torch.device("cuda", index)
 
 
 def fix_sums() -> None:
-    """Make cuBLAS add in one order, for products of one shape: before it is first used.
+    """Make cuBLAS add in a fixed order for products of one shape. Call it before cuBLAS is used.
 
-    A product of another number of rows may still be another kernel: `linear.GPU_EXACT_ROWS`.
+    A product with another number of rows may use another kernel; see `linear.GPU_EXACT_ROWS`.
     """
     os.environ.update(CUBLAS_WORKSPACES)
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
-    # No reduction in less than float32, and none in parts.
+    # No reduction in less than float32, and no split reduction.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype:
-    """Return the dtype that `--dtype` means for a checkpoint on a device, `cpu` or `cuda`.
+    """Return the dtype for a value of `--dtype`, a checkpoint, and a device, `cpu` or `cuda`.
 
-    `auto` is the dtype most of the checkpoint's weights have on a GPU; on a CPU float32 below
-    `FLOAT32_PARAMETERS`, else bfloat16 where oneDNN or C multiplies it faster than float32.
+    On a GPU, `auto` is the dtype of most weights in the checkpoint. On a CPU it is float32 below
+    `FLOAT32_PARAMETERS`, else bfloat16 if oneDNN or C multiplies it faster than float32.
 
     Raises:
-        ValueError: no such dtype, or none for this device.
+        ValueError: the name is unknown, or the device does not support the dtype.
         CheckpointError: the weights are missing or damaged.
     """
     if name == "auto":
@@ -110,11 +112,11 @@ def numerics_class(
 ) -> str:
     """Return the name of the class: checkpoint, dtype, device, libraries, threads, exactness.
 
-    Texts are promised to be equal between workers of one class (contract). `exact`: a row's bits
-    do not depend on what is computed with it, and the worker has checked that.
+    Workers of one class promise equal texts. If `exact`, the bits of a row do not depend on the
+    other rows of its step, and the worker has tested that.
 
     Args:
-        operators: the name of what computes between the products.
+        operators: name of the operators between the products.
     """
     torch_name = f"torch-{torch.__version__}"
     on_gpu = device.type == "cuda"
@@ -134,7 +136,7 @@ def _gpu(device: torch.device) -> str:
     """Return the GPU's name, compute capability, and the versions of its driver and of CUDA."""
     name = torch.cuda.get_device_name(device).lower().replace(" ", "_").replace("/", "_")
     major, minor = torch.cuda.get_device_capability(device)
-    # Nothing public tells, and the stubs of CPU builds lack it.
+    # torch has no public function for it, and the stubs of CPU builds lack this one.
     bindings: Any = torch._C  # noqa: SLF001
     driver = bindings._cuda_getDriverVersion()  # noqa: SLF001
     return f"cuda-{name}-sm{major}{minor}-driver-{driver}-cuda-{torch.version.cuda}"
@@ -144,8 +146,8 @@ def check_cpu_isa() -> None:
     """Check that torch and the processor follow `DRAFTGATE_CPU_ISA`.
 
     Raises:
-        ValueError: the name is unknown, the processor is older, or torch computed before it was
-            read.
+        ValueError: the name is unknown, the processor does not support it, or torch had started
+            to compute before it was read.
     """
     name = requested_isa()
     if name is None:
@@ -155,14 +157,14 @@ def check_cpu_isa() -> None:
         "avx2": torch.cpu._is_avx2_supported,  # noqa: SLF001
     }
     if name in supported and not supported[name]():
-        raise ValueError(f"{VARIABLE}={name} is more than this processor supports")
+        raise ValueError(f"{VARIABLE}={name} is not supported by this processor")
     used = torch.backends.cpu.get_cpu_capability().lower()
     if used != ISAS[name].aten:
-        raise ValueError(f"{VARIABLE}={name} was set after torch had chosen {used}")
+        raise ValueError(f"{VARIABLE}={name} has no effect, because torch already uses {used}")
 
 
 def _cpu() -> str:
-    """Return the processor's make and the instruction sets in use: both choose kernels."""
+    """Return the processor's model and the instruction sets in use, which both select kernels."""
     parts = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
     if ONEDNN_BFLOAT16 and torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 (no public one)
         parts.append("bf16")

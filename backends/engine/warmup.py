@@ -1,4 +1,4 @@
-"""Time the steps of a worker before it serves, and test that its bits are exact."""
+"""Times a worker's steps before it serves, and tests that its bits are exact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIMED_SLOTS: Final = 8
 """Draft slots of the step that times the attention of a slot."""
 
 TIMED_SEQUENCES: Final = 16
-"""Sequences of the batch that times the cost of one: enough to exceed the noise."""
+"""Sequences of the batch that times the cost of one sequence: enough to exceed the noise."""
 
 TIMED_CONTEXT: Final = 2048
 """KV tokens of the step that times reading them: eight tiles, enough to exceed the noise."""
@@ -55,11 +55,11 @@ PROBE_VOCABULARY: Final = 32
 PROBE_START: Final = KV_TILE - 24
 PROBE_TOKENS: Final = 48
 PROBE_WIDTHS: Final = (1, 5, 16, 33, 48)
-"""The probe compares one-by-one with blocks within, at, and over the row tile, across the border
-of two KV tiles, and with one step of all tokens."""
+"""Block widths of the probe: single tokens, and below, at and above the row tile. The blocks cross
+the border of two KV tiles."""
 
 PROBE_WINDOW: Final = 50
-"""Sliding windows are probed with a short one; a model's own would need a long context."""
+"""Sliding windows are probed with this short one, because a model's own needs a long context."""
 
 
 def measure_step_cost(
@@ -139,7 +139,7 @@ def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float
 
 
 def rehearse(runner: ModelRunner, tokens: int) -> None:
-    """Run the step of this size that takes the most memory: it returns the logits of all tokens."""
+    """Run the step of this size that needs the most memory, with the logits of all tokens."""
     runner.execute(StepPlan((_verify(tokens),)))
 
 
@@ -154,7 +154,7 @@ def exactness(
 ) -> bool:
     """Return whether the worker promises exact bits: in float32 on a CPU, or with `--exact`.
 
-    The promise is tested before it is made.
+    The promise is tested first.
 
     Raises:
         ValueError: `--exact` was given, and the test failed.
@@ -164,17 +164,17 @@ def exactness(
     exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
     if asked and not exact:
         raise ValueError(
-            f"--exact cannot be kept in {str(dtype).removeprefix('torch.')} on this machine: "
-            "bits of a token depend on what is computed with it. Try --dtype float32, or start "
+            f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: "
+            "the bits of a token depend on the rest of its step. Use --dtype float32, or start "
             "without --exact."
         )
     return exact
 
 
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
-    """Return whether logits of tokens one by one equal those in blocks, bit for bit.
+    """Return whether the logits of tokens are bit-identical one by one and in blocks.
 
-    The KV blocks are contiguous, in two runs that meet in a tile, or scattered.
+    The KV blocks are contiguous, in two runs that meet within a tile, or scattered.
     """
     stop = min(PROBE_START + PROBE_TOKENS, max_tokens)
     first = max(stop - PROBE_TOKENS, 0)
@@ -190,7 +190,7 @@ def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
 
 
 def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU) -> bool:
-    """Return whether attention in a sliding window gives equal bits one by one and in blocks."""
+    """Return whether sliding-window attention is bit-identical one by one and in blocks."""
     if all(window is None for window in config.windows):
         return True
     probed = replace(config, windows=(PROBE_WINDOW,))

@@ -357,7 +357,7 @@ def test_a_promise_that_would_not_hold_is_refused() -> None:
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, torch.float32)
     runner = RowsThatSeeEachOther(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
-    with pytest.raises(ValueError, match="--exact cannot be kept in float32 on this machine"):
+    with pytest.raises(ValueError, match="--exact is not possible in float32 on this machine"):
         exactness(runner, config, torch.float32, 512, asked=True)
 
 

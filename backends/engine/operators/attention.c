@@ -1,22 +1,23 @@
 /* Attention of a ragged step over a paged cache. Compiled for one HEAD_DIM.
  *
- * A row is one query head at one token. Rows are computed in groups that share keys, but each by
- * operations of its own in an order of its own: along the head, then keys in order of position,
- * tiles of TILE keys with an online softmax (arXiv 1805.02867). What a row may not see is skipped
- * or adds exact zeros. So its bits depend on nothing else in the step.
+ * A row is one query head at one token. Rows are computed in groups that share keys, but the
+ * operations of a row and their order do not depend on its group. They run along the head, then
+ * over keys in order of position, by tiles of TILE keys with an online softmax (arXiv 1805.02867).
+ * Masked keys are skipped or add exact zeros. So the bits of a row depend on nothing else in the
+ * step.
  *
- * Bytes: keys and values once for every MOST_ROWS rows. A decode reads memory as fast as it can.
+ * Keys and values are read once for every MOST_ROWS rows. Memory limits the speed of a decode.
  */
 
 #include "vectors.h"
 
 enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
 
-/* Vectors of a row that are summed at once: as many as the registers hold for ROWS rows. */
+/* Vectors of a row that are summed at once; those of ROWS rows fit into the registers. */
 enum { SUMMED = LANES == 8 ? 2 : 4 };
 
-/* Tokens `row` to `row + tokens` of the step, the first at `position`. Their keys are in pages of
- * `page_tokens` slots, but from position `tail_start` on in the slots of `tail`. */
+/* Tokens `row` to `row + tokens` of the step, the first at `position`. Keys before `tail_start` are
+ * in pages of `page_tokens` slots, later ones in the slots of `tail`. */
 typedef struct {
     int64_t row, tokens, position;
     const int64_t *pages;
@@ -32,13 +33,13 @@ typedef struct {
     int64_t num_chunks;
 } Step;
 
-/* What a row has summed so far, and which keys of the tile it sees: begin <= key < end. */
+/* Running maximum and sum of a row, and the keys of the tile it attends to: begin <= key < end. */
 typedef struct {
     float most, total;
     int begin, end;
 } Row;
 
-/* Scores of `count` rows with LANES keys. query: [count][VECTORS]. */
+/* Computes the scores of `count` rows with LANES keys. query: [count][VECTORS]. */
 INLINE void score(
     Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {
     Vec parts[ROWS][LANES];
@@ -54,7 +55,7 @@ INLINE void score(
     for (int r = 0; r < count; r++) scores[r][0] = sums_of(parts[r]);
 }
 
-/* Turns a row's scores into weights, and what it has summed to the new largest score. */
+/* Replaces a row's scores by weights, and rescales its sums to the new maximum. */
 INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
     const Ints lanes = LANE_NUMBERS;
     Vec best = all(-INFINITY), total = all(0.0f);
@@ -66,7 +67,7 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
     }
     float most = largest(best);
     most = most > row->most ? most : row->most;
-    /* Nothing seen yet: no weight must come of subtracting infinities. */
+    /* Before the first unmasked key the maximum is -inf, and -inf - -inf would be NaN. */
     float base = most == -INFINITY ? 0.0f : most;
     for (int group = first; group < last; group++) {
         scores[group] = exponential(scores[group] - base);
@@ -78,7 +79,7 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
     for (int v = 0; v < VECTORS; v++) sums[v] = sums[v] * keep;
 }
 
-/* Adds weights * values of keys begin to end. sums: [count][VECTORS]. */
+/* Adds weights * values of the keys from begin to end. sums: [count][VECTORS]. */
 INLINE void add_values(
     Vec *sums, const float (*weights)[TILE], const Number *values, const int64_t *at, int begin,
     int end, int count) {
@@ -97,7 +98,7 @@ INLINE void add_values(
     }
 }
 
-/* Lets `count` rows attend to one tile, whose keys lie `at` these numbers of a strip. */
+/* Attention of `count` rows to one tile; `at` holds the offsets of its keys in a strip. */
 INLINE void attend_tile(
     Row *rows, Vec *sums, const Vec *query, const Number *keys, const Number *values,
     const int64_t *at, int count) {
@@ -116,7 +117,7 @@ INLINE void attend_tile(
     add_values(sums, (const float(*)[TILE])scores, values, at, begin, end, count);
 }
 
-/* Says where the keys of a tile lie, in numbers of a strip; slot 0 for those behind the last. */
+/* Writes the offsets of a tile's keys in a strip; 0 for keys past the last one. */
 INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
     int64_t begin = tile * TILE, end = chunk->position + chunk->tokens, i = 0;
     int64_t paged = end < chunk->tail_start ? end : chunk->tail_start;
@@ -131,7 +132,7 @@ INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
     for (; i < TILE; i++) at[i] = 0;
 }
 
-/* Says which keys of a tile each row sees. */
+/* Sets the keys of a tile that each row attends to. */
 INLINE void look(Row *rows, const Step *step, const Chunk *chunk, int64_t tile, int64_t group) {
     for (int64_t r = 0; r < chunk->tokens * group; r++) {
         int64_t newest = chunk->position + r / group - tile * TILE;
@@ -141,7 +142,7 @@ INLINE void look(Row *rows, const Step *step, const Chunk *chunk, int64_t tile, 
     }
 }
 
-/* Lets all rows of a chunk that share a KV head attend. */
+/* Attention of all rows of a chunk that share a KV head. */
 static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t group = step->heads / step->kv_heads;
     int count = (int)(chunk->tokens * group);
@@ -177,9 +178,9 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
             store(step->out + to[r] + v * LANES, sums[r * VECTORS + v] / rows[r].total);
 }
 
-/* Lets every row of a step attend; rows in no chunk are left as they are.
+/* Attention of every row of a step; the output of rows outside all chunks is unchanged.
  *
- * Errors: chunks of over MOST_ROWS rows are the caller's. */
+ * The caller must not pass chunks of more than MOST_ROWS rows; this is not checked. */
 void attend(const Step *step, int64_t threads) {
     int64_t tasks = step->num_chunks * step->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)

@@ -1,15 +1,15 @@
-"""Attention of a ragged step on a CPU, over keys and values that lie in pieces of the pool.
+"""CPU attention of a ragged step in torch, over keys and values in pieces of the pool.
 
-Keys and values are cut into tiles of `KV_TILE` tokens. torch's flash kernel attends to each tile by
-itself, all tiles of a piece in one call: views of the pool, nothing gathered but tiles across
-pieces. What the tiles give is merged in order by the logarithms of their sums, as split-KV decoding
-does on GPUs (Flash-Decoding, T. Dao et al., 2023).
+Keys and values are cut into tiles of `KV_TILE` tokens. torch's flash kernel attends to each tile
+separately, with one call for all tiles of a piece. Pieces are views of the pool; only tiles across
+pieces are gathered. The results of the tiles are merged in order by the logarithms of their sums,
+as in split-KV decoding on GPUs (Flash-Decoding, T. Dao et al., 2023).
 
-So the bits of a row do not depend on how far the context is padded or where in the pool it lies: a
-tile always has the same size, and one that is not seen adds zeros. They do not depend on the rows
-computed with it either, if no product has fewer than `least_rows`: with fewer, another kernel gives
-other bits. Measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21); the worker
-checks its own machine at start (`warmup`).
+The bits of a row therefore do not depend on the padding of the context or its place in the pool: a
+tile always has the same size, and a masked one adds zeros. They do not depend on the other rows
+either, if each product has at least `least_rows` rows; with fewer, torch uses another kernel.
+Measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21). The worker tests its own
+machine at start (`warmup`).
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from draftgate.backends.engine.linear import USES_AMX
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
-"""Query tokens of a call: bounds the masks of a long prefill, and what is computed above the
-diagonal."""
+"""Query tokens of a call. It limits the masks of a long prefill and the work above the diagonal."""
 
 FEW_ROWS: Final = 32
-"""Up to so many rows one call with a mask of all tiles costs less than two, of which the first
-needs none (one block of the kernel's; Zen 4, 2026-11-21)."""
+"""Up to this many rows, one masked call for all tiles is faster than an unmasked and a masked one.
+It is one block of the kernel (Zen 4, 2026-11-21)."""
 
 # A private operator of torch: the public one does not return the logarithms.
 _flash: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
 class _Call(NamedTuple):
-    """Rows against a run of tiles.
+    """Rows that attend to a run of tiles.
 
     Attributes:
-        rows: of the packed queries.
+        rows: slice of the packed queries.
         slots: the first slot of the tiles, or the slots of all of them.
-        tiles: how many.
-        mask: float32 [tiles, 1, rows, KV_TILE], -inf where a row must not look; None: nowhere.
+        tiles: number of tiles.
+        mask: float32 [tiles, 1, rows, KV_TILE], -inf for masked pairs; None if none is masked.
     """
 
     rows: slice
@@ -59,19 +58,19 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Who attends to what in a step: the same for all layers with one window.
+    """The tokens that each row of a step attends to; shared by all layers with one window.
 
-    A packed row is a query head of a group at a token: rows `token * group + head`, the same in
-    every KV head. Tokens of a chunk lie behind each other, made up to whole numbers of
-    `least_rows` rows.
+    A packed row is one query head of a group at one token: row `token * group + head`, the same for
+    every KV head. The tokens of a chunk are contiguous and padded to a multiple of `least_rows`
+    rows.
 
     Attributes:
-        tokens: [packed tokens] row of the step of each, padding included.
-        calls: all of them, those of a row in the order of its tiles.
-        tiles: [most tiles, packed rows] which result of the calls, counted by tiles and rows, is a
-            row's next; those that a row does not see are one behind the last. None if every row
-            has a single tile: the results are the rows.
-        real: [attending tokens] place among the packed tokens.
+        tokens: [packed tokens] row of the step of each token, padding included.
+        calls: all calls; those of a row are in the order of its tiles.
+        tiles: [most tiles, packed rows] index of each row's results among those of all calls,
+            counted by tiles and rows; the number of results where a row attends to no tile.
+            None if every row has a single tile, because the results are then the rows.
+        real: [attending tokens] index among the packed tokens.
         rows: [attending tokens] row of the step.
     """
 
@@ -83,9 +82,9 @@ class AttentionPlan:
 
 
 def least_rows(dtype: torch.dtype) -> int:
-    """Return of how many rows the products of a chunk are made up.
+    """Return the number of rows to a multiple of which a chunk is padded.
 
-    With matrix tiles (AMX) bfloat16 needs 16, elsewhere 4 do.
+    bfloat16 with matrix tiles (AMX) needs 16 rows, everything else 4.
     """
     return 16 if dtype is torch.bfloat16 and USES_AMX else 4
 
@@ -93,12 +92,12 @@ def least_rows(dtype: torch.dtype) -> int:
 def plan_attention(
     spans: AttentionSpans, group: int, dtype: torch.dtype, window: int | None = None
 ) -> AttentionPlan:
-    """Return how the rows of a step attend.
+    """Return the attention plan of a step.
 
     Args:
-        group: query heads for each KV head.
+        group: query heads per KV head.
         dtype: of queries, keys and values.
-        window: a row at position p sees positions p - window + 1 to p; None: all up to p.
+        window: a row at position p attends to positions p - window + 1 to p; None: all up to p.
     """
     least = least_rows(dtype)
     unit = least // gcd(least, group)
@@ -159,7 +158,7 @@ def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _attend(packed: Tensor, layer_kv: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """Return what each tile gives, [tiles, kv_heads, rows, head_dim], and its log-sum-exp."""
+    """Return the results of the tiles, [tiles, kv_heads, rows, head_dim], and their log-sum-exp."""
     kv_heads, _, head_dim = packed.shape
     if isinstance(call.slots, int):
         kv, first = layer_kv, call.slots
@@ -190,7 +189,7 @@ def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
     none = sums.new_full((1, sums.shape[1]), -torch.inf)
     logs = torch.cat([sums, none])[tiles]
     weights = torch.exp(logs - logs.amax(0))[..., None]
-    # What is not seen has no weight, so any result will do.
+    # A masked tile has no weight, so that any finite result will do.
     places = tiles.clamp(max=len(values) - 1)
     total = weights[0].clone()
     merged = values[places[0]] * total
@@ -201,7 +200,10 @@ def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
 
 
 class _Seen(NamedTuple):
-    """What the rows of a chunk see: `tokens` from `position` on, then `padding` like the last."""
+    """The keys that the rows of a chunk attend to.
+
+    The chunk has `tokens` tokens from `position` on, and `padding` copies of the last one.
+    """
 
     position: int
     tokens: int
@@ -211,7 +213,7 @@ class _Seen(NamedTuple):
 
     @property
     def tiles(self) -> range:
-        """The tiles that some row sees."""
+        """The tiles that any row attends to."""
         oldest = 0 if self.window is None else max(0, self.position - self.window + 1)
         return range(oldest // KV_TILE, -(-(self.position + self.tokens) // KV_TILE))
 
@@ -222,14 +224,14 @@ class _Seen(NamedTuple):
 
     @property
     def unmasked(self) -> range:
-        """The tiles that every row sees all of."""
+        """The tiles that every row attends to completely."""
         newest = self.position + self.tokens - 1
         hidden = 0 if self.window is None else max(0, newest - self.window + 1)
         first = max(self.tiles.start, -(-hidden // KV_TILE))
         return range(first, max(first, (self.position + 1) // KV_TILE))
 
     def hidden(self, tiles: range) -> Tensor:
-        """Return which tokens each row must not see: [rows, tokens of the tiles]."""
+        """Return the mask of tokens that a row must not attend to: [rows, tokens of the tiles]."""
         columns = torch.arange(tiles.start * KV_TILE, tiles.stop * KV_TILE)
         ends = torch.arange(self.position, self.position + self.tokens)
         if self.padding:
@@ -242,10 +244,10 @@ class _Seen(NamedTuple):
 def _plan_chunk(
     pieces: Many[KvPiece], seen: _Seen, rows: slice, first: int
 ) -> tuple[list[_Call], Tensor]:
-    """Return the calls of a chunk, and the places of their results: [tiles, rows].
+    """Return the calls of a chunk, and the indices of their results: [tiles, rows].
 
     Args:
-        first: results before these. What a row does not see is at -1.
+        first: number of results before this chunk. The index of a masked tile is -1.
     """
     calls: list[_Call] = []
     places = torch.arange(first, first + len(seen.tiles) * seen.rows).view(-1, seen.rows)
@@ -263,7 +265,7 @@ def _plan_chunk(
 
 
 def _runs(seen: _Seen) -> Iterator[range]:
-    """Yield runs of tiles: many rows look at those that need no mask by themselves."""
+    """Yield runs of tiles. Many rows use a separate run for the tiles that need no mask."""
     if seen.rows <= FEW_ROWS or not seen.unmasked:
         yield seen.tiles
         return
@@ -278,7 +280,7 @@ def _runs(seen: _Seen) -> Iterator[range]:
 
 
 def _cut(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, range]]:
-    """Yield where the tiles lie, and which of them, piece by piece in order."""
+    """Yield the slots of the tiles and the tiles themselves, by pieces in order."""
     for piece in pieces:
         start = piece.start // KV_TILE
         part = range(max(tiles.start, start), min(tiles.stop, start + len(piece.slots) // KV_TILE))
@@ -288,7 +290,7 @@ def _cut(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, ra
 
 
 def _side_by_side(parts: list[Tensor], results: int) -> Tensor | None:
-    """Return the places of all chunks' results, [most tiles, rows]; `results` for what is none."""
+    """Return the indices of all chunks, [most tiles, rows], with `results` for masked tiles."""
     most = max((len(part) for part in parts), default=1)
     if most == 1:
         return None

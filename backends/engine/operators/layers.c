@@ -1,11 +1,11 @@
-/* What a layer does to single rows between its products. Widths are multiples of 16. */
+/* Operations of a layer on single rows, between its products. Widths are multiples of 16. */
 
 #include "vectors.h"
 
-/* Work of a call that is worth sharing among threads, in elements. */
+/* Minimum elements of a call that uses several threads. */
 enum { WORTH_SHARING = 1 << 15 };
 
-/* hidden += delta, if there is one; normed = hidden / rms(hidden) * weight. */
+/* hidden += delta, unless it is NULL; normed = hidden / rms(hidden) * weight. */
 void add_norm(
     Number *hidden, Number *normed, const Number *delta, const Number *weight, int64_t rows,
     int64_t width, float eps, int64_t threads) {
@@ -24,7 +24,7 @@ void add_norm(
     }
 }
 
-/* out = silu(gate) * up for rows of gate and up behind each other, `width` wide each. */
+/* out = silu(gate) * up. A row of gate_up holds gate, then up, of `width` numbers each. */
 void gate(Number *out, const Number *gate_up, int64_t rows, int64_t width, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t row = 0; row < rows; row++) {
@@ -45,7 +45,7 @@ typedef struct {
     float scale, eps;
 } Turn;
 
-/* Numbers to floats and back: a head at a time, whatever its width. */
+/* Conversion of a head of any width to floats and back. */
 INLINE void widen(float *to, const Number *from, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) *(FloatLanes *)(to + i) = load(from + i);
 }
@@ -55,7 +55,7 @@ INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
         store(to + i, *(const FloatLanes *)(from + i) * scale);
 }
 
-/* One head of queries or keys: normed if there is a weight, turned by its position. */
+/* Normalises one head of queries or keys if there is a weight, and rotates it by its position. */
 INLINE void turn_head(
     float *x, const Number *weight, const float *cosines, const float *sines, int64_t width,
     float eps) {
@@ -81,9 +81,9 @@ INLINE void turn_head(
 
 enum { MOST_HEAD_DIM = 256 };
 
-/* Writes keys and values of every row to its slot, and its queries, turned and scaled, to `out`.
+/* Writes rotated keys and values of each row to its slot, and rotated, scaled queries to `out`.
  *
- * fused: rows of query heads, key heads, value heads. kv: strips of keys, then of values.
+ * fused: rows of query heads, key heads and value heads. kv: strips of keys, then of values.
  */
 void turn_and_store(
     Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Turn *turn,

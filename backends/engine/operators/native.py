@@ -1,7 +1,7 @@
-"""Operators for CPUs in C (`attention.c`, `layers.c`): they read memory at full speed.
+"""Operators for CPUs in C (`attention.c`, `layers.c`), which read memory at full speed.
 
-Against `reference` on a Zen 4 (one thread, 2026-11-21) attention of a decode takes a fifth to an
-eighth of the time, since torch multiplies few rows by many keys at a small part of the bandwidth.
+Attention of a decode takes a fifth to an eighth of the time of `reference` (one thread of a Zen 4,
+2026-11-21). torch multiplies few rows by many keys at a small part of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Turn(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A step as C reads it. It keeps the memory alive that its pointers refer to.
+    """A step as C reads it. It owns the memory of its pointers.
 
     Attributes:
         chunks: 7 numbers for each `Chunk` of `attention.c`.
@@ -89,10 +89,10 @@ def native_operators(
 
 
 class NativeOperators:
-    """Satisfies `Operators`. All tensors lie on the CPU and are contiguous."""
+    """Implements `Operators`. All tensors are on the CPU and contiguous."""
 
     def __init__(self, config: ModelConfig, tables: RotaryTables, library: ctypes.CDLL) -> None:
-        """Keep the tables, and say what the functions take."""
+        """Store the tables, and declare the arguments of the functions."""
         self.name = library_name()
         self._config = config
         self._tables = RotaryTables(*(table.contiguous() for table in tables))
@@ -186,7 +186,7 @@ class NativeOperators:
 
 
 def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
-    """Return the chunks of a step and the tables that they point to."""
+    """Return the chunks of a step, and the tables that they point to."""
     chunks: list[int] = []
     tables: list[array[int]] = []
     row = 0

@@ -1,4 +1,4 @@
-"""How torch reads a sequence's keys and values: as views of the pool where its pages allow."""
+"""Keys and values of a sequence as pieces for torch: views of the pool where pages allow it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 
 @dataclass(frozen=True, slots=True)
 class KvPiece:
-    """Consecutive KV tiles of a sequence that are read in one go.
+    """Consecutive KV tiles of a sequence that are read at once.
 
     Attributes:
         start: position of the first token.
-        slots: of all tokens, a multiple of `KV_TILE`: a range if they are one run in memory, which
-            is read as a view, else [tokens] to be gathered. What lies past the context is masked
-            by the reader.
+        slots: slots of all tokens, a multiple of `KV_TILE`. A range is contiguous in memory and
+            read as a view; a tensor [tokens] must be gathered. The reader masks slots past the
+            context.
     """
 
     start: int
@@ -28,11 +28,11 @@ class KvPiece:
 
 
 def pieces_of(span: AttentionSpan, page_tokens: int) -> tuple[KvPiece, ...]:
-    """Return how to read what a span's rows see."""
+    """Return the pieces that a span's rows read."""
     if not span.tail:
         end = span.start + span.rows
         return kv_pieces(span.pages, end, page_tokens)
-    # Whole tiles of pages as they lie, then the rest and the tail gathered.
+    # Whole tiles of pages in place, then the rest and the tail gathered.
     border = span.tail_start // KV_TILE * KV_TILE
     before = kv_pieces(span.pages, border, page_tokens) if border else ()
     slots = slots_of(span.pages, range(border, span.tail_start), page_tokens)
@@ -44,22 +44,22 @@ def pieces_of(span: AttentionSpan, page_tokens: int) -> tuple[KvPiece, ...]:
 def kv_pieces(
     pages: Many[int], context_tokens: int, page_tokens: int = BLOCK_TOKENS
 ) -> tuple[KvPiece, ...]:
-    """Return how to read a sequence in as few pieces as its table allows.
+    """Return the fewest pieces that cover a sequence's context.
 
-    A tile whose pages lie one behind the other is a view, and so are neighbours that go on where
-    it ends; tiles across runs are gathered, neighbours together.
+    A tile on consecutive pages is a view, and so are following tiles that continue it. Tiles across
+    runs are gathered, neighbours together.
 
     Args:
-        pages: of the sequence; those behind the context are not looked at.
+        pages: pages of the sequence; those past the context are ignored.
         context_tokens: at least 1.
-        page_tokens: slots of a page; need not divide a tile.
+        page_tokens: slots of a page; it need not divide a tile.
     """
     table = list(pages[: -(-context_tokens // page_tokens)])
     end = -(-context_tokens // KV_TILE) * KV_TILE
     if _is_run(table):
         first = table[0] * page_tokens
         return (KvPiece(0, range(first, first + end)),)
-    # Where pieces begin: position, and the slot if it is a view.
+    # The beginning of each piece: its position, and its slot if it is a view.
     begins: list[tuple[int, int | None]] = []
     for start in range(0, end, KV_TILE):
         some = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
@@ -83,12 +83,12 @@ def _is_run(pages: list[int]) -> bool:
 
 
 def _slot_at(position: int, start: int, slot: int | None) -> int | None:
-    """Return where a position lies in a view that begins with `slot`; None in a gather."""
+    """Return the slot of a position in a view that begins with `slot`; None if gathered."""
     return None if slot is None else slot + position - start
 
 
 def _slots(table: list[int], start: int, stop: int, page_tokens: int) -> Tensor:
-    """Return the slots of positions `start` to `stop`; any slot for those behind the last page."""
+    """Return the slots of positions `start` to `stop`; those past the last page are arbitrary."""
     pages = torch.tensor(table[start // page_tokens : -(-stop // page_tokens)]) * page_tokens
     slots = (pages[:, None] + torch.arange(page_tokens)).flatten()
     slots = slots[start % page_tokens :][: stop - start]

@@ -1,18 +1,18 @@
-/* Products of bfloat16 rows with a bfloat16 matrix as it is stored, in float32.
+/* Float32 products of bfloat16 rows with a bfloat16 matrix, which is read as it is stored.
  *
- * An output is summed along the width in LANES lanes and then over the lanes, whatever rows are
- * computed with it, so its bits depend on nothing else. The matrix is read once for every ROWS
- * rows: up to about 8 rows memory limits the speed, then arithmetic.
+ * An output is summed along the width in LANES lanes and then over the lanes. Its bits do not
+ * depend on the other rows. The matrix is read once for every ROWS rows. Memory limits the speed
+ * of up to about 8 rows, arithmetic that of more.
  */
 
 #include <stdlib.h>
 
 #include "vectors.h"
 
-/* A block of ROWS by COLUMNS sums fits the registers: 32 of 16 lanes, or 16 of 8. */
+/* A block of ROWS by COLUMNS sums fits into the registers: 32 of 16 lanes, or 16 of 8 lanes. */
 enum { ROWS = LANES == 8 ? 2 : 4, COLUMNS = 4, CHUNK = 64 };
 
-/* Up to ROWS by COLUMNS outputs. x: rows in float32. */
+/* Computes up to ROWS by COLUMNS outputs. x: float32 rows. */
 INLINE void multiply_block(
     float *out, const float *x, const Number *weight, int64_t outputs, int64_t width, int rows,
     int columns) {
@@ -22,7 +22,7 @@ INLINE void multiply_block(
         Vec column[COLUMNS];
         for (int c = 0; c < columns; c++) {
             column[c] = load(weight + c * width + i);
-            __builtin_prefetch(weight + (c + COLUMNS) * width + i); /* rows are read once */
+            __builtin_prefetch(weight + (c + COLUMNS) * width + i); /* each row is read once */
         }
         for (int r = 0; r < rows; r++) {
             Vec row = *(const FloatLanes *)(x + r * width + i);
@@ -39,7 +39,7 @@ INLINE void multiply_block(
     }
 }
 
-/* out[rows, outputs] = x[rows, width] weight[outputs, width]^T. Returns 0, or 1 without memory. */
+/* out[rows, outputs] = x[rows, width] weight[outputs, width]^T. Returns 1 if out of memory. */
 int multiply(
     float *out, const Number *x, const Number *weight, int64_t rows, int64_t outputs,
     int64_t width, int64_t threads) {

@@ -1,8 +1,8 @@
 """Float32 products of bfloat16 matrices in C, for processors without bfloat16 instructions.
 
-They read the matrix as it is stored, half the bytes of float32. Of 4096 x 4096 they take, for 4,
-32 and 128 rows, 0.2, 1.1 and 1.4 times as long as oneDNN's float32 product of a packed matrix (one
-thread of a Zen 4 limited to AVX2, 2026-11-22).
+They read the stored matrix, half the bytes of float32. With a matrix of 4096 x 4096, products of 4,
+32 and 128 rows take 0.2, 1.1 and 1.4 times as long as oneDNN's float32 products of a packed one
+(one thread of a Zen 4 limited to AVX2, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from draftgate.backends.engine.operators.compiler import compiled
 
 LANES: Final = 16
-"""Widths of matrices are multiples of this."""
+"""The width of a matrix must be a multiple of this."""
 
 
 @lru_cache(maxsize=1)
@@ -29,19 +29,19 @@ def _library() -> ctypes.CDLL | None:
 
 
 def multiplies_in_c(width: int) -> bool:
-    """Return whether matrices of this many columns can be multiplied here."""
+    """Return whether this machine can multiply matrices with this many columns in C."""
     return width % LANES == 0 and _library() is not None
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.T` in float32, each row independent of the others.
+    """Return `x @ weight.T` in float32; the bits of a row do not depend on the other rows.
 
     Args:
         x: bfloat16 [rows, width].
         weight: bfloat16 [outputs, width], contiguous.
 
     Raises:
-        MemoryError: the rows do not fit into memory in float32.
+        MemoryError: there is no memory for a float32 copy of x.
     """
     library = _library()
     assert library is not None
@@ -50,5 +50,5 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(rows, outputs)
     pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
     if library.multiply(*pointers, rows, outputs, width, torch.get_num_threads()):
-        raise MemoryError(f"no memory for {rows} rows of {width} numbers in float32")
+        raise MemoryError(f"not enough memory for {rows} x {width} numbers in float32")
     return out

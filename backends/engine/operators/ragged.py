@@ -1,8 +1,8 @@
-"""The spans of a step as flat arrays: what `paged_attention` reads.
+"""The spans of a step as flat arrays, the arguments of `paged_attention`.
 
-A sequence is a span and the further branches of its draft that follow it (spans with a tail). A
-branch names the slots of its path; the kernel wants the same as bits, one for each token of the
-draft, in the order of slots.
+A sequence is one span, followed by further branches of its draft (spans with a tail). A branch
+lists the slots of its path. The kernel takes the same as bits, one per token of the draft, in the
+order of slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, Ragg
 from draftgate.backends.engine.transfer import to_device
 
 MOST_TREE_TOKENS: Final = 64
-"""Draft tokens of a tree: the bits of a mask."""
+"""Maximum draft tokens of a tree: the bits of a mask."""
 
 _TABLE_UNIT: Final = 16
-"""Tables of spans are this many pages wide, or twice, four times as many: Triton compiles a kernel
-anew for strides that are not multiples of it."""
+"""The width of page tables is this number times a power of two. Triton compiles a kernel again for
+strides that are not multiples of it."""
 
 
 @dataclass(slots=True)
@@ -79,12 +79,14 @@ class SpanLists:
     def _add_tree(
         self, own: AttentionSpan, branches: Many[AttentionSpan], page_tokens: int
     ) -> None:
-        """Note what the rows of a tree see."""
+        """Set the ancestor masks of a tree's rows."""
         confirmed = branches[0].tail_start - own.start
         first_branch = own.rows - confirmed
         drafts = first_branch + sum(branch.rows for branch in branches)
         if drafts > MOST_TREE_TOKENS:
-            raise ValueError(f"a tree of {drafts} tokens; {MOST_TREE_TOKENS} fit a mask")
+            raise ValueError(
+                f"a draft tree has {drafts} tokens; at most {MOST_TREE_TOKENS} fit a mask"
+            )
         self.ancestors.extend([0] * confirmed)
         self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))
         start = own.start + confirmed
@@ -98,21 +100,21 @@ class SpanLists:
                     self.ancestors.append(seen)
 
     def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
-        """Write the page tables into rows [sequences, pages], as wide as contexts need."""
+        """Write the page tables into rows [sequences, pages], cut to the width of the array."""
         for row, pages in zip(tables, self.tables, strict=False):
             row[: len(pages)] = pages if len(pages) <= len(row) else pages[: len(row)]
 
 
 def as_bits(masks: list[int]) -> npt.NDArray[np.int64]:
-    """Return masks of 64 bits as the signed integers that have them."""
+    """Return 64-bit masks as signed integers with the same bits."""
     return np.array(masks, dtype=np.uint64).view(np.int64)
 
 
 def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> RaggedSpans:
-    """Return spans as tensors, copy by copy: for what does not come with them (`StepInputs`).
+    """Return spans as tensors on the device, with one copy per field.
 
     Args:
-        rows: of the step, padding included; what says something of each row has as many.
+        rows: rows of the step including padding, to which fields with a value per row are padded.
     """
     lists = SpanLists.of(spans)
     padding = [0] * (rows - len(lists.positions))

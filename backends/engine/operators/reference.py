@@ -1,4 +1,4 @@
-"""Operators in torch, for any shape: what the others are held to, and used where they cannot be."""
+"""Operators in torch for any shape: the reference of the others, and their fallback."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from draftgate.backends.engine.operators.base import RotaryTables
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """A step: cosines and signed sines of its rows, [rows, 1, head_dim], and who attends to what.
+    """The state of a step: rotations of its rows, and attention plans.
 
     Attributes:
-        plans: by window.
+        cosines: [rows, 1, head_dim].
+        sines: [rows, 1, head_dim], with signs.
+        slots: slots of the rows.
+        plans: attention plans by window.
     """
 
     cosines: Tensor
@@ -29,16 +32,16 @@ class TorchStep:
 
 
 class TorchOperators:
-    """Satisfies `Operators`."""
+    """Implements `Operators`."""
 
     def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
-        """Keep the tables."""
+        """Store the arguments."""
         self.name = f"torch-{torch.__version__}"
         self._config = config
         self._tables = tables
 
     def begin(self, inputs: StepInputs) -> TorchStep:
-        """Look the step's rotations up, and plan its attention."""
+        """Gather the rotations of the step's rows, and plan its attention."""
         config = self._config
         cos, sin = (table[inputs.positions] for table in self._tables)
         group = config.num_heads // config.num_kv_heads
@@ -86,6 +89,6 @@ class TorchOperators:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x of [rows, heads, head_dim] in halves: x * cos + swap_halves(x) * signed sin."""
+    """Rotate the halves of x, [rows, heads, head_dim]: x * cos + swap_halves(x) * signed sin."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), -1) * sin

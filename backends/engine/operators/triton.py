@@ -1,8 +1,8 @@
 """Operators for GPUs: the Triton kernels of `engine/kernels`, each defined by its torch reference.
 
-Every row has the bits it has alone (the kernels say why). Products are torch's (`linear.py`). All
-kernels run on what lies in their tensors and read nothing back, so a step can be captured in a
-graph and replayed for another one.
+The bits of a row do not depend on the other rows; the kernels explain why. Matrix products are
+torch's (`linear.py`). The kernels read nothing back, so that a step can be captured in a graph and
+replayed with other contents of its tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from draftgate.backends.engine.operators.ragged import ragged_spans
 
 
 class TritonStep(NamedTuple):
-    """A step: where its rows stand, and who attends to what."""
+    """The positions and slots of a step's rows, and its spans."""
 
     positions: Tensor
     slots: Tensor
@@ -33,16 +33,16 @@ class TritonStep(NamedTuple):
 
 
 class TritonOperators:
-    """Satisfies `Operators`. All tensors lie on one GPU, or on the CPU for Triton's interpreter."""
+    """Implements `Operators`. All tensors are on one GPU, or on the CPU (Triton's interpreter)."""
 
     def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
-        """Keep the tables, [positions, head_dim / 2], on the device."""
+        """Store the tables, [positions, head_dim / 2], on the device."""
         self.name = f"triton-{triton.__version__}"
         self._config = config
         self._cosines, self._sines = (table.contiguous() for table in tables)
 
     def begin(self, inputs: StepInputs) -> TritonStep:
-        """Take the step's spans as they are on the device, or bring them there."""
+        """Return the step's spans on the device; copy them if they are not there."""
         ragged = inputs.ragged
         if ragged is None:
             rows = len(inputs.positions)
@@ -76,7 +76,7 @@ class TritonOperators:
     ) -> Tensor:
         """As `Operators.attend`; rows that do not attend are undefined.
 
-        Trees are always compiled in: whether a step has one is not known when it is captured.
+        The kernel always supports trees, because a captured step may be replayed with one.
         """
         ragged = step.ragged
         attended = paged_attention(
@@ -86,7 +86,7 @@ class TritonOperators:
             ragged.context_lens,
             ragged.tables,
             block_size=ragged.page_tokens,
-            scale=1.0,  # the queries are scaled
+            scale=1.0,  # `rope_kv` scales the queries
             window=window,
             trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
         )
@@ -100,6 +100,6 @@ class TritonOperators:
 def triton_operators(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> TritonOperators:
-    """Return operators for a model; its rotations are tabulated in float32, which costs nothing."""
+    """Return operators for a model, with rotation tables in float32, whose cost is negligible."""
     tables = config.rope.tables(config.head_dim, max_positions, torch.float32)
     return TritonOperators(config, RotaryTables(*(table.to(device) for table in tables)))

@@ -1,6 +1,6 @@
-/* Vectors of floats as wide as the registers, and what the kernels do with them.
+/* Vectors of floats as wide as the registers, and operations on them.
  *
- * Compiled with BFLOAT16 1 or 0: tensors hold bfloat16 or float32. All arithmetic is in float32.
+ * Tensors hold bfloat16 if BFLOAT16 is 1, float32 if it is 0. All arithmetic is in float32.
  * Vectors never exceed a register: gcc splits wider comparisons and shuffles into single floats.
  */
 
@@ -48,7 +48,7 @@ INLINE Vec all(float x) { return (Vec){} + x; }
 INLINE Vec choose(Ints yes, Vec a, Vec b) { return (Vec)((yes & (Ints)a) | (~yes & (Ints)b)); }
 
 INLINE Vec load(const Number *at) {
-    /* Where there are intrinsics: gcc widens the two halves of a vector apart. */
+    /* Intrinsics where available, because gcc widens the halves of a vector separately. */
 #if BFLOAT16 && defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at)), 16);
 #elif BFLOAT16 && defined(__AVX2__)
@@ -62,7 +62,7 @@ INLINE Vec load(const Number *at) {
 #endif
 }
 
-/* Rounds to nearest, ties to even; there are no NaNs to keep. Returns what was stored. */
+/* Rounds to nearest, ties to even; does not preserve NaNs. Returns the stored value. */
 INLINE Vec store(Number *at, Vec value) {
 #if BFLOAT16
     Ints bits = (Ints)value;
@@ -75,7 +75,7 @@ INLINE Vec store(Number *at, Vec value) {
 #endif
 }
 
-/* exp(x) for x <= 0, within 2 ulp; 0 below -87. Cephes' expf: 2^n times a polynomial. */
+/* exp(x) for x <= 0, within 2 ulp; 0 below -87. From Cephes' expf: 2^n times a polynomial. */
 INLINE Vec exponential(Vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     Ints inside = x > -87.0f;
@@ -101,7 +101,7 @@ INLINE float largest(Vec x) {
     return best;
 }
 
-/* The sum of the lanes, halves first. */
+/* Returns the sum of the lanes; adds the upper half to the lower one until one lane is left. */
 INLINE float sum(Vec x) {
     float total[LANES];
     memcpy(total, &x, sizeof x);
@@ -110,7 +110,7 @@ INLINE float sum(Vec x) {
     return total[0];
 }
 
-/* Halves the number of vectors: adds neighbouring lanes, or groups of four, of pairs of them. */
+/* Halves the number of vectors: adds neighbouring lanes, or groups of four, of each pair. */
 #define FOLD(parts, count, evens, distance)                                                      \
     for (int i = 0; i < (count); i++) {                                                          \
         const Ints first = evens, second = first + (distance);                                   \
