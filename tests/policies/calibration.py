@@ -1,4 +1,4 @@
-"""How far forecasts can be believed."""
+"""Measures of the calibration of forecasts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Bin(NamedTuple):
-    """Forecasts of about the same chance.
+    """Forecasts of about the same probability.
 
     Attributes:
-        forecast: their mean.
-        observed: the share that came true.
-        size: how many they are.
+        forecast: mean forecast.
+        observed: share of forecasts that came true.
+        size: number of forecasts.
     """
 
     forecast: float
@@ -23,7 +23,7 @@ class Bin(NamedTuple):
 def brier_score(forecasts: Sequence[float], outcomes: Sequence[bool]) -> float:
     """Return the mean squared difference of forecasts and outcomes (G. W. Brier, 1950).
 
-    0 is perfect; the share p of what comes true, always forecast, scores p (1 - p).
+    A perfect score is 0. Always forecasting the true share p scores p (1 - p).
 
     Raises:
         ValueError: there are no forecasts, or not as many as outcomes.
@@ -37,9 +37,9 @@ def brier_score(forecasts: Sequence[float], outcomes: Sequence[bool]) -> float:
 def reliability(
     forecasts: Sequence[float], outcomes: Sequence[bool], bins: int = 10
 ) -> tuple[Bin, ...]:
-    """Return forecasts in bins of equal width, without empty ones.
+    """Group forecasts into bins of equal width, without empty ones.
 
-    Calibrated forecasts come true as often as they say.
+    Calibrated forecasts of p come true in a share p of all cases.
 
     Raises:
         ValueError: there are not as many forecasts as outcomes, or one is no probability.
@@ -61,5 +61,5 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """Return the mean distance of forecast and observed over bins, by their counts."""
+    """Return the mean distance of forecast and observed share over bins, weighted by size."""
     return sum(b.size * abs(b.forecast - b.observed) for b in bins) / sum(b.size for b in bins)

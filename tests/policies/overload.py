@@ -1,4 +1,4 @@
-"""A toy pool under overload in virtual time: servers, a queue, and clients that return or do not.
+"""A toy pool under overload in virtual time: servers, a queue, and returning clients.
 
 Service times are random; policies know only their expectation.
 """
@@ -23,7 +23,7 @@ PROMPT_TOKEN_S = 1e-4
 
 @dataclass
 class Client:
-    """A request and its course."""
+    """A request and its history."""
 
     number: int
     arrived_s: float
@@ -178,41 +178,44 @@ class Pool:
         )
 
 
-def met(client: Client) -> bool:
-    """Whether an admitted request started in time, if it had a target."""
+def started_in_time(client: Client) -> bool:
+    """Return whether an admitted request started in time, if it had a target."""
     return client.ttft_s is None or client.start_s - client.admitted_s <= client.wait_allowed_s
 
 
 def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
-    """Requests per second of the overload that started in time."""
-    good = [c for c in clients if c.start_s is not None and met(c)]
+    """Return the requests per second of the overload that started in time."""
+    good = [c for c in clients if c.start_s is not None and started_in_time(c)]
     window = [c for c in good if begin_s <= c.start_s < pool.seconds]
     return len(window) / (pool.seconds - begin_s)
 
 
 def attainment(clients: list[Client], with_target: bool = True) -> float:
-    """Share of admitted requests that started in time."""
+    """Return the share of admitted requests that started in time."""
     ones = [c for c in clients if c.start_s is not None and (c.ttft_s is not None) == with_target]
-    return sum(map(met, ones)) / len(ones) if ones else 1.0
+    return sum(map(started_in_time, ones)) / len(ones) if ones else 1.0
 
 
 def kept(clients: list[Client]) -> float:
-    """Share of returns up to a second after the appointed time that were admitted."""
+    """Return the share of punctual returns that were admitted.
+
+    A return is punctual up to 1.2 s after the appointed time.
+    """
     on_time = [
-        let_in
+        admitted
         for c in clients
-        for (told_s, retry_s), (came_s, let_in) in zip(c.refusals, c.returns, strict=False)
-        if -1e-9 <= came_s - told_s - retry_s <= 1.2
+        for (refused_s, retry_s), (returned_s, admitted) in zip(c.refusals, c.returns, strict=False)
+        if -1e-9 <= returned_s - refused_s - retry_s <= 1.2
     ]
     return sum(on_time) / len(on_time) if on_time else math.nan
 
 
-def earliest(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
-    """Each refused client with the earliest delay that would have been right, in hindsight.
+def earliest_delays(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
+    """Return each refused client with the earliest delay that would have been right, in hindsight.
 
-    The line holds, by true service times (`starts_s`), all requests that were admitted at once or
-    at their first appointment, in the order in which they entered it (arrived, or were booked). The
-    earliest delay lets a client start in that line just within its limit.
+    The queue holds all requests that were admitted at once or at their first appointment, by
+    arrival or booking. Their true service times (`starts_s`) show when a client could start just
+    within its limit.
     """
     ones = [c for c in clients if c.refusals or c.admitted_s is not None]
     served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in ones]
@@ -229,7 +232,7 @@ def earliest(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
 
 
 def retry_ratio(pool: Pool, clients: list[Client]) -> float:
-    """Median delay of refused clients, over the median of the earliest right delays."""
-    told = earliest(pool, clients)
-    feasible_s = statistics.median(f for _, f in told)
-    return statistics.median(c.refusals[0][1] for c, _ in told) / feasible_s
+    """Return the median delay of refused clients over the median of the earliest right delays."""
+    delays = earliest_delays(pool, clients)
+    feasible_s = statistics.median(f for _, f in delays)
+    return statistics.median(c.refusals[0][1] for c, _ in delays) / feasible_s

@@ -1,4 +1,4 @@
-"""Draft counts by tenant: what is counted, what is forgotten, and their bounds."""
+"""Draft counts by tenant: what is counted, how counts decay, and their bounds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from draftgate.policies.types import UNTESTED, DraftCounts
 def learn(
     history: AcceptanceHistory, tenant: str, *, model: str = "m", greedy: bool = True
 ) -> None:
-    """Adds a choice with ten drafts of four tokens: five accepted whole, five rejected after
-    two."""
+    """Add a choice with ten drafts of four tokens: five accepted whole, five rejected after two."""
     histogram = (0, 0, 5, 0, 5)
     history.add_choice(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
 
 
 def test_choice_is_counted_up_to_the_first_wrong_token_of_each_draft() -> None:
-    """Drafts that were accepted whole reject nothing, the others one token each."""
+    """Fully accepted drafts count no rejection; the others count one token each."""
     assert draft_counts(40, (0, 0, 5, 0, 5)) == DraftCounts(30, 5)
     assert draft_counts(8, (8,)) == DraftCounts(0, 8)
     assert draft_counts(8, (0, 8)) == DraftCounts(8, 0)
@@ -42,7 +41,8 @@ def test_no_more_tokens_are_tested_than_were_drafted(drafts) -> None:
 
 
 def test_counts_are_kept_by_tenant_model_and_greedy_decoding() -> None:
-    """A tenant has its own counts; those of a model include all tenants; greedy is not sampled."""
+    """Tenants have separate counts, models include all tenants, and greedy decoding is counted
+    separately."""
     history = AcceptanceHistory()
     learn(history, "a")
     learn(history, "b")
@@ -55,7 +55,7 @@ def test_counts_are_kept_by_tenant_model_and_greedy_decoding() -> None:
 
 
 def test_counts_follow_a_tenant_whose_texts_change() -> None:
-    """After some hundred requests the old ones hardly count, and counts stay bounded."""
+    """After a few hundred requests old ones hardly count, and counts stay bounded."""
     history = AcceptanceHistory()
     for _ in range(2000):
         learn(history, "a")
@@ -68,7 +68,7 @@ def test_counts_follow_a_tenant_whose_texts_change() -> None:
 
 
 def test_least_recently_used_tenant_is_forgotten() -> None:
-    """Its drafts still count among those of all tenants."""
+    """Drafts of a forgotten tenant still count among those of all tenants."""
     history = AcceptanceHistory(most_tenants=2)
     for tenant in ("a", "b", "a", "c"):
         learn(history, tenant)

@@ -1,4 +1,4 @@
-"""Admission: which requests may wait, and when refused ones should return."""
+"""Admission: which requests may wait, and when refused clients should return."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
 def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
-    """A request of 3.2 s on one of 32 sequences, 0.1 s of the pool, with that much work ahead."""
+    """A request of 3.2 s on one of 32 sequences, 0.1 s of the pool, with this much work ahead."""
     queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
     service = ServiceLevel(ttft_s)
     given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
@@ -49,7 +49,7 @@ def test_conformance(spec: str) -> None:
 
 
 def test_forecast_follows_its_formula() -> None:
-    """Wait, TTFT and work are what the docstring says, from capacity, speed and work ahead."""
+    """Wait, TTFT and work follow the documented formula for capacity, speed and work ahead."""
     predicted = forecast_wait(replace(view(1.0), prompt_tokens=1000))
     assert predicted.work_s == pytest.approx((0.1 + 3.2) / 32)
     assert predicted.wait_s == pytest.approx(1.0 + 0.1)
@@ -63,7 +63,7 @@ def test_forecast_follows_its_formula() -> None:
 
 
 def test_sure_wait_leaves_a_margin_for_chance() -> None:
-    """W + z sqrt(W x grain) is the allowed wait; with z = 0 it is all of it."""
+    """W + z sqrt(W x grain) equals the allowed wait; with z = 0, W does."""
     predicted = forecast_wait(view(1.0))
     sure_s = predicted.within_s(2.0, 1.645)
     assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
@@ -79,8 +79,8 @@ def test_pool_adds_up_several_workers() -> None:
     assert (pool.workers, pool.max_sequences, pool.running, pool.prompt_tokens) == (2, 32.0, 8, 14)
     assert pool.speed.tpot_s == pytest.approx(0.03)
     assert pool_of([one, other], sequence_tokens=400.0).max_sequences == pytest.approx(8.0)
-    untold = structs.replace(one, kv_blocks_free=0, kv_blocks_total=0)
-    assert pool_of([untold], sequence_tokens=400.0).max_sequences == one.max_sequences, (
+    unreported = structs.replace(one, kv_blocks_free=0, kv_blocks_total=0)
+    assert pool_of([unreported], sequence_tokens=400.0).max_sequences == one.max_sequences, (
         "unknown memory"
     )
     assert pool_of([one, structs.replace(one, max_sequences=0)]).max_sequences == 0.0
@@ -102,7 +102,7 @@ def test_more_work_ahead_never_admits_a_refused_request(less_s, more_s, ttft_s) 
 
 @given(st.lists(st.floats(0.05, 8), min_size=1, max_size=30))
 def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> None:
-    """This holds for the same queue and the same bookings."""
+    """For the same queue and bookings, a longer target is never worse."""
     policy = admission_policy("deadline")
     for number in range(30):
         policy.decide(view(1.9, fingerprint=100 + number), 0.0)
@@ -115,7 +115,7 @@ def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> 
 
 
 def test_request_is_admitted_at_its_appointment() -> None:
-    """It is admitted after the waiting requests, whatever else is booked."""
+    """A returning request is admitted after the waiting ones, regardless of other bookings."""
     policy = admission_policy("deadline")
     first = policy.decide(view(3.0), 0.0)
     assert first.kind is RefusalKind.DEADLINE
@@ -128,7 +128,7 @@ def test_request_is_admitted_at_its_appointment() -> None:
 
 
 def test_early_return_is_given_the_remaining_delay() -> None:
-    """An appointment does not move, however often its client asks."""
+    """An appointment does not move, however often its client retries."""
     policy = admission_policy("deadline")
     retry_s = policy.decide(view(5.0), 0.0).retry_after_s
     for at_s in (1.0, 1.5, 2.0):
@@ -136,12 +136,12 @@ def test_early_return_is_given_the_remaining_delay() -> None:
 
 
 def test_equal_requests_get_an_appointment_each() -> None:
-    """This holds for one burst, and for requests that say they are first tries."""
+    """Equal requests have separate bookings, in one burst and when all claim to be first tries."""
     for retries in (None, 0):
         policy = admission_policy("deadline")
-        told = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
-        assert told == sorted(told)
-        assert told[-1] > told[0] + 0.3
+        delays = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
+        assert delays == sorted(delays)
+        assert delays[-1] > delays[0] + 0.3
 
 
 def test_new_request_waits_for_bookings_except_at_low_water() -> None:
@@ -163,7 +163,7 @@ def test_bookings_of_one_tenant_do_not_refuse_another() -> None:
 
 
 def test_bookings_do_not_delay_better_classes() -> None:
-    """They count for their class and worse ones, which keep the part left to them."""
+    """Bookings count for their class and worse ones, which keep the capacity left to them."""
     policy = admission_policy("deadline")
     for number in range(50):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -181,8 +181,8 @@ def test_bookings_do_not_delay_better_classes() -> None:
         assert isinstance(policy.decide(asked, 0.1), answer), (priority, own_s)
 
 
-def test_line_drains_with_the_share_that_better_classes_leave() -> None:
-    """Strictly, at worst by its own line at a quarter of each, or when their flow has ended."""
+def test_queue_drains_with_the_share_that_better_classes_leave() -> None:
+    """A class gets the share that better classes leave, at least a quarter, until they stop."""
     classes = ClassFlows()
     for step in range(300):
         classes.add_request(0, 0.06, step / 10)  # 0.6 of the pool
@@ -203,7 +203,7 @@ def test_line_drains_with_the_share_that_better_classes_leave() -> None:
 
 
 def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
-    """A booking ends some time after it is due, and bookings count less if fewer are kept."""
+    """A booking expires after it is due, and bookings count less if fewer clients keep them."""
     appointments = Appointments()
     appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
     before = appointments.kept_share
@@ -218,7 +218,7 @@ def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
 
 
 def test_bookings_are_bounded() -> None:
-    """Beyond the bound, clients are told when to return but not remembered."""
+    """Bookings and their index stay bounded."""
     appointments = Appointments(most=10)
     for number in range(1, 101):
         appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
@@ -234,7 +234,7 @@ def test_bookings_are_bounded() -> None:
 
 
 def test_queue_is_bounded_in_total_and_per_tenant() -> None:
-    """A full queue refuses all; one tenant may nearly fill it, two leave places for a third."""
+    """A full queue refuses all requests, and two tenants leave places for a third."""
     policy = admission_policy("bounded")
     full = view(queue=QueueView(64, 64, 0, 1.0, 1.0, 1.0))
     assert policy.decide(full, 0.0).kind is RefusalKind.QUEUE_FULL
@@ -252,7 +252,7 @@ def test_queue_is_bounded_in_total_and_per_tenant() -> None:
 
 
 def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
-    """A target that an idle pool would miss too is served."""
+    """A request whose target an idle pool would also miss is served."""
     slow = replace(BUSY, running=20, speed=WorkerSpeed(0.030, 1e-4, 1e-3))
     policy = admission_policy("deadline")
     spoilt = policy.decide(view(pool=slow, service=ServiceLevel(None, 0.020)), 0.0)
@@ -264,7 +264,7 @@ def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
 
 
 def test_sheddable_request_is_refused_as_soon_as_others_wait() -> None:
-    """It is admitted if no request waits."""
+    """A sheddable request is admitted only if no request waits."""
     policy = admission_policy("deadline")
     assert isinstance(policy.decide(view(0.0, sheddable=True), 0.0), Admitted)
     assert policy.decide(view(0.6, sheddable=True), 0.0).kind is RefusalKind.SHED
@@ -272,7 +272,7 @@ def test_sheddable_request_is_refused_as_soon_as_others_wait() -> None:
 
 
 def test_unknown_capacity_admits_until_the_queue_is_full() -> None:
-    """Without capacity or speed only the queue's bound counts."""
+    """Without a known capacity or speed, only the bound of the queue applies."""
     policy = admission_policy("deadline")
     asked = view(0.0, pool=PoolView(), queue=QueueView(40, 64))
     assert isinstance(policy.decide(asked, 0.0), Admitted)
@@ -281,7 +281,7 @@ def test_unknown_capacity_admits_until_the_queue_is_full() -> None:
 
 
 def test_systematic_errors_of_forecasts_are_corrected() -> None:
-    """If waits are three times as long as predicted, so are forecasts soon."""
+    """If waits are three times as long as predicted, the correction factor approaches 3."""
     error = WaitCorrection()
     for _ in range(1000):
         predicted_s = 0.5 * error.factor
@@ -290,11 +290,12 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
     healed = error.factor
     for _ in range(15):
         error.add_wait(0.5, 50.0, has_target=False)
-    assert error.factor == healed, "overtaken requests say nothing"
+    assert error.factor == healed, "overtaken requests do not count"
 
 
 def test_output_length_is_predicted_per_tenant() -> None:
-    """The used share of `max_tokens` is the tenant's own, shrunk to that of all; bounded."""
+    """The predicted share of `max_tokens` is the tenant's, bounded and shrunk to that of all
+    tenants."""
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0
     for _ in range(200):

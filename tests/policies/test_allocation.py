@@ -1,4 +1,4 @@
-"""The slots of a step, against brute force."""
+"""The allocation of a step's slots, compared with brute force."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.policies.costs import H100_8B
 
 
 def rate(step: StepView, lengths, cost: StepCost) -> float:
-    """Weighted expected tokens per second, by the definition."""
+    """Compute the weighted expected tokens per second from the definition."""
     chosen = list(zip(step.candidates, lengths, strict=True))
     gained = sum(c.weight * sum(c.survivals[:length]) for c, length in chosen)
     slots = sum(lengths)
@@ -46,7 +46,7 @@ def rate(step: StepView, lengths, cost: StepCost) -> float:
 
 
 def best_rate(step: StepView, cost: StepCost) -> float:
-    """The best rate over all draft lengths."""
+    """Return the best rate over all draft lengths."""
     ranges = (range(len(candidate.survivals) + 1) for candidate in step.candidates)
     allowed = (lengths for lengths in product(*ranges) if sum(lengths) <= step.slot_budget)
     return max(rate(step, lengths, cost) for lengths in allowed)
@@ -91,15 +91,14 @@ def check_is_best(
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
 def test_existing_drafts_are_allocated_optimally(offered, others, budget, cost) -> None:
-    """No other lengths of n-gram drafts have a better rate, whatever the staircase."""
+    """On any staircase, no other lengths of n-gram drafts have a better rate."""
     check_is_best(offered, others, budget, cost)
 
 
 @given(candidates([0.0, 1e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
 def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) -> None:
-    """With two proposers that cost forward passes beside one that is free, no other depths are
-    better."""
+    """Two proposers with forward passes and a free one get the best depths."""
     check_is_best(offered, others, budget, cost)
 
 
@@ -126,7 +125,7 @@ once_s = st.sampled_from([0.0, 1e-5, 2e-4, 5e-3])
 def test_allocation_with_host_time_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots, verify_s
 ) -> None:
-    """Verification, and each computing proposer, takes some host time besides."""
+    """The allocation accounts for the host time of verification and of each computing proposer."""
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots, verify_s)
 
 
@@ -134,21 +133,21 @@ def test_allocation_with_host_time_is_optimal(
 def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
     offered, others, budget, cost
 ) -> None:
-    """Then all lengths are 0."""
+    """If the host time exceeds the gain, all lengths are 0."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
     most = sum(c.weight * sum(c.survivals) for c in offered)
     without_s = cost.seconds(many, 50 * many, many)
-    dear = replace(step, verify_s=(most / weight + 1e-9) * without_s)
-    assert allocate(dear, cost) == [0] * len(offered)
+    expensive = replace(step, verify_s=(most / weight + 1e-9) * without_s)
+    assert allocate(expensive, cost) == [0] * len(offered)
 
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs(), once_s)
 def test_path_for_few_slots_equals_the_path_for_many(
     offered, others, budget, cost, verify_s
 ) -> None:
-    """Both give the same rate."""
+    """Both algorithms give the same rate."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -158,7 +157,7 @@ def test_path_for_few_slots_equals_the_path_for_many(
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs(), once_s)
 def test_no_slot_below_the_least_price_is_taken(offered, others, budget, cost, verify_s) -> None:
-    """If no weighted survival exceeds the bound, nothing is chosen."""
+    """If no weighted survival exceeds the bound, no slot is taken."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -170,7 +169,7 @@ def test_no_slot_below_the_least_price_is_taken(offered, others, budget, cost, v
 
 
 def start_rate(step: StepView, lengths, cost: StepCost) -> float:
-    """The rate of a step that bears the starts of all drafting sequences."""
+    """Return the rate of a step that includes the start costs of all drafting sequences."""
     start_s = sum(c.start_s for c, n in zip(step.candidates, lengths, strict=True) if n)
     gained = sum(
         c.weight * sum(c.survivals[:n]) for c, n in zip(step.candidates, lengths, strict=True)
@@ -182,7 +181,7 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
 @settings(max_examples=200)
 def test_start_costs_are_paid_for(offered, starts, cost) -> None:
-    """With start costs the choice beats drafting for no new sequence, and is near the optimum."""
+    """The choice beats drafting for no new sequence, and is near the optimum."""
     begun = [
         replace(c, start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
@@ -202,7 +201,7 @@ def test_start_costs_are_paid_for(offered, starts, cost) -> None:
 
 
 def test_expensive_start_is_left_out() -> None:
-    """A long catching up excludes one sequence from drafting, not its neighbour."""
+    """A long catch-up excludes one sequence from drafting, but not its neighbour."""
     ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
     behind = replace(ready, start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
@@ -210,7 +209,7 @@ def test_expensive_start_is_left_out() -> None:
 
 
 def test_large_batch_takes_the_likeliest_slots() -> None:
-    """A batch beyond `FEW_SLOTS` takes the likeliest slots of all."""
+    """A batch beyond `FEW_SLOTS` takes the likeliest slots of all sequences."""
     good, poor = DraftCandidate((0.9, 0.8, 0.7)), DraftCandidate((0.01,) * 8)
     batch = (good, poor) * (FEW_SLOTS // 8)
     step = StepView(len(batch), 1000, len(batch), 1024, batch)
@@ -222,8 +221,8 @@ def test_large_batch_takes_the_likeliest_slots() -> None:
 def test_heavier_sequence_gets_the_slot() -> None:
     """Of two equal drafts, the one with the higher weight is verified."""
     fair = DraftCandidate((0.8, 0.64))
-    dear = DraftCandidate((0.8, 0.64), weight=3.0)
-    step = StepView(2, 1000, 2, 2, (fair, dear), 4.0)
+    expensive = DraftCandidate((0.8, 0.64), weight=3.0)
+    step = StepView(2, 1000, 2, 2, (fair, expensive), 4.0)
     assert allocate(step, H100_8B) == [0, 2]
 
 

@@ -18,16 +18,16 @@ RATE = 100.0  # tokens per second: a depth costs a tenth of a token
 
 
 def value(options, chosen, price) -> float:
-    """Excess over the price, less the cost of drafting at the best common depth."""
+    """Return the excess over the price, less the drafting cost at the best common depth."""
     free = sum(
         sum(max(c.weight * s - price, 0.0) for s in c.survivals)
         for c in (of_one[i] for of_one, i in zip(options, chosen, strict=True))
         if c.depth_s == 0.0
     )
-    dear = [of_one[i] for of_one, i in zip(options, chosen, strict=True) if of_one[i].depth_s]
-    call_s = dear[0].call_s if dear else 0.0
+    expensive = [of_one[i] for of_one, i in zip(options, chosen, strict=True) if of_one[i].depth_s]
+    call_s = expensive[0].call_s if expensive else 0.0
     return free + max(
-        sum(max(c.weight * s - price, 0.0) for c in dear for s in c.survivals[:depth])
+        sum(max(c.weight * s - price, 0.0) for c in expensive for s in c.survivals[:depth])
         - RATE * (DEPTH_S * depth + (call_s if depth else 0.0))
         for depth in range(5)
     )

@@ -8,7 +8,7 @@ PATIENCE = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_
 
 
 def test_consecutive_failures_open_the_breaker() -> None:
-    """Fewer do not, and an answer in between restarts the count."""
+    """Fewer failures do not open it, and an answer in between restarts the count."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures - 1):
         breaker.failed("down", 0.0)
@@ -44,7 +44,7 @@ def test_pauses_double_up_to_a_cap() -> None:
 
 
 def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
-    """A stall of our own event loop looks the same."""
+    """A stall of the gateway's own event loop would look the same."""
     breaker, span_s = Breaker(PATIENCE), PATIENCE.timeouts_span_s
     for _ in range(10 * PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)
@@ -55,7 +55,7 @@ def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
 
 
 def test_refused_connection_among_timeouts_opens_the_breaker() -> None:
-    """Only timeouts may be our own fault."""
+    """The gateway itself can cause timeouts, but not a refused connection."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)

@@ -8,7 +8,7 @@ from tests.policies.calibration import brier_score, calibration_error, reliabili
 
 
 def test_brier_score_is_the_mean_squared_difference() -> None:
-    """0 for certain forecasts that are right, 1 if they are wrong, 1/4 for a coin."""
+    """Certain forecasts score 0 if right and 1 if wrong; a coin scores 1/4."""
     assert brier_score([1.0, 0.0], [True, False]) == 0.0
     assert brier_score([1.0, 0.0], [False, True]) == 1.0
     assert brier_score([0.5] * 4, [True, False, True, False]) == 0.25

@@ -29,7 +29,7 @@ ONE = CapacityNeed(1, 100, 200)
 
 
 def test_empty_worker_takes_any_request() -> None:
-    """A request with more choices or prompt tokens than fit has to go somewhere."""
+    """A request with more choices or prompt tokens than fit must still run somewhere."""
     assert has_capacity(WorkerUsage(load()), CapacityNeed(40, 100_000, 200_000))
 
 
@@ -64,7 +64,7 @@ def test_sequences_steps_and_memory_limit_requests(at: WorkerUsage, expected: bo
 
 
 def test_paused_and_finished_sequences_take_no_capacity() -> None:
-    """Of started sequences, those count on which the worker still works."""
+    """Of started sequences, only those on which the worker still works count."""
     assert not has_capacity(WorkerUsage(load(running=17), 17, started=17), ONE)
     assert has_capacity(WorkerUsage(load(running=9), 17, started=17), ONE)
     assert has_capacity(WorkerUsage(load(running=16, paused=1), 17, started=17), ONE)
@@ -81,7 +81,7 @@ def test_tpot_target_lowers_the_sequence_limit() -> None:
 
 
 def test_unattainable_tpot_target_is_ignored() -> None:
-    """A target that a lone sequence would miss keeps no others out."""
+    """A target that a lone sequence would miss does not exclude others."""
     speed = WorkerSpeed(tpot_s=0.010, sequence_s=0.001)
     assert sequence_limit(WorkerUsage(load(running=8, speed=speed), 8, tpot_s=0.002)) == 16
 
@@ -90,7 +90,7 @@ def test_unattainable_tpot_target_is_ignored() -> None:
 def test_sequence_limit_is_between_one_and_the_capacity(
     running: int, tpot_s: float, sequence_s: float, target_s: float
 ) -> None:
-    """A looser target never lowers it."""
+    """A looser target never lowers the limit."""
     speed = WorkerSpeed(tpot_s=tpot_s, sequence_s=sequence_s)
     at = WorkerUsage(load(running=running, speed=speed), running)
     limit = sequence_limit(at, target_s)
@@ -132,7 +132,7 @@ def test_other_gateways_leave_each_gateway_its_share(
 
 
 def test_tpot_target_lowers_the_shares_of_all_gateways() -> None:
-    """Fewer sequences keep a target; other gateways have no more than their share of these."""
+    """Fewer sequences meet a target, and other gateways get at most their share of these."""
     speed = WorkerSpeed(tpot_s=0.02, sequence_s=0.001)
     there = load(max_sequences=64, running=40, speed=speed)
     at = WorkerUsage(there, 1, 1, 0, 0.02, 39, gateways=4)

@@ -104,7 +104,7 @@ def test_arriving_requests_fill_free_capacity_and_then_wait(
 def test_projected_price_is_finite_and_not_below_the_reported_one(
     cost: StepCost, running: int, context_tokens: int, behind: int
 ) -> None:
-    """This holds on any staircase."""
+    """On any staircase, the projected price is finite and at least the reported one."""
     given = reported(cost, running, context_tokens)
     assert given.price <= project_load(given, behind, ONE).price < float("inf")
 
@@ -114,7 +114,7 @@ def test_projected_price_is_finite_and_not_below_the_reported_one(
 def test_projected_price_is_close_to_the_price_that_the_worker_reaches(
     device: str, context_tokens: int
 ) -> None:
-    """From 8 to 256 sequences that fill a stair, it is 4% below to 15% above."""
+    """From 8 to 256 sequences that fill a stair, the projection is 4% below to 15% above."""
     cost = load_profile(device).cost
     full = [n for n in cost.token_buckets if 8 <= n <= 256]
     for before in full:
@@ -127,7 +127,7 @@ def test_projected_price_is_close_to_the_price_that_the_worker_reaches(
 
 
 def test_burst_on_an_idle_worker_raises_its_price() -> None:
-    """The worker reports 0; the arriving requests make slots as dear as short contexts do."""
+    """The worker reports 0; the arriving requests raise the price to that of short contexts."""
     cost = load_profile("h100-8b").cost
     found = project_load(reported(cost, 0, 0), 128 * 500, ONE)
     assert found.price == pytest.approx(reported(cost, 128, 200).price, rel=0.1)
@@ -136,7 +136,7 @@ def test_burst_on_an_idle_worker_raises_its_price() -> None:
 
 
 def test_mean_need_follows_placed_requests() -> None:
-    """The mean of all at first, later of the last fifty; one token before any."""
+    """The mean covers all requests at first, later the last fifty; without any it is one token."""
     usual = MeanNeed()
     assert usual.need == CapacityNeed(1, 0, 1)
     usual.add_request(CapacityNeed(1, 100, 200))

@@ -19,7 +19,7 @@ def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 900))
 def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: int) -> None:
-    """Under excess load, few requests wait at the engine."""
+    """Under excess load, few requests wait in the engine."""
     estimate, demand = before, limit + 1 + asked
     sent = []
     for _ in range(60):
@@ -36,5 +36,5 @@ def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: i
 def test_estimate_is_never_below_the_running_sequences_of_a_queue(
     estimate: int, running: int, waiting: int
 ) -> None:
-    """It equals them while some wait, and never falls while none does."""
+    """With a queue the estimate is at least the running sequences; without one it never falls."""
     assert next_estimate(estimate, running, waiting) >= (max(1, running) if waiting else estimate)

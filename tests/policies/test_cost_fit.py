@@ -33,7 +33,7 @@ def some_step(rng: np.random.Generator) -> StepSize:
 
 
 def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 1.0) -> StepCostFit:
-    """Adds measurements with 5% noise, some of them 50 times too long."""
+    """Feed measurements with 5% noise, some of them 50 times too long."""
     rng = np.random.default_rng(7)
     for _ in range(steps):
         size = some_step(rng)
@@ -43,7 +43,7 @@ def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 
 
 
 def median_error(cost: StepCost, factor: float = 1.0) -> float:
-    """Median relative error over new steps."""
+    """Return the median relative error over new steps."""
     rng = np.random.default_rng(8)
     errors = []
     for _ in range(400):
@@ -95,7 +95,7 @@ def test_profile_30_percent_off_is_corrected(factor: float) -> None:
 
 
 def test_step_50_times_too_long_moves_predictions_by_less_than_2_percent() -> None:
-    """One hiccup in a block hardly counts."""
+    """One outlier in a block hardly counts."""
     predictions = []
     for hiccup in (1.0, 50.0):
         fit = fed(StepCostFit(seed(1.0)), 1024)
@@ -113,7 +113,7 @@ def test_fit_follows_a_device_that_slows_down() -> None:
 
 
 def test_unmeasured_stairs_follow_measured_ones() -> None:
-    """They rise with the others if the whole profile was 30% too low."""
+    """If the whole profile was 30% too low, unmeasured stairs rise with the others."""
     truth, fit = seed(1.0), StepCostFit(seed(0.7))
     for _ in range(256):
         for tokens in (1, 4, 16, 32):
@@ -122,7 +122,7 @@ def test_unmeasured_stairs_follow_measured_ones() -> None:
 
 
 def test_relative_error_falls_from_the_profiles_to_that_of_measurements() -> None:
-    """From 30% to the noise."""
+    """The error falls from 30% to the noise."""
     fit = StepCostFit(seed(0.7))
     fed(fit, 64)
     assert fit.relative_error > 0.05

@@ -1,4 +1,4 @@
-"""The forecast of a request's drafts, and that its constants fit the recorded drafts."""
+"""The forecast of a request's drafts, whose constants fit the recorded drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESULTS = json.loads(MEASURED.read_text())["results"]
 
 
 def test_caps_exclude_little_of_the_gain_of_slots() -> None:
-    """At most a twentieth at any price, and a fortieth up to the prices of 256 sequences."""
+    """Caps lose at most 5% of the gain at any price, and 2.5% up to the prices of 256 sequences."""
     rows = [row for row in RESULTS["caps"] if row["good_draft"] == GOOD_DRAFT]
     assert len(rows) >= 12
     assert all(row["lost"] <= 0.05 for row in rows)
@@ -44,7 +44,7 @@ def test_weight_of_a_tenants_history_predicts_best() -> None:
 
 
 def test_repetition_constants_match_their_fits() -> None:
-    """The slope is that of whole texts, within those of cut ones; the mean is that of prompts."""
+    """The slope fits whole texts and lies within the range of all fits; the mean fits prompts."""
     rows = [
         row
         for row in RESULTS["repetition"]
@@ -59,7 +59,7 @@ def test_repetition_constants_match_their_fits() -> None:
 
 
 def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
-    """64 tested tokens of all tenants, and of one, move it half of the way each."""
+    """64 tested tokens of a tenant or model move the estimate half of the way."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
     expected = forecast_drafts(view, load, "ngram")
@@ -79,7 +79,7 @@ def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
     ],
 )
 def test_request_with_a_tpot_target_weighs_as_if_late(service, weight) -> None:
-    """Its class counts as well; a TTFT target attracts no slots."""
+    """The class of the request counts as well; a TTFT target attracts no slots."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, service=service)
     assert forecast_drafts(view, load, ANY_PROPOSER).weight == weight

@@ -23,7 +23,7 @@ CALL_S, CALLED_S = 300e-6, 40e-6
 
 
 def some_step(rng: np.random.Generator, sequences: int) -> StepDrafting:
-    """A step that randomly looks up, finds, verifies and computes."""
+    """A step that makes lookups, finds, verifies and computes drafts at random."""
     looked_up = int(rng.integers(0, sequences + 1)) if rng.random() < 0.7 else 0
     computed = int(rng.integers(1, sequences + 1)) if rng.random() < 0.2 else 0
     weighed = computed or (looked_up if rng.random() < 0.5 else 0)
@@ -33,7 +33,7 @@ def some_step(rng: np.random.Generator, sequences: int) -> StepDrafting:
 
 
 def host_s(did: StepDrafting) -> float:
-    """The true host time of a step."""
+    """Return the true host time of a step."""
     seconds = HOST_S + HOST_SEQUENCE_S * did.sequences
     seconds += LOOK_UP_S * (did.looked_up > 0) + SEQUENCE_S * did.looked_up
     seconds += WEIGH_S * (did.weighed > 0) + VERIFY_S * (did.verified > 0)
@@ -41,7 +41,7 @@ def host_s(did: StepDrafting) -> float:
 
 
 def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMeter:
-    """A meter of a worker whose host is sometimes delayed by 20 ms."""
+    """Build a meter for a worker whose host is sometimes delayed by 20 ms."""
     meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
     rng = np.random.default_rng(3)
     for _ in range(steps):
@@ -55,7 +55,7 @@ def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMe
 
 @pytest.mark.parametrize(("noise", "stalls"), [(0.0, 0.0), (0.3, 0.01)])
 def test_each_part_of_the_host_time_is_learned(noise: float, stalls: float) -> None:
-    """Steps do the parts at random, with delays or without."""
+    """Each part is learned from random steps, with and without delays."""
     cost = fed(6000, noise=noise, stalls=stalls).cost
     found_share = 0.55  # share of steps with lookups that weigh drafts
     assert cost.look_up_s == pytest.approx(LOOK_UP_S + found_share * WEIGH_S, abs=25e-6)
@@ -67,7 +67,7 @@ def test_each_part_of_the_host_time_is_learned(noise: float, stalls: float) -> N
 
 
 def test_simulated_device_has_no_host_time() -> None:
-    """Decisions are as without a host."""
+    """Without host time, decisions depend on the device only."""
     meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
     rng = np.random.default_rng(4)
     for _ in range(10 * REFIT_STEPS):
@@ -85,7 +85,7 @@ def test_host_time_is_0_before_the_first_block() -> None:
 
 
 def test_meter_follows_a_host_that_slows_down() -> None:
-    """If lookups take ten times as long, the meter knows after some hundred steps."""
+    """If lookups take ten times as long, the meter learns that within a few hundred steps."""
     meter = fed(2000, noise=0.1, stalls=0.0)
     before_s, rng = meter.cost.sequence_s, np.random.default_rng(5)
     for _ in range(600):
@@ -98,7 +98,7 @@ def test_meter_follows_a_host_that_slows_down() -> None:
 @given(st.lists(st.tuples(st.floats(), st.floats()), max_size=3 * REFIT_STEPS))
 @settings(max_examples=30)
 def test_costs_stay_finite_and_non_negative(measured) -> None:
-    """This holds for any measured durations."""
+    """Any measured durations give finite, non-negative costs."""
     meter, rng = DraftingMeter(STEP_S, ["draft_model"]), np.random.default_rng(6)
     for known_s, whole_s in measured:
         meter.add_step(some_step(rng, 3), known_s, whole_s)

@@ -14,7 +14,7 @@ def losses(*new_tokens: int) -> list[Loss]:
 
 
 def test_first_loss_resumes_on_any_worker() -> None:
-    """The request may go to the last worker, whether or not it had produced a token."""
+    """After one loss a request may use the last worker, with or without a token so far."""
     for tokens in (0, 9):
         for workers in (0, 1, 7):
             assert given_up(losses(tokens), MOST_RESUMES, workers) is None
@@ -31,7 +31,7 @@ def test_suspect_request_never_goes_to_the_last_worker() -> None:
 def test_request_is_given_up_after_the_most_resumes(
     new_tokens: list[int], most_resumes: int, workers: int
 ) -> None:
-    """Progress and the number of workers do not matter."""
+    """Progress and the number of workers do not raise the limit."""
     why = given_up(losses(*new_tokens), most_resumes, workers)
     assert (why is GivenUp.EXHAUSTED) == (len(new_tokens) > most_resumes)
 
@@ -53,5 +53,5 @@ def test_poison_takes_few_workers_and_never_the_last_of_three(
 
 @pytest.mark.parametrize("spared", [0, 1, 2])
 def test_bystander_with_progress_is_never_suspect(spared: int) -> None:
-    """Losses with progress in between are accidents: only their number counts."""
+    """Losses with progress in between are accidents, so only their number counts."""
     assert given_up(losses(1, 1), MOST_RESUMES, spared) is None

@@ -20,8 +20,10 @@ from draftgate.policies.types import WorkerLoad, WorkerSpeed
 LOAD = WorkerLoad(1, 0, 8, 8, 0.0, 0.5, (), step_tokens=512, steps=5)
 
 
-def looks(silence: WorkerSilence, load: WorkerLoad, seconds: float, *, owes: bool = True) -> bool:
-    """Checks every second for some time; returns the last answer."""
+def check_for(
+    silence: WorkerSilence, load: WorkerLoad, seconds: float, *, owes: bool = True
+) -> bool:
+    """Check every second for some time; return the last answer."""
     hung = False
     for _ in range(round(seconds)):
         hung = silence.look(load, 1.0, owes=owes)
@@ -39,15 +41,15 @@ def looks(silence: WorkerSilence, load: WorkerLoad, seconds: float, *, owes: boo
     ids=["unknown", "fast", "slow decodes", "slow prompts"],
 )
 def test_patience_is_20_times_the_longest_usual_step(speed: WorkerSpeed, patience: float) -> None:
-    """The longer of a decode and a full prompt step; at least 10 s."""
+    """The longer of a decode and a full prompt step counts; the minimum is 10 s."""
     assert patience_s(structs.replace(LOAD, speed=speed)) == pytest.approx(patience)
 
 
 def test_worker_without_steps_hangs_after_the_patience() -> None:
-    """Not earlier; the first check only records the number of steps."""
+    """It does not hang earlier, because the first check only records the number of steps."""
     silence = WorkerSilence()
-    assert not looks(silence, LOAD, 1 + LEAST_PATIENCE_S)
-    assert looks(silence, LOAD, 1)
+    assert not check_for(silence, LOAD, 1 + LEAST_PATIENCE_S)
+    assert check_for(silence, LOAD, 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30))
@@ -56,28 +58,28 @@ def test_worker_with_steps_or_without_requests_never_hangs(spells: list[tuple[in
     silence = WorkerSilence()
     for steps, (seconds, owes) in enumerate(spells):
         load = structs.replace(LOAD, steps=steps)
-        assert not looks(silence, load, seconds if owes else 100 * seconds, owes=owes)
-        assert not looks(silence, structs.replace(load, steps=None), 100, owes=True)
+        assert not check_for(silence, load, seconds if owes else 100 * seconds, owes=owes)
+        assert not check_for(silence, structs.replace(load, steps=None), 100, owes=True)
 
 
 def test_next_step_ends_a_hang() -> None:
-    """Until then the worker hangs, whatever waits."""
+    """Only a step ends the hang, not a change of the waiting requests."""
     silence = WorkerSilence()
-    assert looks(silence, LOAD, 2 + LEAST_PATIENCE_S)
-    assert looks(silence, LOAD, RETRY_S / 2, owes=False)
-    assert not looks(silence, structs.replace(LOAD, steps=6), 1)
+    assert check_for(silence, LOAD, 2 + LEAST_PATIENCE_S)
+    assert check_for(silence, LOAD, RETRY_S / 2, owes=False)
+    assert not check_for(silence, structs.replace(LOAD, steps=6), 1)
 
 
 def test_hung_worker_is_tried_again() -> None:
-    """After a while without a step it counts as well, and hangs again without one."""
+    """A hung worker becomes eligible again after a while, and hangs again without a step."""
     silence = WorkerSilence()
-    assert looks(silence, LOAD, 2 + LEAST_PATIENCE_S)
-    assert not looks(silence, LOAD, RETRY_S + 1, owes=False)
-    assert looks(silence, LOAD, 1 + LEAST_PATIENCE_S)
+    assert check_for(silence, LOAD, 2 + LEAST_PATIENCE_S)
+    assert not check_for(silence, LOAD, RETRY_S + 1, owes=False)
+    assert check_for(silence, LOAD, 1 + LEAST_PATIENCE_S)
 
 
 def test_silent_running_stream_is_lost_after_the_patience() -> None:
-    """Every delta restarts the time."""
+    """Every delta restarts the timer."""
     silence = StreamSilence()
     for deltas in (1, 2):
         found = [silence.look(deltas, LOAD, 1.0, runs=True) for _ in range(12)]
@@ -85,7 +87,7 @@ def test_silent_running_stream_is_lost_after_the_patience() -> None:
 
 
 def test_stream_that_may_wait_is_not_lost() -> None:
-    """It may wait if a request waits on its worker, or if it is held back."""
+    """A stream may wait if requests queue on its worker, or if it is held back."""
     silence = StreamSilence()
     for load, runs in ((structs.replace(LOAD, waiting=1), True), (LOAD, False)):
         assert not any(silence.look(1, load, 1.0, runs=runs) for _ in range(1000))

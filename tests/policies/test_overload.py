@@ -1,4 +1,4 @@
-"""Overload in virtual time: goodput and promises hold, whatever clients do."""
+"""Overload in virtual time: goodput and promises hold for any client behaviour."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def mean_attainment(results: list[tuple[Pool, list[Client]]]) -> float:
 
 @cache
 def peak() -> float:
-    """The best goodput over offered loads, with clients that return when told."""
+    """Return the best goodput over offered loads, with clients that return on time."""
     return max(mean_goodput(runs(load)) for load in (1.0, 1.5, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0, 3.0, 5.0])
 def test_goodput_does_not_fall_under_overload(load: float) -> None:
-    """Beyond the capacity goodput stays within 5% of its peak, and admitted requests are in
+    """Beyond the capacity, goodput stays within 5% of its peak, and admitted requests start in
     time."""
     results = runs(load)
     assert mean_goodput(results) >= 0.95 * peak()
@@ -57,8 +57,7 @@ def test_goodput_does_not_fall_under_overload(load: float) -> None:
 @pytest.mark.parametrize("tenants", [1, 5])
 @pytest.mark.parametrize("without_target", [0.0, 0.5])
 def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_target: float) -> None:
-    """Nine in ten clients on time are admitted, and the median delay is at most 1.5 times too
-    long."""
+    """90% of punctual clients are admitted, and the median delay is at most 1.5 times too long."""
     results = runs(tenants=tenants, without_target=without_target)
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
@@ -68,19 +67,19 @@ def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_tar
 
 @pytest.mark.parametrize("comes_back", [never, at_once, early, half_obeys, rounds_up])
 def test_no_behaviour_of_clients_costs_goodput(comes_back: Return) -> None:
-    """None return, all at once, all too early, half of them, or seconds are rounded up."""
+    """Clients may return never, at once, too early, by half, or at whole seconds."""
     results = runs(comes_back=comes_back)
     assert mean_goodput(results) >= 0.95 * peak()
     assert mean_attainment(results) >= 0.95
 
 
 def test_clients_that_round_up_to_seconds_keep_their_appointments() -> None:
-    """Nine in ten are admitted."""
+    """90% of clients that round up are admitted."""
     assert mean(kept(clients) for _, clients in runs(comes_back=rounds_up)) >= 0.9
 
 
 def test_early_clients_keep_their_appointments() -> None:
-    """Asking before the time costs nothing."""
+    """A client that returns early keeps its appointment."""
     assert mean(kept(clients) for _, clients in runs(comes_back=early)) >= 0.9
 
 
@@ -93,7 +92,7 @@ def test_wrong_expectations_are_corrected(bias: float) -> None:
 
 
 def test_flood_does_not_refuse_other_tenants() -> None:
-    """If one tenant offers ten times as much as three others, these are admitted at once."""
+    """If one tenant offers ten times as much as three others, those are admitted at once."""
     for pool, clients in runs(tenants=4, flood=0.88):
         others = [client for client in clients if client.tenant != "t0"]
         assert len(others) * 10 < len(clients) <= pool.load * 60 * 11
@@ -108,9 +107,11 @@ def classes_of(seconds: float = 60.0, tenants: int = 1) -> list[tuple[Pool, list
 
 @pytest.mark.parametrize("tenants", [1, 5])
 def test_promises_are_kept_to_three_classes(tenants: int) -> None:
-    """Of three equal classes the best one alone fills the pool. Of the worst class slightly fewer
-    than nine in ten clients on time are admitted, because nobody knows how long better requests
-    will keep arriving."""
+    """Promises hold for three equal classes, of which the best one alone fills the pool.
+
+    The worst class keeps slightly less than 90%, because the future load of better classes is
+    unknown.
+    """
     results = classes_of(tenants=tenants)
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
@@ -122,7 +123,7 @@ def test_promises_are_kept_to_three_classes(tenants: int) -> None:
 
 
 def test_no_class_starves() -> None:
-    """While better classes fill the pool, each class gets a quarter of what they leave."""
+    """While better classes fill the pool, each class gets a quarter of the rest."""
     for pool, clients in classes_of():
         during = {-1: 0, 0: 0, 1: 0}
         for client in clients:
@@ -135,7 +136,7 @@ def test_no_class_starves() -> None:
 
 
 def test_class_beside_half_a_pool_keeps_its_appointments() -> None:
-    """If better classes take half of the pool, nine in ten appointments are kept."""
+    """If better classes take half of the pool, 90% of appointments are kept."""
     results = runs(1.5, priorities=(0, 1, 1))
     assert mean(kept(clients) for _, clients in results) >= 0.9
     assert mean_attainment(results) >= 0.95

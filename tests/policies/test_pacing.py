@@ -1,4 +1,4 @@
-"""Back-pressure: requests of slow readers give way, and no others."""
+"""Back-pressure: requests of slow readers yield, and no others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ readers = st.builds(
 
 
 def read_along(read_s: float, made_s: float, seconds: int = 120) -> tuple[list[Pace], list[float]]:
-    """A reader of that many bytes per second, beside a generator that follows paces, every 100
-    ms."""
+    """Simulate a reader of this rate beside a generator that follows paces, every 100 ms."""
     paces, backlogs, unread, now = [], [], 0.0, Pace.FULL
     speed = {Pace.FULL: 1.0, Pace.SPARING: 0.5, Pace.PAUSED: 0.0}
     read_ema, made_ema, stall_s = made_s, made_s, 0.0
@@ -48,7 +47,7 @@ def test_pace_changes_one_step_at_a_time(reader, previous) -> None:
 
 @given(readers)
 def test_reader_that_keeps_up_is_never_slowed(reader) -> None:
-    """It has little unread, takes it soon, or reads as fast as is generated."""
+    """Its unread data is small, soon read, or read as fast as generated."""
     keeps_up = (
         reader.unread_bytes <= UNTOUCHED_BYTES
         or (reader.drain_s <= SPARING_S and reader.stall_s == 0)
@@ -60,7 +59,7 @@ def test_reader_that_keeps_up_is_never_slowed(reader) -> None:
 
 @given(readers, st.sampled_from(Pace), st.integers(0, 10**5))
 def test_larger_backlog_never_speeds_up(reader, previous, more) -> None:
-    """All else is equal."""
+    """With all else equal, a larger backlog gives no faster pace."""
     worse = ReaderView(
         reader.unsent_bytes + more,
         reader.stall_s,
@@ -72,7 +71,7 @@ def test_larger_backlog_never_speeds_up(reader, previous, more) -> None:
 
 
 def test_reader_that_stops_is_paused_within_bounded_memory() -> None:
-    """It is sparing first, and stays paused."""
+    """Its request is sparing first, then stays paused."""
     paces, backlogs = read_along(0.0, 20_000.0)
     assert paces[-1] is Pace.PAUSED
     assert Pace.SPARING in paces[: paces.index(Pace.PAUSED)]
@@ -80,7 +79,7 @@ def test_reader_that_stops_is_paused_within_bounded_memory() -> None:
 
 
 def test_slow_reader_gets_everything_with_few_changes_of_pace() -> None:
-    """A reader at a fifth of the rate reads all the time, in bounded memory."""
+    """A reader at a fifth of the rate always has data, in bounded memory."""
     paces, backlogs = read_along(10_000.0, 50_000.0)
     changes = sum(one is not other for one, other in pairwise(paces))
     assert max(backlogs) < PAUSED_BYTES
@@ -90,7 +89,7 @@ def test_slow_reader_gets_everything_with_few_changes_of_pace() -> None:
 
 
 def test_paused_reader_resumes_after_draining() -> None:
-    """It is sparing first."""
+    """Its request is sparing first, then runs at full pace."""
     little = ReaderView(1000, read_bytes_s=50_000)
     assert pace(little, Pace.PAUSED) is Pace.SPARING
     assert pace(little, Pace.SPARING) is Pace.FULL

@@ -1,4 +1,4 @@
-"""The price of a slot, and the time of a step without its prompts."""
+"""The price of a slot, and the duration of a step without its prompts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_price_is_never_negative(cost, sequences, kv, prefill) -> None:
 
 
 def test_price_rises_with_the_batch() -> None:
-    """On the scale of an H100 a slot is nearly free alone, and dear in a full batch."""
+    """On an H100 a slot is nearly free alone, and expensive in a full batch."""
     prices = [slot_price(decodes(n, n * 500), H100_8B) for n in (1, 8, 32, 64, 128, 256, 512)]
     assert prices == sorted(prices)
     assert prices[0] < 0.01
@@ -57,12 +57,12 @@ def test_price_rises_with_the_batch() -> None:
 
 
 def test_long_contexts_lower_the_price() -> None:
-    """32 requests of 32k tokens pay about 0.013 per slot."""
+    """With 32 requests of 32k tokens, a slot costs about 0.013."""
     assert slot_price(decodes(32, 32 * 32_768), H100_8B) == pytest.approx(0.013, abs=0.003)
 
 
-def test_attention_makes_slots_of_long_contexts_dearer() -> None:
-    """A slot costs the KV tokens that it attends to, on average over the sequences."""
+def test_attention_raises_the_price_of_slots_with_long_contexts() -> None:
+    """A slot's cost includes the KV tokens that it attends to, on average over the sequences."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert slot_price(decodes(2, 4000), cost) > slot_price(decodes(2, 400), cost)
 
@@ -82,11 +82,11 @@ def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted
 def test_fixed_time_of_verification_is_not_in_the_price(cost, sequences, kv, verify_s) -> None:
     """The price is that of one more slot; all slots together bear the fixed time."""
     step = decodes(sequences, kv)
-    dear = replace(step, verify_s=verify_s)
-    assert slot_price(dear, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
+    expensive = replace(step, verify_s=verify_s)
+    assert slot_price(expensive, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
 
 
-def test_prompts_make_slots_dearer() -> None:
+def test_prompts_raise_the_price_of_slots() -> None:
     """Decodes share the time that prompts leave: with two thirds for prompts, the price triples."""
     cost = StepCost(tuple(range(1, 1025)), tuple(1e-5 * n for n in range(1, 1025)))
     alone = slot_price(decodes(100), cost)
@@ -103,12 +103,14 @@ def test_prompts_make_slots_dearer() -> None:
     verifying,
 )
 def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_s) -> None:
-    """Slots use what prompts leave, then displace prompt tokens, then lengthen the step again. The
-    time of prompts is left out, and verification is added once."""
+    """Slots use spare tokens, then displace prompt tokens, then lengthen the step again.
+
+    The time of prompts is left out, and verification is added once.
+    """
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
     step = replace(step, verify_s=verify_s)
-    told = slots_s(step, cost, most)
-    assert few_slots_s(step, cost, most) == pytest.approx(told)
+    times_s = slots_s(step, cost, most)
+    assert few_slots_s(step, cost, most) == pytest.approx(times_s)
     whole_s = cost.seconds(step.tokens, step.kv_tokens, sequences)
     for slots in range(most + 1):
         displaced = min(max(slots - free, 0), prefill)
@@ -118,8 +120,8 @@ def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_
             share_s = max(whole_s / step.tokens, prompts_s(step, cost) / prefill)
             expected += displaced * share_s - prompts_s(step, cost)
         expected += verify_s if slots else 0.0
-        assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
-        assert step_s(step, cost, slots) == pytest.approx(told[slots], rel=1e-6, abs=1e-12)
+        assert times_s[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
+        assert step_s(step, cost, slots) == pytest.approx(times_s[slots], rel=1e-6, abs=1e-12)
 
 
 @given(
@@ -129,14 +131,15 @@ def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_
 def test_least_price_is_that_of_the_cheapest_number_of_slots(
     cost, sequences, prefill, free, most, verify_s
 ) -> None:
-    """No number of slots takes less of the step's rate on average, and one takes as much."""
+    """No number of slots takes a smaller average share of the step's rate, and one takes exactly
+    it."""
     step = replace(
         beside_prompts(sequences, prefill, free, 50 * sequences),
         slot_budget=most,
         verify_s=verify_s,
     )
-    told = slots_s(step, cost, most)
-    averages = [rate(step, cost) * (told[n] - told[0]) / n for n in range(1, most + 1)]
+    times_s = slots_s(step, cost, most)
+    averages = [rate(step, cost) * (times_s[n] - times_s[0]) / n for n in range(1, most + 1)]
     floor = LEAST_S * rate(step, cost)  # the least time of steps
     expected = pytest.approx(max(min(averages), 0.0), rel=1e-6, abs=floor)
     assert least_slot_price(step, cost) == expected
@@ -144,7 +147,7 @@ def test_least_price_is_that_of_the_cheapest_number_of_slots(
 
 @given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))
 def test_another_slot_never_shortens_a_step(cost, sequences, prefill, free) -> None:
-    """So the price of a slot is never negative, whatever it displaces."""
-    told = slots_s(beside_prompts(sequences, prefill, free, 50 * sequences), cost, 100)
-    assert (told[1:] >= told[:-1] - 1e-12).all()
+    """The price of a slot is never negative, even if it displaces prompts."""
+    times_s = slots_s(beside_prompts(sequences, prefill, free, 50 * sequences), cost, 100)
+    assert (times_s[1:] >= times_s[:-1] - 1e-12).all()
     assert least_slot_price(beside_prompts(sequences, prefill, free), cost) >= 0.0

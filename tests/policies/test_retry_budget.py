@@ -1,4 +1,4 @@
-"""How many requests may be sent again."""
+"""The budget of retries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from draftgate.policies.resilience.retry_budget import SLOTS, RetryBudget
 EVENTS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.01, 0.3, 0.9, 2.5, 11.0]), st.booleans()), max_size=200
 )
-"""Pauses, and whether a retry is asked for behind each, or a request comes."""
+"""Pauses in seconds, and whether each precedes a retry or a new request."""
 
 
 @given(EVENTS, st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 0.5, 3.0]))
 def test_retries_never_exceed_their_share(
     events: list[tuple[float, bool]], share: float, least_per_s: float
 ) -> None:
-    """In any window there are at most the share of its requests and the free retries."""
+    """Any window has at most the share of its requests and the free retries."""
     window_s = 10.0
     budget = RetryBudget(share, least_per_s, window_s)
     requests: list[float] = []
@@ -32,25 +32,25 @@ def test_retries_never_exceed_their_share(
         elif budget.take_retry(now_s):
             allowed.append(now_s)
             whole = sum(1 for at_s in requests if at_s > now_s - window_s)
-            kept_s = window_s * (1 - 1 / SLOTS)  # the first part may have gone
+            kept_s = window_s * (1 - 1 / SLOTS)  # the oldest part may have expired
             lately = sum(1 for at_s in allowed if at_s > now_s - kept_s)
             assert lately <= least_per_s * window_s + share * whole
 
 
 @given(st.integers(0, 200), st.sampled_from([0.1, 0.2, 0.5]))
 def test_outage_adds_exactly_the_share(count: int, share: float) -> None:
-    """If every request asks for a retry, that share of them gets one."""
+    """If every request needs a retry, exactly that share of them gets one."""
     budget = RetryBudget(share, least_per_s=0.0)
     allowed = 0
     for _ in range(count):
         budget.count_request(0.0)
         allowed += budget.take_retry(0.0)
-    # A retry is allowed as soon as the share is a whole one, never before.
+    # A retry is allowed as soon as the share adds up to one, never before.
     assert allowed == int(count * share + 1e-9)
 
 
 def test_quiet_gateway_has_the_free_retries() -> None:
-    """They become available again with time."""
+    """Free retries become available again with time."""
     budget = RetryBudget(share=0.2, least_per_s=0.5, window_s=10.0)
     assert [budget.take_retry(100.0) for _ in range(6)] == [True] * 5 + [False]
     assert not budget.take_retry(108.9)
@@ -58,7 +58,7 @@ def test_quiet_gateway_has_the_free_retries() -> None:
 
 
 def test_empty_budget_allows_no_retries() -> None:
-    """Operators switch retries off with both at 0."""
+    """Operators disable retries by setting both values to 0."""
     budget = RetryBudget(0.0, 0.0)
     for _ in range(100):
         budget.count_request(1.0)

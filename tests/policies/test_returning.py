@@ -1,4 +1,4 @@
-"""Returning requests are first."""
+"""Returning requests precede all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line(spec: str) -> ReturningFirst:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_conformance(spec: str) -> None:
-    """Around any policy it keeps the contract of `OrderingPolicy`, under that one's name."""
+    """Around any policy, it keeps the contract of `OrderingPolicy` and that policy's name."""
     queue = line(spec)
     assert isinstance(queue, OrderingPolicy)
     assert queue.name == spec
@@ -42,7 +42,7 @@ TICKETS = st.lists(
 
 @given(st.sampled_from(SPECS), TICKETS)
 def test_returning_requests_precede_all_others(spec: str, asked: list[tuple]) -> None:
-    """Class and deadline do not matter; among themselves the policy decides."""
+    """Class and deadline do not matter; the policy orders returning requests among themselves."""
     queue, returning, others = line(spec), ordering_policy(spec), ordering_policy(spec)
     for key, (priority, deadline_s, tenant, again) in enumerate(asked):
         ticket = Ticket(key, float(key), 50.0 + deadline_s, priority, tenant, 1.0, 0.1, again)
@@ -54,7 +54,7 @@ def test_returning_requests_precede_all_others(spec: str, asked: list[tuple]) ->
 
 @given(st.sampled_from(SPECS), TICKETS)
 def test_returning_work_is_ahead_of_new_requests(spec: str, asked: list[tuple]) -> None:
-    """A returning request waits for no new one."""
+    """A returning request never waits for a new one."""
     queue = line(spec)
     for key, (priority, deadline_s, tenant, again) in enumerate(asked):
         queue.push(Ticket(key, float(key), deadline_s, priority, tenant, 1.0, 0.1, again))
@@ -65,7 +65,7 @@ def test_returning_work_is_ahead_of_new_requests(spec: str, asked: list[tuple]) 
 
 
 def test_tenant_is_charged_once() -> None:
-    """Among new requests a tenant is charged for its first turn, not for the second."""
+    """Among new requests, a tenant is charged for its first turn and not for the second."""
     queue = line("fair")
     queue.push(Ticket(0, 0.0, 9.0, tenant="a", work_s=5.0))
     queue.push(Ticket(1, 0.0, 9.0, tenant="b", work_s=5.0))

@@ -1,4 +1,4 @@
-"""Routing: choices, old loads, rivals, and what decisions rest on."""
+"""Routing: choices, stale loads, other gateways, and the recorded reasons."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ def load(**fields: object) -> WorkerLoad:
 
 
 def worker(number: int, sent_tokens: int = 0, **fields: object) -> Candidate:
-    """A worker of this process with that many tokens sent to it."""
-    told = load(**fields)
-    at = WorkerUsage(told, told.running + told.waiting, told.running)
+    """A worker of this process to which this number of tokens was sent."""
+    report = load(**fields)
+    at = WorkerUsage(report, report.running + report.waiting, report.running)
     return Candidate(f"w-{number}", at, sent_tokens)
 
 
 def carrying(*tokens: int, **fields: object) -> Candidates:
-    """Workers that carry these numbers of tokens."""
+    """Workers with these numbers of tokens."""
     return Candidates(tuple(worker(n, sent, **fields) for n, sent in enumerate(tokens)))
 
 
 def asked(
     policy: RoutingPolicy, candidates: Candidates, request: RouteView = ASKED, seed: int = 0
 ) -> Route:
-    """A decision that the policy does not learn."""
+    """Return a decision that the policy does not learn."""
     return policy.route(request, candidates, Random(seed).random)
 
 
 def placed(
     policy: RoutingPolicy, candidates: Candidates, request: RouteView = ASKED, seed: int = 0
 ) -> int:
-    """The place of the chosen worker; the policy learns of it."""
+    """Return the place of the chosen worker; the policy learns the decision."""
     route = asked(policy, candidates, request, seed)
     place = [one.worker_id for one in candidates.workers].index(route.worker_id)
     policy.placed(request, candidates.workers[place])
@@ -89,7 +89,7 @@ def chain(tenant: str, blocks: int) -> tuple[bytes, ...]:
 
 
 def prompt(tenant: str, blocks: int) -> RouteView:
-    """A request with a prompt of that many blocks."""
+    """A request with a prompt of this number of blocks."""
     tokens = 16 * blocks
     known = RequestView(tokens, 100, 0.8)
     return RouteView(known, tokens + 100, 100.0, 1, tenant, chain(tenant, blocks))
@@ -140,8 +140,7 @@ def test_invalid_specs_are_refused_with_the_valid_ones(spec: str, words: str) ->
     st.integers(0, 3),
 )
 def test_some_candidate_is_always_chosen(spec, there, rivals, seed) -> None:
-    """For any workers and loads each is offered once, and the alternatives are sorted, best
-    first."""
+    """For any workers and loads, each is offered once, and alternatives are sorted best first."""
     workers = tuple(
         replace(worker(n, sent, running=running), leased_tokens=leased, age_s=float(n % 3))
         for n, (sent, running, leased) in enumerate(there)
@@ -161,7 +160,7 @@ def test_some_candidate_is_always_chosen(spec, there, rivals, seed) -> None:
     ("tokens", "chosen"), [([0], 0), ([0, 0], 0), ([5, 3], 1), ([7, 7, 7], 0), ([9, 4, 4], 1)]
 )
 def test_least_loaded_takes_the_fewest_tokens(tokens: list[int], chosen: int) -> None:
-    """Of equals it takes the first."""
+    """Of equal workers it takes the first."""
     assert placed(routing_policy("least_loaded"), carrying(*tokens)) == chosen
 
 
@@ -174,7 +173,7 @@ def test_equal_workers_take_turns() -> None:
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
-    """Every worker gets every n-th request, even if one is missing sometimes."""
+    """Every worker gets every n-th request, even if one is sometimes missing."""
     policy = routing_policy("round_robin")
     assert [placed(policy, carrying(9, 0, 5)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     workers = carrying(0, 0, 0).workers
@@ -183,7 +182,7 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 
 
 def test_tokens_of_other_gateways_count() -> None:
-    """A worker whose memory others have filled is not idle."""
+    """A worker that other gateways have filled is not idle."""
     workers = (worker(0, 0, kv_blocks_free=500), worker(1, 4000))
     assert workers[0].tokens == 8000
     assert placed(routing_policy("least_loaded"), Candidates(workers)) == 1
@@ -193,7 +192,7 @@ def test_tokens_of_other_gateways_count() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=9, unique=True), st.integers(0, 99))
 def test_power_of_two_never_takes_the_most_loaded_of_three(tokens, seed) -> None:
-    """Two are drawn, and the better one is taken."""
+    """Two workers are drawn, and the better one is taken."""
     route = asked(routing_policy("power_of_two"), carrying(*tokens), seed=seed)
     first, second = route.offers
     assert first.level < second.level
@@ -201,7 +200,7 @@ def test_power_of_two_never_takes_the_most_loaded_of_three(tokens, seed) -> None
 
 
 def test_power_of_two_draws_all_pairs_equally_often() -> None:
-    """Of four workers each pair is drawn in about a sixth of all decisions."""
+    """Of four workers, each pair is drawn in about a sixth of all decisions."""
     policy, draw = routing_policy("power_of_two"), Random(7).random
     pairs = Counter(
         frozenset(
@@ -217,7 +216,7 @@ def test_power_of_two_draws_all_pairs_equally_often() -> None:
 
 
 def test_prefix_affinity_follows_the_prompt_until_overload() -> None:
-    """The same prefix returns to its worker, whatever other prompts of the tenant do."""
+    """The same prefix returns to its worker, regardless of other prompts of the tenant."""
     policy = routing_policy("prefix_affinity")
     assert policy.reads_prompts
     assert placed(policy, carrying(9, 0, 9), prompt("a", 64)) == 1
@@ -228,7 +227,7 @@ def test_prefix_affinity_follows_the_prompt_until_overload() -> None:
 
 
 def test_prefix_affinity_without_hashes_is_least_loaded() -> None:
-    """Nothing is cached anywhere, and tokens decide."""
+    """Without hashes no cache is known, so tokens decide."""
     policy = routing_policy("prefix_affinity")
     assert [placed(policy, carrying(9, 4, 7)) for _ in range(3)] == [1, 1, 1]
 
@@ -256,7 +255,7 @@ def test_history_is_bounded_and_never_overstates_the_cache(notes, room) -> None:
 
 
 def test_history_forgets_workers_that_left() -> None:
-    """Workers that come and go do not fill it."""
+    """Workers that join and leave do not fill the history."""
     index = PlacementHistory(most_workers=3)
     for number in range(10):
         index.record(f"w-{number}", chain("a", 80), 0)
@@ -271,12 +270,12 @@ def test_history_forgets_workers_that_left() -> None:
 
 
 def cheapest(*workers: Candidate, request: RouteView = ASKED) -> int:
-    """The place that a new `least_cost` takes."""
+    """Return the place that a new `least_cost` chooses."""
     return placed(routing_policy("least_cost"), Candidates(workers), request)
 
 
 def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
-    """Each of these decides between otherwise equal workers."""
+    """Each of these factors decides between otherwise equal workers."""
     assert cheapest(worker(0, prompt_tokens=4000), worker(1)) == 1
     assert cheapest(worker(0, running=8), worker(1, running=2)) == 1
     slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
@@ -288,15 +287,15 @@ def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
 
 
 def test_faster_worker_gets_more_but_not_everything() -> None:
-    """The loss of the others counts, so the fast worker is not filled until it is as slow."""
+    """The delay of other requests counts, so the fast worker never fills until it is as slow."""
     policy, slow = routing_policy("least_cost"), replace(SPEED, step_s=0.02, step_sequence_s=2e-4)
     counts = [0, 0]
     for _ in range(300):
         workers = (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow))
         counts[placed(policy, Candidates(workers))] += 1
     tpots_s = [
-        told.tpot_s
-        for told in predict(
+        predicted.tpot_s
+        for predicted in predict(
             ASKED,
             (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow)),
             (0, 0),
@@ -307,7 +306,7 @@ def test_faster_worker_gets_more_but_not_everything() -> None:
 
 
 def test_nearly_equal_idle_workers_take_turns() -> None:
-    """Speeds are measured: a worker that seems 2% faster must not get everything."""
+    """Speeds are measured, so a worker that seems 2% faster must not get every request."""
     policy = routing_policy("least_cost")
     speeds = [replace(SPEED, step_s=0.01 * times) for times in (1.02, 1.0, 1.01)]
     workers = tuple(worker(number, speed=speed) for number, speed in enumerate(speeds))
@@ -329,26 +328,28 @@ def test_without_known_speed_tokens_decide() -> None:
 
 
 def test_worker_without_speed_counts_as_average() -> None:
-    """It is neither avoided nor flooded."""
+    """A worker of unknown speed is neither avoided nor flooded."""
     fresh = worker(0, speed=WorkerSpeed())
     assert cheapest(fresh, worker(1, running=3)) == 0
     assert cheapest(replace(fresh, usage=WorkerUsage(load(running=5), 5, 5)), worker(1)) == 1
 
 
 def test_placement_and_drafts_are_one_decision() -> None:
-    """Of two equally fast workers one has dear slots: a request with good drafts avoids it. Other
-    requests, and `:undrafted`, see no difference."""
+    """Of two equally fast workers, a request with good drafts avoids the one with expensive slots.
+
+    Other requests, and `:undrafted`, see no difference.
+    """
     good = replace(ASKED.request, tenant_drafts=DraftCounts(900.0, 50.0))
     drafting = replace(ASKED, request=good)
     plain = replace(ASKED, request=replace(good, mode=SpeculationMode.OFF))
     cheap = worker(0, 10, running=16, price=0.05)
-    dear = worker(1, 10, running=16, price=0.9)
-    route = asked(routing_policy("least_cost"), Candidates((dear, cheap)), drafting)
+    expensive = worker(1, 10, running=16, price=0.9)
+    route = asked(routing_policy("least_cost"), Candidates((expensive, cheap)), drafting)
     assert route.worker_id == "w-0"
     assert route.draft_tokens >= 4
     assert route.offers[0].level < 0.5 * route.offers[1].level
     for spec, request in (("least_cost", plain), ("least_cost:undrafted", drafting)):
-        offers = asked(routing_policy(spec), Candidates((dear, cheap)), request).offers
+        offers = asked(routing_policy(spec), Candidates((expensive, cheap)), request).offers
         assert offers[0].level == pytest.approx(offers[1].level)
 
 
@@ -362,7 +363,7 @@ def test_placement_and_drafts_are_one_decision() -> None:
 def test_cost_rises_with_load_and_falls_with_cached_tokens(
     running, ahead, cached, price, age_s
 ) -> None:
-    """This holds for every sequence, prompt token and lease."""
+    """The cost follows every sequence, prompt token and lease."""
     at = worker(0, running=running, prompt_tokens=ahead, price=price)
     busier = worker(0, running=running + 1, prompt_tokens=ahead, price=price)
     behind = worker(0, running=running, prompt_tokens=ahead + 100, price=price)
@@ -379,7 +380,7 @@ def test_cost_rises_with_load_and_falls_with_cached_tokens(
     assert one.score.per_token > 0.0
 
 
-# --- old loads and rivals ------------------------------------------------------------------------
+# --- stale loads and other gateways ----------------------------------------------------------------
 
 
 @given(
@@ -387,7 +388,7 @@ def test_cost_rises_with_load_and_falls_with_cached_tokens(
     st.floats(0.1, 1000.0),
 )
 def test_fill_levels_reaches_one_common_level(there, tokens) -> None:
-    """All tokens are placed, and places without tokens are above that level already."""
+    """All tokens are placed, and places without tokens are already above that level."""
     there.sort()
     levels, rises = [level for level, _ in there], [rise for _, rise in there]
     fills = fill_levels(levels, rises, tokens)
@@ -402,8 +403,10 @@ def test_fill_levels_reaches_one_common_level(there, tokens) -> None:
 
 @pytest.mark.parametrize("spec", ["least_cost", "weighted:load=1"])
 def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
-    """1,600 decisions by one report even it out, within chance; without rivals all take the
-    least."""
+    """1,600 decisions by one report even it out, within chance.
+
+    Without rivals, all decisions take the least loaded worker.
+    """
     report = (0, 4000, 8000, 16_000)
 
     def counts(rivals: int) -> Counter[str]:
@@ -439,14 +442,14 @@ def at_ages(*ages_s: float, leased_tokens: int = 0, **fields: object) -> tuple[C
 
 
 def scores(workers: tuple[Candidate, ...], gateways: int = 1) -> list[float]:
-    """The cost of a request on each worker, without leases."""
+    """Return the cost of a request on each worker, without leases."""
     found = predict(ASKED, workers, [0] * len(workers), gateways=gateways)
     assert found is not None
     return [one.score.value for one in found]
 
 
 def test_age_of_reports_does_not_matter_for_idle_workers() -> None:
-    """Elapsed time is worth nothing without work."""
+    """Without work, elapsed time changes nothing."""
     fresh, old = scores(at_ages(0.0, 1.0))
     assert fresh == old
 
@@ -462,7 +465,7 @@ def test_leases_after_an_old_report_are_partly_processed() -> None:
 
 
 def test_assumed_leases_of_rivals_keep_workers_busy() -> None:
-    """Every rival is assumed to have leased as much as this gateway."""
+    """Every other gateway is assumed to have leased as much as this one."""
     little = round(0.1 / SPEED.step_token_s)
     (fresh, old), (fresh_beside, old_beside) = (
         scores(at_ages(0.0, 1.0, leased_tokens=little), gateways) for gateways in (1, 30)
@@ -488,7 +491,7 @@ def test_score_falls_by_at_most_the_age_of_the_report(there) -> None:
 
 
 def _least_with(route: Route, leased: dict[str, int]) -> ScoredWorker:
-    """The choice of a state store that knows all leases."""
+    """Return the choice of a state store that knows all leases."""
     return min(
         route.offers,
         key=lambda offer: offer.score + offer.score_per_token * leased[offer.worker_id],
@@ -496,7 +499,7 @@ def _least_with(route: Route, leased: dict[str, int]) -> ScoredWorker:
 
 
 def test_reservation_takes_the_least_score_with_all_leases() -> None:
-    """The best offers of an old report give way as leases accumulate."""
+    """As leases accumulate, the best offers of an old report lose to others."""
     route = asked(routing_policy("least_cost"), carrying(0, 0, 0, 0))
     leased = dict.fromkeys((offer.worker_id for offer in route.offers), 0)
     for _ in range(40):
@@ -518,7 +521,7 @@ def test_of_many_workers_the_best_64_are_offered() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.floats(0, 9), st.floats(0, 3)), min_size=1))
 def test_scores_are_from_0_to_1(there) -> None:
-    """Weights compare scorers, so every scorer stays in its range."""
+    """Every scorer stays in this range, so that weights are comparable."""
     workers = [
         replace(worker(n, sent, price=price), age_s=age_s)
         for n, (sent, age_s, price) in enumerate(there)

@@ -1,4 +1,4 @@
-"""Speculation policies: their contracts with clients, and when drafting pays."""
+"""Speculation policies: their contracts with clients, and when drafts pay."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ H100_8B = StepCost(
 
 
 def chain(length: int, acceptance: float) -> tuple[float, ...]:
-    """Survivals of a chain whose tokens all have this probability."""
+    """Return the survivals of a chain whose tokens all have this probability."""
     return tuple(acceptance**depth for depth in range(1, length + 1))
 
 
@@ -84,7 +84,7 @@ def test_conformance(spec: str) -> None:
 
 
 def test_conformance_check_refuses_a_policy_beyond_its_budget() -> None:
-    """Third parties run the same checks."""
+    """Third parties can run the same checks."""
 
     class Greedy(Off):
         def draft_lengths(self, step, cost):
@@ -116,20 +116,20 @@ def test_auto_shortens_as_acceptance_falls(size: int) -> None:
 
 
 def test_auto_drafts_nothing_without_a_gain() -> None:
-    """Tokens cost their full share of the step, or no draft is accepted."""
+    """No drafts are made if tokens cost their full share of the step, or are never accepted."""
     linear = StepCost(tuple(range(1, 200)), tuple(1e-3 * n for n in range(1, 200)))
     assert set(Auto().draft_lengths(batch(8, 0.9), linear)) == {0}
     assert set(Auto().draft_lengths(batch(8, 0.0), H100_8B)) == {0}
 
 
 def test_auto_uses_all_free_slots() -> None:
-    """Before the end of a flat stair every slot that may survive is worth taking."""
+    """Before the end of a flat stair, every slot that may survive is worth taking."""
     flat = StepCost((64,), (1e-3,))
     assert Auto().draft_lengths(batch(2, 0.5), flat) == [16, 16]
 
 
 def test_auto_drafts_longer_if_kv_reads_dominate() -> None:
-    """With contexts of 32k steps are long anyway, and drafts stay worthwhile at the same batch."""
+    """With contexts of 32k, steps are long anyway, so drafts stay worthwhile at the same batch."""
     short = max(Auto().draft_lengths(batch(256, 0.7, context=200), H100_8B))
     long = max(Auto().draft_lengths(batch(256, 0.7, context=32_000), H100_8B))
     assert long > short
@@ -149,7 +149,7 @@ def test_auto_drafts_longer_if_kv_reads_dominate() -> None:
 def test_auto_never_expects_less_than_no_speculation(
     candidates, budget, kv_tokens, rises, first_s
 ) -> None:
-    """By its own cost model `auto` is at least as fast as `off`, on any staircase."""
+    """On any staircase, `auto` is at least as fast as `off` by its own cost model."""
     steps = [first_s]
     for rise in rises:
         steps.append(steps[-1] + rise)
@@ -164,7 +164,7 @@ def test_auto_never_expects_less_than_no_speculation(
 @pytest.mark.parametrize("size", [1, 16, 128, 512])
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
 def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptance) -> None:
-    """With equal estimates no baseline's lengths promise more."""
+    """With equal estimates, no baseline's lengths have a higher forecast."""
     step = replace(batch(size, acceptance), acceptance=acceptance)
     best = tokens_per_s(step, Auto().draft_lengths(step, H100_8B), H100_8B)
     for spec in ("off", "fixed:2", "fixed:8", "smartspec", "adaptive_verification"):
@@ -173,7 +173,7 @@ def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptanc
 
 
 def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
-    """One length for all: the best by the paper's formula, shorter in larger batches."""
+    """All sequences get the best length by the paper's formula, shorter in larger batches."""
     chosen = []
     for size in (1, 64, 512):
         step = replace(batch(size, 0.5), acceptance=0.8)
@@ -191,9 +191,9 @@ def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
 
 
 def test_adaptive_verification_drafts_everything_then_trims() -> None:
-    """Computed drafts have full length first; then the likeliest slots are verified."""
-    dear = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
-    step = StepView(64, 32_000, 64, 4096, (dear,) * 64)
+    """Computed drafts first have full length; then the likeliest slots are verified."""
+    expensive = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
+    step = StepView(64, 32_000, 64, 4096, (expensive,) * 64)
     policy = AdaptiveVerification()
     assert policy.draft_lengths(step, H100_8B) == [16] * 64
     drafted = replace(step, candidates=(DraftCandidate(chain(16, 0.5)),) * 64)
@@ -228,7 +228,7 @@ def test_threshold_by_batch_follows_its_table(tmp_path) -> None:
     ],
 )
 def test_invalid_table_is_refused(tmp_path, content, words) -> None:
-    """The error names the file and what is wrong with it."""
+    """The error names the file and the problem."""
     table = tmp_path / "table.json"
     if content is not None:
         table.write_text(content)
@@ -238,7 +238,7 @@ def test_invalid_table_is_refused(tmp_path, content, words) -> None:
 
 
 def test_auto_leaves_the_choice_of_several_proposers_open() -> None:
-    """A lone proposer, or one that the client names, is in the plan."""
+    """The plan names a proposer only if it is the only one or requested by the client."""
     several = load(proposers=("ngram", "draft_model"))
     plan = Auto().decide(RequestView(1, 9, 0.0), several)
     assert plan.proposer == ANY_PROPOSER
@@ -250,13 +250,13 @@ def test_auto_leaves_the_choice_of_several_proposers_open() -> None:
 
 
 def test_fixed_drafts_the_same_whatever_the_load() -> None:
-    """`fixed:K` takes K slots each while the budget lasts, in the order of candidates."""
+    """`fixed:K` takes K slots per candidate, in their order, while the budget lasts."""
     assert Fixed(3).draft_lengths(batch(4, 0.01, budget=8), H100_8B) == [3, 3, 2, 0]
     assert Fixed(3).decide(RequestView(1, 9, 0.0), load(price=50.0)).max_draft_tokens == 3
 
 
 def test_auto_plans_for_a_request_by_the_price() -> None:
-    """A higher price plans shorter drafts, never none; the reason compares price and survival."""
+    """A higher price shortens the plan, and the reason compares price and survival."""
     prices = (0.0, 0.3, 0.6, 0.9, 0.99)
     plans = [Auto().decide(RequestView(1, 9, 0.0), load(price=p, acceptance=0.6)) for p in prices]
     good = 1 / (1 + (0.4 / 0.6) * math.exp(-GOOD_DRAFT))  # 0.917
@@ -271,7 +271,7 @@ def test_auto_plans_for_a_request_by_the_price() -> None:
 
 
 def test_decision_uses_the_nearest_history() -> None:
-    """A tenant's record outweighs that of all, and that the worker's, as far as each goes."""
+    """A tenant's history outweighs that of all tenants, which outweighs the worker's."""
     here = load(price=0.6, acceptance=0.2)
     good, bad, little = DraftCounts(900, 100), DraftCounts(100, 900), DraftCounts(2, 0)
     caps, reasons = [], []
@@ -338,7 +338,7 @@ def test_tpot_target_raises_the_cap() -> None:
 
 
 def test_repetition_counts_only_for_ngram_drafts() -> None:
-    """It says nothing about a draft model."""
+    """Repetition does not predict the drafts of a draft model."""
     view = RequestView(1, 9, 0.0, repetition=1.0)
     there = ("ngram", "draft_model")
     named = replace(view, mode=SpeculationMode.DRAFT_MODEL)
@@ -348,7 +348,7 @@ def test_repetition_counts_only_for_ngram_drafts() -> None:
 
 
 def test_reason_names_the_clients_cap() -> None:
-    """This holds if the client asked for less than would pay."""
+    """The reason names the cap if the client allows less than would pay."""
     plan = Auto().decide(RequestView(1, 9, 0.0, max_draft_tokens=2), load())
     assert plan.reason.startswith("up to 2 draft tokens, as asked for; acceptance")
 
@@ -364,7 +364,7 @@ def test_reason_names_the_clients_cap() -> None:
     ids=["off", "cap 0", "no proposer", "another proposer"],
 )
 def test_plan_without_speculation_says_why(request_view, proposers, reason) -> None:
-    """Either the client or the worker rules it out."""
+    """Either the client or the worker excludes speculation."""
     for policy in (Auto(), Fixed(4)):
         plan = policy.decide(request_view, load(proposers=proposers))
         assert plan.proposer is None
@@ -372,7 +372,7 @@ def test_plan_without_speculation_says_why(request_view, proposers, reason) -> N
 
 
 def test_a_named_proposer_is_used() -> None:
-    """A client that names a proposer gets it, not the worker's first."""
+    """The client's proposer replaces the worker's first one."""
     view = RequestView(1, 9, 0.0, SpeculationMode.DRAFT_MODEL, max_draft_tokens=2)
     plan = Auto().decide(view, load(proposers=("ngram", "draft_model")))
     assert (plan.proposer, plan.max_draft_tokens) == ("draft_model", 2)
@@ -394,20 +394,20 @@ def test_unknown_policy_is_refused_with_the_known_ones(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["fixed", "fixed:", "fixed:x", "fixed:-1", "fixed:0", "fixed:²"])
 def test_fixed_needs_a_whole_number(spec: str) -> None:
-    """`fixed` without a positive whole number is refused with an explanation."""
+    """`fixed` without a positive integer is refused with an explanation."""
     with pytest.raises(ValueError, match="fixed:K needs"):
         speculation_policy(spec)
 
 
 @pytest.mark.parametrize("spec", ["off:1", "auto:x", "smartspec:4"])
 def test_unexpected_argument_is_refused(spec: str) -> None:
-    """A policy without an argument does not ignore one."""
+    """A policy without parameters does not ignore an argument."""
     with pytest.raises(ValueError, match="takes no argument"):
         speculation_policy(spec)
 
 
 def test_unweighted_gives_slots_to_the_likeliest() -> None:
-    """`auto:unweighted` acts as `auto` does with equal weights."""
+    """`auto:unweighted` acts like `auto` with equal weights."""
     likely, late = chain(8, 0.8), chain(8, 0.6)
     alike = StepView(2, 1000, 2, 4, (DraftCandidate(likely), DraftCandidate(late)))
     candidates = (DraftCandidate(likely), DraftCandidate(late, weight=4.0))

@@ -1,4 +1,4 @@
-"""The present speed of a worker."""
+"""The measured speed of a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUDGET = 64
 
 
 def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float = 0.0) -> float:
-    """Runs equal steps; returns when the last one ended."""
+    """Run equal steps, and return the time at which the last one ended."""
     now_s = start_s
     for _ in range(steps):
         meter.begin(now_s)
@@ -23,7 +23,7 @@ def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float 
 
 
 def test_worker_without_steps_reports_predicted_speeds() -> None:
-    """A lone decode, and a full step of a prompt."""
+    """The forecast is that of a lone decode and a full prompt step."""
     speed = SpeedMeter(COST, BUDGET).speed(COST, 0, 0)
     assert speed.tpot_s == pytest.approx(COST.seconds(1, 1, 1))
     assert speed.prompt_token_s == pytest.approx(COST.seconds(BUDGET, BUDGET, 1) / BUDGET)
@@ -53,7 +53,7 @@ def test_rate_is_total_seconds_over_total_tokens() -> None:
 
 
 def test_idle_time_does_not_count() -> None:
-    """A worker that slept for an hour is as fast as before."""
+    """A worker that was idle for an hour is as fast as before."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 10 * LAST_STEPS, 0.02, 2, 2, 0)
     meter.rest()
@@ -73,7 +73,7 @@ def test_cost_of_another_sequence_is_spread_over_the_tokens_of_a_step() -> None:
 
 
 def test_begin_returns_the_time_since_the_last_step() -> None:
-    """None after idle time, or if the last step was not recorded."""
+    """After idle time, or if the last step was not recorded, the result is None."""
     meter = SpeedMeter(COST, BUDGET)
     assert meter.begin(1.0) is None
     assert meter.begin(2.0) is None

@@ -14,8 +14,10 @@ small = st.integers(0, 800)
 
 @given(costs(), small, small, small, small, small, small)
 def test_cost_is_monotone(cost, tokens, kv, sequences, a, b, c) -> None:
-    """In tokens, KV tokens and sequences without drafts, also beyond the table. A draft reads as
-    much as the sequences do on average."""
+    """Cost rises with tokens, KV tokens and sequences, also beyond the table.
+
+    A draft reads as much as the sequences do on average.
+    """
     here = cost.seconds(tokens, kv, sequences)
     assert cost.seconds(tokens + a, kv + b, sequences + c) >= here - 1e-12
 
@@ -30,7 +32,7 @@ def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
 
 @given(costs(), small, small, small, st.integers(0, 300))
 def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, most) -> None:
-    """For every number of slots it holds what `seconds` returns."""
+    """Each entry equals `seconds` for its number of slots."""
     expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
     assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
     assert cost.few_slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
@@ -39,14 +41,14 @@ def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, mo
 @pytest.mark.parametrize(
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
-def test_next_edge_is_the_end_of_the_next_dearer_stair(tokens: int, edge: int) -> None:
-    """The edge skips stairs of equal cost, and after the last one adds one of its width."""
+def test_next_edge_is_the_end_of_the_next_more_expensive_stair(tokens: int, edge: int) -> None:
+    """The edge skips stairs of equal cost; after the last one it adds that stair's width."""
     assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
 
 
 @given(costs(), small)
 def test_edges_are_the_ends_of_stairs(cost, tokens) -> None:
-    """Ascending: those of the table, then one per last width."""
+    """Edges ascend: those of the table, then one per width of the last stair."""
     edges = cost.edges_up_to(tokens)
     last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
     assert edges == sorted(set(edges))
@@ -57,7 +59,7 @@ def test_edges_are_the_ends_of_stairs(cost, tokens) -> None:
 
 @given(costs(), small)
 def test_next_edge_always_advances(cost, tokens) -> None:
-    """It costs at most one more stair."""
+    """The next edge costs at most one more stair."""
     edge = cost.next_edge(tokens)
     assert edge > tokens
     if edge in cost.token_buckets:

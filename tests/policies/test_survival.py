@@ -1,4 +1,4 @@
-"""Survival estimates."""
+"""Survival estimates of draft tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
 @given(drafts, st.floats(0.01, 0.99))
 def test_rate_is_strictly_between_0_and_1(observed, prior) -> None:
-    """This holds after any drafts."""
+    """The rate stays in this interval after any drafts."""
     acceptance = AcceptanceRate(forgetting=0.998)
     for accepted, rejected in observed:
         acceptance.add_draft(accepted, rejected=rejected)
@@ -62,7 +62,7 @@ outcomes = st.lists(
 
 @given(outcomes, st.integers(0, 40))
 def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
-    """This holds after any drafts."""
+    """This property holds after any drafts."""
     survivals, record = SurvivalModel(), RequestRecord()
     for evidence, accepted, rejected in observed:
         survivals.add_draft(record, evidence, accepted, rejected=rejected)
@@ -75,7 +75,7 @@ def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
 
 
 def test_every_evidence_and_outcome_has_its_row() -> None:
-    """Each way in which a draft can end counts."""
+    """Each way in which a draft can end is counted."""
     assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
     assert [outcome_row(accepted, rejected=rejected) for accepted, rejected in ends] == [
@@ -85,7 +85,7 @@ def test_every_evidence_and_outcome_has_its_row() -> None:
 
 
 def test_table_starts_at_the_prior_and_approaches_the_counts() -> None:
-    """Unseen rows have one half to the power of the position."""
+    """The prior of an unseen row is one half to the power of the position."""
     table = SurvivalTable(2)
     assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
     for count in range(2048):
@@ -96,7 +96,7 @@ def test_table_starts_at_the_prior_and_approaches_the_counts() -> None:
 
 
 def test_unseen_row_follows_the_others() -> None:
-    """New evidence counts as well as all seen evidence."""
+    """New evidence starts with the mean of all seen evidence."""
     table = SurvivalTable(2)
     for _ in range(512):
         table.add_draft(1, 8, rejected=False)
@@ -105,7 +105,7 @@ def test_unseen_row_follows_the_others() -> None:
 
 
 def test_table_follows_drafts_that_turn_bad() -> None:
-    """Old drafts are forgotten."""
+    """Old drafts lose their weight."""
     table = SurvivalTable(1)
     for _ in range(20_000):
         table.add_draft(0, 4, rejected=False)
@@ -138,8 +138,10 @@ def test_lookups_that_find_nothing_lower_the_next_survival() -> None:
 
 
 def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
-    """The truth is logistic in evidence, position and request. Survivals are within 3 points, and
-    within 0.01 of the truth's own Brier score; one rate for all is worse."""
+    """Survivals are within 3 points of a truth that is logistic in evidence, position and request.
+
+    Their Brier score is within 0.01 of the truth's own; one rate for all is worse.
+    """
     rng = random.Random(5)
     survivals, overall = SurvivalModel(), AcceptanceRate()
     said: list[float] = []
@@ -167,7 +169,7 @@ def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
 
 
 def test_positions_beyond_the_table_count_as_the_last() -> None:
-    """A draft of 64 tokens has survivals."""
+    """A draft of 64 tokens has survivals for every position."""
     row = SurvivalTable(1).row(0)
     chain = row.of_length(64)
     assert chain[:POSITIONS] == row.survivals

@@ -35,14 +35,14 @@ def chosen(
     plain: WorkerLoad = PLAIN,
     drafting: WorkerLoad = DRAFTING,
 ):
-    """The choice; `rooms` says which pool has capacity, the speculating one first."""
+    """Return the choice; `rooms` says which pools have capacity, the speculating one first."""
     offer = PoolState(structs.replace(drafting, price=price), rooms[0])
     return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, rooms[1]))
 
 
 @pytest.mark.parametrize("rooms", [(True, True), (False, True)])
 def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]) -> None:
-    """However well drafts pay, if one has capacity."""
+    """A plain replica with capacity is used, however well drafts pay."""
     for request in (
         replace(REQUEST, mode=SpeculationMode.OFF),
         replace(REQUEST, max_draft_tokens=0),
@@ -59,7 +59,7 @@ def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]
 
 
 def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
-    """Above it, a plain one is."""
+    """Above that price, a plain replica is chosen."""
     means = draft_means(DRAFTING)
     even = means.accepted / means.drafted
     paid, unpaid = chosen(price=even * 0.99), chosen(price=even * 1.01)
@@ -73,18 +73,18 @@ def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
 
 
 def test_long_enough_cap_allows_drafts() -> None:
-    """The client allows the usual length."""
+    """Drafting is allowed if the client's cap covers the usual length."""
     assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
 
 
 def test_policies_without_a_price_always_speculate() -> None:
-    """With `fixed:K` the operator has decided."""
+    """With `fixed:K` the operator has already decided."""
     assert chosen(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
     assert chosen(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
 
 
 def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
-    """It goes where capacity is free, and the reason says so."""
+    """If only a drafting replica has capacity, it is used, and the reason says so."""
     choice = chosen(replace(REQUEST, mode=SpeculationMode.OFF), rooms=(True, False))
     assert (choice.pool, choice.plan.proposer) == (ReplicaPool.SPECULATING, None)
     assert "only speculating replicas have capacity" in choice.plan.reason
@@ -109,7 +109,7 @@ def test_capacity_decides_before_price(
 
 
 def test_known_token_times_decide() -> None:
-    """Drafts that pay on their own replica lose against an idle plain one."""
+    """A drafting replica loses to an idle plain one even if its drafts pay."""
     idle = structs.replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
     busy = structs.replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
     fast = structs.replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
@@ -120,7 +120,7 @@ def test_known_token_times_decide() -> None:
 
 
 class _Replica:
-    """An engine whose steps take a + c x tokens, with drafts or without."""
+    """An engine whose steps take a + c x tokens, with or without drafts."""
 
     def __init__(self, fixed_s: float, token_s: float, drafted: float, accepted: float) -> None:
         self.fixed_s, self.token_s = fixed_s, token_s
@@ -152,8 +152,10 @@ class _Replica:
 def test_split_between_replicas_is_nearly_optimal(
     clients: int, chance: float, drafted: int, knee_tokens: float, draw
 ) -> None:
-    """With one replica of each kind, throughput is within 5% of the best split, 10% for few
-    clients, and never below that of one pool."""
+    """With one replica of each kind, throughput is near the best split.
+
+    It is within 5%, or 10% for few clients, and never below that of one pool.
+    """
     token_s = 0.02 / knee_tokens
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
     slow = _Replica(0.02, token_s, 0.0, 0.0)
@@ -186,8 +188,7 @@ def test_plan_and_pool_agree(
     cap: int | None,
     rooms: tuple[bool, bool],
 ) -> None:
-    """No drafts are planned on a plain replica, and with free capacity the better pool is
-    chosen."""
+    """Plain replicas get no draft plan, and with free capacity the better pool is chosen."""
     request = replace(REQUEST, mode=mode, max_draft_tokens=cap)
     load = structs.replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
     choice = chosen(request, price=price, rooms=rooms, drafting=load)

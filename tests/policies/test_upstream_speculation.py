@@ -22,7 +22,7 @@ LENGTHS = st.integers(1, 16)
 
 @given(CHANCES, LENGTHS)
 def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None:
-    """For every length of draft."""
+    """Any draft length gives back the acceptance probability."""
     brute = sum(chance**slot for slot in range(1, drafted + 1))
     assert expected_accepted(chance, drafted) == pytest.approx(brute)
     assert acceptance_chance(DraftMeans(drafted, brute)) == pytest.approx(chance, abs=1e-6)
@@ -30,7 +30,7 @@ def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None
 
 @given(LENGTHS)
 def test_all_accepted_is_1_and_none_is_0(drafted: int) -> None:
-    """The extremes are exact."""
+    """The extreme values are exact."""
     assert acceptance_chance(DraftMeans(drafted, drafted)) == pytest.approx(1.0)
     assert acceptance_chance(DraftMeans(drafted, 0.0)) == pytest.approx(0.0, abs=1e-6)
 
@@ -47,8 +47,8 @@ def test_drafts_pay_on_an_idle_engine_and_never_on_a_full_one(chance: float, dra
 def test_drafts_pay_exactly_if_they_raise_throughput(
     chance: float, drafted: int, running: int, fixed_tokens: float
 ) -> None:
-    """At the margin, verifying the last slot of each draft or not changes tokens per second in the
-    direction that the price says, for slots worth the mean."""
+    """For slots worth the mean, the price says whether the last slot of each draft raises
+    throughput."""
     accepted = expected_accepted(chance, drafted)
     means = DraftMeans(drafted, accepted)
     step = fixed_tokens + running * (1 + drafted)
@@ -62,7 +62,7 @@ def test_drafts_pay_exactly_if_they_raise_throughput(
 
 
 def test_batch_share_is_learned_from_times() -> None:
-    """Streams at several loads determine the line, also for other loads."""
+    """Streams at several loads determine the line, which also fits other loads."""
     fixed_s, each_s = 0.020, 0.0005
     seen = BatchShare()
     for running in (4, 8, 16, 24, 32) * 10:
@@ -89,7 +89,7 @@ def test_batch_share_without_times_is_that_of_the_reference_scale() -> None:
 def test_batch_share_stays_between_0_and_1(
     streams: list[tuple[float, int]], running: int, step_tokens: float
 ) -> None:
-    """Noise, or times that fall with the load, do not matter."""
+    """Noise, and times that fall with the load, cannot leave this range."""
     seen = BatchShare()
     for tpot_s, beside in streams:
         seen.add_stream(tpot_s, beside)

@@ -1,4 +1,4 @@
-"""The worth of a token."""
+"""The weight of a token."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
 
 
 def test_tokens_are_due_at_even_intervals() -> None:
-    """The third token is due two intervals after the first; without a target never."""
+    """The third token is due two intervals after the first; without a target no token is due."""
     assert next_due_s(ServiceLevel(tpot_s=0.05), 10.0, 2) == pytest.approx(10.1)
     assert next_due_s(ServiceLevel(ttft_s=1.0), 10.0, 2) is None
