@@ -380,7 +380,7 @@ def test_cost_rises_with_load_and_falls_with_cached_tokens(
     assert one.score.per_token > 0.0
 
 
-# --- stale loads and other gateways ----------------------------------------------------------------
+# --- stale loads and other gateways ---------------------------------------------------------------
 
 
 @given(
