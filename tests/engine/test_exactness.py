@@ -1,7 +1,7 @@
-"""Bits of a row do not depend on what else is computed, in float32 and in bfloat16 with `exact`.
+"""The bits of a row do not depend on its step: in float32, and in bfloat16 with `exact`.
 
-Products cancel here, so that only rounding errors are left of them: another order of additions
-shows in every number. Outputs rounded to bfloat16 would hide most of it.
+The terms of the products cancel, so that only rounding errors are left, and another order of
+additions changes every number. Outputs rounded to bfloat16 would hide most differences.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONTEXT = 600
 
 
 def cancelling(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x and a weight whose product is zero but for rounding."""
+    """Return x and a weight whose exact product is zero."""
     random = torch.Generator().manual_seed(width)
     half = torch.randperm(width // 2, generator=random)
     x = torch.randn(rows, width // 2, generator=random).to(dtype)
@@ -56,10 +56,10 @@ def cancelling(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("shape", [(64, 192), (256, 4096), (882, 301), (1728, 420), (14336, 64)])
-def test_rows_of_a_product_do_not_depend_on_their_number(
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], dtype: torch.dtype, *, pack: bool
 ) -> None:
-    """A row of a product is the same in products of any number of tiles, at any place in them."""
+    """A row is equal in products of any number of tiles, at any position."""
     x, weight = cancelling(512, *shape, dtype)
     bias = torch.zeros(shape[1], dtype=dtype)
     linear = Linear(weight, bias, exact=True, pack=pack)
@@ -73,7 +73,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> None:
-    """`Linear.float32` has 2^-17 of an output's size as error, and rows free of each other."""
+    """`Linear.float32` has a relative error of 2^-17, and its rows are independent."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(160, 256, generator=random).bfloat16()
     weight = torch.randn(999, 256, generator=random).bfloat16()
@@ -90,10 +90,10 @@ def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> Non
 
 @pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("shape", [(64, 192), (256, 4096), (882, 301), (1728, 420)])
-def test_bfloat16_rows_without_onednn_do_not_depend_on_their_number(
+def test_a_bfloat16_row_without_onednn_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, in_c: bool
 ) -> None:
-    """Where oneDNN has no bfloat16, products in C and in torch are the rounded float32 ones."""
+    """Without bfloat16 in oneDNN, products in C and in torch are rounded float32 products."""
     monkeypatch.setattr(linear_module, "ONEDNN_BFLOAT16", False)
     if not in_c:
         monkeypatch.setattr(linear_module, "multiplies_in_c", lambda width: False)
@@ -110,7 +110,7 @@ def test_bfloat16_rows_without_onednn_do_not_depend_on_their_number(
 
 
 class Recording(Linear):
-    """Notes the rows of each product."""
+    """Records the rows of each product."""
 
     rows: list[int]
 
@@ -119,7 +119,7 @@ class Recording(Linear):
         return super()._multiply(x)
 
 
-def test_exact_bfloat16_products_are_cut_the_shortest() -> None:
+def test_exact_bfloat16_products_have_fewer_rows_than_others() -> None:
     """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows, others up to `MOST_ROWS`."""
     for dtype, exact, most in (
         (torch.bfloat16, True, EXACT_ROWS),
@@ -154,7 +154,7 @@ WINDOWS = (None, 1, 100, 256, 300)
 
 
 def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
-    """Return the operators in C; skips where there is no compiler."""
+    """Return the operators in C; skip the test without a compiler."""
     operators = native_operators(config, no_turns(config, dtype), dtype)
     if operators is None:
         pytest.skip("needs gcc")
@@ -162,7 +162,7 @@ def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
 
 
 def no_turns(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
-    """Return the rotations of one position, which is all that attention alone asks for."""
+    """Return the rotations of one position, because attention alone uses none."""
     return RotaryTables(*config.rope.tables(config.head_dim, 1, dtype))
 
 
@@ -173,7 +173,7 @@ MAKERS: dict[str, Callable[[ModelConfig, torch.dtype], Operators]] = {
 
 
 class Attention:
-    """Random queries, keys and values of one sequence, which may lie anywhere in a pool."""
+    """Random queries, keys and values of one sequence, at any place in a pool."""
 
     def __init__(self, make: str, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
         random = torch.Generator().manual_seed(group)
@@ -191,7 +191,7 @@ class Attention:
         self.queries = (torch.randn(shape, generator=random) * 0.3).to(dtype)
 
     def layer_kv(self, table: list[int]) -> Tensor:
-        """Return a layer of a pool of other sequences' numbers with this one's in its blocks."""
+        """Return a layer of a pool: this sequence in its blocks, other numbers elsewhere."""
         slots = torch.tensor(table)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
         pool = torch.full((4, 128 * BLOCK_TOKENS + KV_TILE, self.kv.shape[2]), 9.0)
         pool = pool.to(self.kv.dtype)
@@ -218,7 +218,7 @@ class Attention:
 def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
     window: int | None, group: int, dtype: torch.dtype, make: str
 ) -> None:
-    """A row's attention does not depend on the step, whatever heads share keys and windows hide."""
+    """The attention of a row does not depend on its step, for any head group and window."""
     attention = Attention(make, group, dtype)
     table = TABLES["one_run"]
     alone = attention.attended(1, window, table, CONTEXT - 176)
@@ -231,7 +231,7 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_attention_does_not_depend_on_where_keys_lie(
+def test_attention_does_not_depend_on_the_block_table(
     table: str, window: int | None, dtype: torch.dtype, make: str
 ) -> None:
     """One run, runs with borders at or within tiles, and scattered blocks give equal bits."""
@@ -244,8 +244,8 @@ def test_attention_does_not_depend_on_where_keys_lie(
 @pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
 @pytest.mark.parametrize("width", [1, 5, 160, 600])
 @pytest.mark.parametrize("make", MAKERS)
-def test_attention_is_that_of_the_textbook(make: str, width: int, window: int | None) -> None:
-    """Softmax over what a row may see and nothing else, against the formula in float64."""
+def test_attention_equals_its_formula_in_float64(make: str, width: int, window: int | None) -> None:
+    """The result equals a float64 softmax over the keys in the window, up to rounding."""
     attention = Attention(make, 4, torch.float32)
     keys, values = attention.kv.double().chunk(2)
     queries = attention.queries[:CONTEXT].double().view(CONTEXT, 2, 4, -1)
@@ -259,8 +259,8 @@ def test_attention_is_that_of_the_textbook(make: str, width: int, window: int | 
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 24, 48])
-def test_pieces_are_where_the_table_says(page_tokens: int) -> None:
-    """Any table, with pages of any size: the slot of a position is that of its page."""
+def test_pieces_have_the_slots_of_the_page_table(page_tokens: int) -> None:
+    """For any table and page size, the slot of a position is that of its page."""
     random = Random(page_tokens)
     for context in (1, 200, 256, 257, 600, 1100):
         pages = -(-context // page_tokens)
@@ -280,8 +280,8 @@ def test_pieces_are_where_the_table_says(page_tokens: int) -> None:
             assert [piece.start for piece in pieces] == list(starts)
 
 
-def test_tables_are_read_in_as_few_pieces_as_they_allow() -> None:
-    """A run is one view; runs that meet in a tile have that tile gathered; neighbours merge."""
+def test_tables_are_read_in_the_fewest_pieces() -> None:
+    """A run is one view, a tile across two runs is gathered, and neighbours merge."""
 
     def shape(table: str) -> list[tuple[int, int, bool]]:
         pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT)
@@ -308,7 +308,7 @@ TOKENS = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def one_by_one(runner: Runner) -> Tensor:
-    """Logits of `TOKENS`; those that follow a long prompt one by one."""
+    """Logits of `TOKENS`: a long prompt, then one token at a time."""
     return logits_in_steps(runner, blocks_of(0, 300), TOKENS, [0, *range(230, 301)])
 
 
@@ -317,7 +317,7 @@ def one_by_one(runner: Runner) -> Tensor:
 def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
     width: int, table: str | None, runner: Runner, one_by_one: Tensor
 ) -> None:
-    """In float32, and in bfloat16 with `exact`: steps of any size, from blocks lying anywhere."""
+    """Logits are equal for steps of any size and blocks at any place."""
     where = blocks_of(1, 300) if table is None else Table(TABLES[table])
     logits = logits_in_steps(runner, where, TOKENS, [*range(0, 300, width), 300])
     assert logits.dtype is torch.float32
@@ -325,8 +325,8 @@ def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_probe_confirms_what_it_is_asked_to_promise(dtype: torch.dtype) -> None:
-    """The probe at start finds float32, and bfloat16 with `exact`, exact; windows as well."""
+def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
+    """The probe confirms exactness of float32, of bfloat16 with `exact`, and of windows."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
     runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
@@ -335,35 +335,37 @@ def test_the_probe_confirms_what_it_is_asked_to_promise(dtype: torch.dtype) -> N
     assert windows_are_exact(sliding, dtype)
 
 
-def test_bfloat16_promises_nothing_unasked() -> None:
-    """Without `--exact` a bfloat16 worker makes no promise, and does not spend time on a probe."""
+def test_bfloat16_is_inexact_without_the_option() -> None:
+    """Without `--exact` a bfloat16 worker is inexact, and runs no probe."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, torch.bfloat16)
     runner = Runner(Decoder(config, weights, 16), KvPool(config, 1, torch.bfloat16))
     assert not exactness(runner, config, torch.bfloat16, 16, asked=False)
 
 
-class RowsThatSeeEachOther(Runner):
+class InexactRunner(Runner):
     """A runner in which a row's bits depend on the number of rows, as in other engines."""
 
     def logits(self, plan: object) -> Tensor:
-        """Return the logits, the last bits changed by their number."""
+        """Return the logits; their last bits depend on the number of rows."""
         logits = super().logits(plan)  # type: ignore[arg-type]
         return logits * (1 + 1e-6 * (len(logits) > 4))
 
 
-def test_a_promise_that_would_not_hold_is_refused() -> None:
-    """`--exact` where the probe fails ends the start with a message."""
+def test_exact_raises_if_the_probe_fails() -> None:
+    """`--exact` raises an error if the probe fails."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, torch.float32)
-    runner = RowsThatSeeEachOther(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
+    runner = InexactRunner(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
     with pytest.raises(ValueError, match="--exact is not possible in float32 on this machine"):
         exactness(runner, config, torch.float32, 512, asked=True)
 
 
 def test_products_have_few_numbers_of_rows() -> None:
-    """oneDNN keeps half a megabyte for each number of rows: steps of any length need few of them,
-    and none is padded by more than a quarter beyond the least."""
+    """Steps of any length use few numbers of rows, because oneDNN keeps memory for each of them.
+
+    Padding adds at most a quarter of the rows above the minimum.
+    """
     assert len(PRODUCT_ROWS) <= 30
     for dtype in DTYPES:
         linear = Recording(torch.zeros(8, 8, dtype=dtype), exact=True)
@@ -376,11 +378,13 @@ def test_products_have_few_numbers_of_rows() -> None:
     assert padded_rows(0) == 0
 
 
-def test_no_step_needs_kernels_that_were_not_compiled_at_the_start(
+def test_steps_need_no_kernels_beyond_those_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After `compile_products` no step multiplies a shape of weight by a new number of rows, so
-    the kernels that are kept take no more memory however long the worker runs."""
+    """After `compile_products` no step needs another kernel, so that memory does not grow.
+
+    A kernel belongs to a shape of weight and a number of rows.
+    """
     met = set()
     real = linear_module._product
 

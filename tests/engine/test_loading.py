@@ -1,4 +1,4 @@
-"""Loading: how much memory it takes, what it tells meanwhile, and what it reads."""
+"""Loading a checkpoint: memory, progress, file access and the hash."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ SMALL = {
 
 
 READS_PROC = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="reads what Linux tells of a process"
+    not Path("/proc/self/clear_refs").exists(), reason="needs /proc of Linux"
 )
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """155 MB in bfloat16."""
+    """A checkpoint of 155 MB in bfloat16."""
     return random_checkpoint(tmp_path_factory.mktemp("untied"), vocab_size=16000, **LARGE)
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """164 MB in bfloat16, a quarter of it the embedding."""
+    """A checkpoint of 164 MB in bfloat16, of which a quarter is the embedding."""
     directory = tmp_path_factory.mktemp("tied")
     return random_checkpoint(directory, vocab_size=40000, tie_word_embeddings=True, **LARGE)
 
@@ -62,14 +62,14 @@ def small(tmp_path: Path) -> Path:
 def test_loading_needs_little_more_memory_than_the_weights(
     kind: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
-    """At its peak a process that loads holds at most 1.15 times the weights."""
+    """The peak memory of loading is at most 1.15 times the weights."""
     figures = load_apart(request.getfixturevalue(kind), dtype)
     assert figures["weight_bytes"] > 150e6
     assert figures["weight_bytes"] <= figures["peak_bytes"] <= 1.15 * figures["weight_bytes"]
 
 
-def test_progress_goes_from_nothing_to_all(small: Path) -> None:
-    """The share of bytes loaded rises with every tensor and ends at exactly 1."""
+def test_progress_rises_to_1(small: Path) -> None:
+    """The loaded share of bytes rises with every tensor and ends at exactly 1."""
     shares: list[float] = []
     config = read_model_config(small)
     load_weights(small, config, torch.float32, progress=shares.append)
@@ -83,7 +83,7 @@ def test_progress_goes_from_nothing_to_all(small: Path) -> None:
 def test_each_file_is_opened_at_most_once_per_layer(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer's tensors are read with each shard opened once, and nothing stays open."""
+    """Each layer opens each shard at most once, and no file stays open."""
     opened: list[Path] = []
     open_file = checkpoint._open
 
@@ -101,10 +101,10 @@ def test_each_file_is_opened_at_most_once_per_layer(
     assert not {str(path) for path in small.glob("*.safetensors")} & held
 
 
-def test_faults_are_found_before_anything_is_read(
+def test_missing_tensors_are_reported_before_reading(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor missing from the last layer is named without loading the others."""
+    """A tensor that is missing in the last layer is reported before any tensor is read."""
     config = read_model_config(small)
 
     def read(*_: object) -> None:
@@ -125,10 +125,10 @@ def test_faults_are_found_before_anything_is_read(
         load_weights(small, config, torch.float32)
 
 
-def test_a_file_cut_after_its_header_was_read_is_an_error(
+def test_a_file_truncated_during_loading_is_an_error(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file replaced while the checkpoint loads is named, and does not end the process."""
+    """A file that is truncated during loading raises an error with its name."""
     config = read_model_config(small)
     require = checkpoint.Checkpoint.require
 
@@ -143,10 +143,10 @@ def test_a_file_cut_after_its_header_was_read_is_an_error(
         load_weights(small, config, torch.float32)
 
 
-def test_a_tied_embedding_computes_the_same_held_once_or_twice(
+def test_a_tied_embedding_has_the_same_bits_with_and_without_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The head that shares the embedding's memory gives the bits of the packed copy."""
+    """An LM head that shares the embedding's memory gives the bits of a packed copy."""
     tokens = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     read = []
     for most_bytes in (0, 1 << 30):
@@ -156,8 +156,8 @@ def test_a_tied_embedding_computes_the_same_held_once_or_twice(
     assert torch.equal(*read)
 
 
-def test_the_hash_is_that_of_the_pieces_of_the_files(small: Path) -> None:
-    """The hash can be recomputed from its definition, and loading reports the same one."""
+def test_the_hash_follows_its_definition(small: Path) -> None:
+    """The hash can be computed from its definition."""
     large = small / "model-00001-of-00002.safetensors"
     with large.open("r+b") as file:
         file.truncate(HASH_PIECE_BYTES + 5)
@@ -170,13 +170,13 @@ def test_the_hash_is_that_of_the_pieces_of_the_files(small: Path) -> None:
 
 
 def test_loading_reports_the_hash(small: Path) -> None:
-    """The weights carry the hash of the files they came from."""
+    """Loaded weights have the hash of their checkpoint."""
     loaded = load_weights(small, read_model_config(small), torch.float32)
     assert loaded.checkpoint_hash == checkpoint_hash(small)
 
 
 def test_parameters_are_counted_from_the_headers(untied: Path, tied: Path) -> None:
-    """The number of weights is that of the stored tensors, tied ones once."""
+    """The number of parameters is that of the stored tensors; tied ones count once."""
     layer = 512 * (2 * 512 + 2 * 128 + 3 * 1792 + 2)
     assert Checkpoint(untied).num_parameters == 18 * layer + 512 + 2 * 16000 * 512
     assert Checkpoint(tied).num_parameters == 18 * layer + 512 + 40000 * 512

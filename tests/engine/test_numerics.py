@@ -40,7 +40,7 @@ on_x86_64 = pytest.mark.skipif(
 
 @on_x86_64
 def test_the_variable_limits_torch_onednn_and_compiled_operators() -> None:
-    """With `avx2` nothing uses AVX-512 or AMX, and the numerics class says so."""
+    """With `avx2` nothing uses AVX-512 or AMX, and the numerics class contains the limit."""
     environ = {**os.environ, VARIABLE: "avx2"}
     command = [sys.executable, "-c", REPORT]
     done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
@@ -52,31 +52,31 @@ def test_the_variable_limits_torch_onednn_and_compiled_operators() -> None:
 
 
 def test_compiled_operators_are_named_after_compiler_isa_and_sources() -> None:
-    """Other sources or another instruction set give another name, so another numerics class."""
+    """The name contains the instruction set and a hash of the sources."""
     *_, sources = library_name().split("-")
     assert len(bytes.fromhex(sources)) == 4
     assert f"-{march()}-" in library_name()
 
 
-def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the variable, its value and the known names."""
+def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the variable, its value and the known names."""
     monkeypatch.setenv(VARIABLE, "avx1024")
     with pytest.raises(ValueError, match=r"DRAFTGATE_CPU_ISA='avx1024' is unknown; known: sse4"):
         check_cpu_isa()
 
 
-def test_an_instruction_set_beyond_the_processor_is_refused(
+def test_an_unsupported_instruction_set_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """AVX-512 on a processor without it ends the start with a message, not with a signal."""
+    """AVX-512 on a processor without it is an error at start instead of a crash."""
     monkeypatch.setenv(VARIABLE, "avx512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     with pytest.raises(ValueError, match="avx512 is not supported by this processor"):
         check_cpu_isa()
 
 
-def test_a_limit_that_torch_did_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable set after torch chose its kernels has no effect, and the start says so."""
+def test_a_limit_set_after_torch_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error to set the variable after torch has chosen its kernels."""
     used = torch.backends.cpu.get_cpu_capability().lower()
     other = next(name for name, isa in ISAS.items() if isa.aten != used)
     monkeypatch.setenv(VARIABLE, other)
@@ -88,8 +88,8 @@ def test_a_limit_that_torch_did_not_see_is_refused(monkeypatch: pytest.MonkeyPat
         check_cpu_isa()
 
 
-def test_dtypes_fit_their_device() -> None:
-    """float16 needs a GPU, and `auto` there is what the checkpoint holds."""
+def test_supported_dtypes_depend_on_the_device() -> None:
+    """float16 needs a GPU, where `auto` is the dtype of the checkpoint."""
     with pytest.raises(ValueError, match="float16 needs a GPU"):
         choose_dtype("float16", SHIPPED_MODEL)
     assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
@@ -107,10 +107,10 @@ def test_dtypes_fit_their_device() -> None:
         (False, False, torch.float32),
     ],
 )
-def test_a_large_model_is_computed_in_bfloat16_where_that_is_faster(
+def test_a_large_model_uses_bfloat16_if_that_is_faster(
     onednn: bool, in_c: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` on a CPU needs oneDNN's bfloat16 or the product in C; small models take float32."""
+    """On a CPU, `auto` is bfloat16 for large models if oneDNN or C multiplies it."""
     monkeypatch.setattr(numerics, "ONEDNN_BFLOAT16", onednn)
     monkeypatch.setattr(numerics, "multiplies_in_c", lambda width: in_c)
     assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
@@ -118,8 +118,8 @@ def test_a_large_model_is_computed_in_bfloat16_where_that_is_faster(
     assert choose_dtype("auto", SHIPPED_MODEL) is expected
 
 
-def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` is the GPU of that index, else the CPU; `cuda` without it says what was found."""
+def test_auto_chooses_a_gpu_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is the GPU with this index, or the CPU; a missing GPU is an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="GPU 0 was requested, but the number of GPUs is 0"):
@@ -133,7 +133,7 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
             choose_device(name, 2)
 
 
-def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
+def test_the_numerics_class_has_all_its_parts() -> None:
     """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
     made_by = "gcc-12.2.0"
     parts = numerics_class("0123456789ab", torch.bfloat16, made_by, exact=False).split("/")

@@ -1,4 +1,4 @@
-"""The operators in C against those in torch, which define them."""
+"""Compares the operators in C with those in torch, which define them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shaped(shape: tuple[int, ...]) -> ModelConfig:
 
 
 def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
-    """Return torch's operators and those in C."""
+    """Return the operators in torch and those in C."""
     tables = RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
     native = native_operators(config, tables, dtype)
     assert native is not None
@@ -62,13 +62,13 @@ def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Return numbers that depend on the shape alone."""
+    """Return random numbers that depend only on the shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Compare to a few units in the last place of the dtype."""
+    """Compare up to a few units in the last place of the dtype."""
     tolerance = 2e-6 if found.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -77,8 +77,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("added", [False, True])
-def test_norms_are_those_of_torch(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The sum is torch's to the bit, its norm to rounding."""
+def test_norms_equal_those_of_torch(
+    added: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The sum is bit-identical, the norm equal up to rounding."""
     config = shaped(shape)
     width = config.hidden_size
     sums, normed = [], []
@@ -95,10 +97,10 @@ def test_norms_are_those_of_torch(added: bool, shape: tuple[int, ...], dtype: to
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_queries_keys_and_values_are_those_of_torch(
+def test_queries_keys_and_values_equal_those_of_torch(
     normed: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Heads are normed, turned and scaled as in torch, and written to their slots and no others."""
+    """Heads are normalised, rotated, scaled and written as in torch, and to no other slots."""
     config = shaped(shape)
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
@@ -124,8 +126,8 @@ def test_queries_keys_and_values_are_those_of_torch(
 @needs_gcc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gates_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """silu(gate) * up, for gates so large that their exponential would be none, too."""
+def test_gates_equal_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """silu(gate) * up is right even for gates whose exponential overflows."""
     config = shaped(shape)
     gate_up = random(ROWS, 2 * config.intermediate_size, dtype=dtype, scale=5.0)
     gate_up[0, :4] = torch.tensor([300.0, -300.0, 0.0, -88.0])
@@ -136,8 +138,10 @@ def test_gates_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) ->
 @needs_gcc
 @pytest.mark.parametrize("vocab", [3, 64, 131])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits_in_bfloat16_lose_nothing(shape: tuple[int, ...], vocab: int) -> None:
-    """They are the products of the rounded numbers, summed in float32, any row by itself."""
+def test_logits_of_bfloat16_weights_have_float32_precision(
+    shape: tuple[int, ...], vocab: int
+) -> None:
+    """Logits are float32 sums of the bfloat16 products, and each row is independent."""
     width = shape[0]
     hidden, weight = (random(n, width, dtype=torch.bfloat16) for n in (ROWS, vocab))
     head = Linear(weight, pack=False)
@@ -153,7 +157,7 @@ def test_logits_in_bfloat16_lose_nothing(shape: tuple[int, ...], vocab: int) -> 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads: int) -> None:
-    """A row does not depend on the number of rows or threads that share the work."""
+    """A row does not depend on the number of rows or threads."""
     config = shaped((512, 1408, 4, 1, 256))
     _, native = both(config, dtype)
     hidden, weight = random(300, 512, dtype=dtype), random(512, dtype=dtype)
@@ -171,10 +175,10 @@ def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads:
 
 @needs_gcc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_of_the_shipped_model_are_those_of_torch(
+def test_logits_of_the_shipped_model_equal_those_of_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt and decodes behind it give the logits of the model on torch's operators."""
+    """A prompt and its decodes have the logits of torch's operators."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype)
     tokens = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -202,16 +206,16 @@ def runner_of(decoder: Decoder, dtype: torch.dtype) -> Runner:
     "shape",
     [(250, 704, 8, 4, 32), (256, 700, 8, 4, 32), (256, 704, 8, 4, 24), (256, 96, 65, 1, 16)],
 )
-def test_other_shapes_run_on_torch(shape: tuple[int, ...]) -> None:
-    """Widths that are no multiples of 16, or very many heads for each KV head, need no C."""
+def test_unsupported_shapes_use_torch(shape: tuple[int, ...]) -> None:
+    """Widths that are not multiples of 16, or too many heads per KV head, use torch."""
     operators = operators_for(shaped(shape), torch.float32, 8)
     assert operators.name == f"torch-{torch.__version__}"
 
 
-def test_without_a_compiler_torch_does_the_work(
+def test_torch_is_used_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No gcc on the PATH: the model runs, and the log says what that costs."""
+    """Without gcc the model runs on torch, and the log reports the cost."""
     compiler.compiled.cache_clear()
     monkeypatch.setattr(compiler, "compiler_version", lambda: None)
     with caplog.at_level(logging.INFO):
@@ -222,10 +226,10 @@ def test_without_a_compiler_torch_does_the_work(
 
 
 @needs_gcc
-def test_a_compiler_that_fails_is_no_reason_to_stop(
+def test_torch_is_used_if_compilation_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Where the sources do not compile, torch does the work and the log has the reason."""
+    """If compilation fails, the model runs on torch, and the log has the reason."""
     compiler.compiled.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-no-such-flag"))
@@ -236,7 +240,7 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(
 
 
 @needs_gcc
-def test_what_is_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_libraries_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The second start on a machine compiles nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     defines = {"HEAD_DIM": 32, "BFLOAT16": 0, "TILE": 256}

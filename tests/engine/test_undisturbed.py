@@ -1,7 +1,7 @@
-"""Whatever a request asks for, caches, batches, preemptions and moves change none of its tokens.
+"""Caches, batches, preemptions and moves change no token of any kind of request.
 
-The suite of `test_lossless` varies speculation on plain requests, `test_sampling` what is sampled;
-here several choices, shared and cached prefixes, moves and dtypes come together.
+`test_lossless` varies speculation on plain requests, and `test_sampling` the sampling. The tests
+here combine several choices, shared and cached prefixes, moves and dtypes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one, mix
 
 NEW_TOKENS = 24
 
-WISHES = {
+SAMPLING = {
     "plain": {},
     "sampled": {"temperature": 0.8},
     "penalties": {
@@ -40,56 +40,56 @@ WISHES = {
         "ignore_eos": False,
     },
 }
-"""What requests may ask for. Logprobs are always asked for: they are compared bit by bit."""
+"""Sampling parameters. Log probabilities are requested as well, and must be bit-identical."""
 
 
 @pytest.fixture(scope="module")
 def prompts(shipped: Model) -> list[list[int]]:
-    """Prompts that share beginnings: a long one, parts of it, and others."""
+    """Prompts with shared prefixes: a long one, parts of it, and others."""
     first, *others = held_out_prompts(shipped.tokenizer, 4, seed=11)
     return [first, first[:90], first[:90], *others]
 
 
 @pytest.fixture(scope="module")
 def shipped_bfloat16() -> Model:
-    """The shipped model in bfloat16, exact."""
+    """The shipped model in bfloat16, with exact rows."""
     return Model(SHIPPED_MODEL, torch.bfloat16)
 
 
 def requests(
-    prompts: list[list[int]], wishes: dict, policy: SpeculationPolicy, n: int = 1
+    prompts: list[list[int]], sampling: dict, policy: SpeculationPolicy, n: int = 1
 ) -> list[GenerationRequest]:
-    wanted = {"max_tokens": NEW_TOKENS, "logprobs": 2, **wishes}
+    wanted = {"max_tokens": NEW_TOKENS, "logprobs": 2, **sampling}
     return [
         request(str(index), prompt, policy, n=n, seed=500 + index, mode=mixed(index), **wanted)
         for index, prompt in enumerate(prompts)
     ]
 
 
-def undisturbed(model: Model, prompts: list[list[int]], wishes: dict, n: int = 1):
-    """Each request by itself on a fresh worker, without speculation."""
+def undisturbed(model: Model, prompts: list[list[int]], sampling: dict, n: int = 1):
+    """Return the output of each request alone on a new worker, without speculation."""
     setup = Setup(Off(), max_num_seqs=1)
-    outcomes = [run(model, [one], setup) for one in requests(prompts, wishes, Off(), n)]
+    outcomes = [run(model, [one], setup) for one in requests(prompts, sampling, Off(), n)]
     tokens = {key: ids for outcome in outcomes for key, ids in outcome.tokens.items()}
     logprobs = {key: all_ for outcome in outcomes for key, all_ in outcome.logprobs.items()}
     return tokens, logprobs
 
 
 def crowded(model: Model) -> Setup:
-    """Random drafts, chunked prompts, and memory for a few sequences only."""
+    """Random drafts, chunked prompts, and memory for few sequences."""
     policy = RandomSlots(random.Random(5))
     proposers = every_proposer_and_a_hostile_one
     return Setup(policy, proposers, max_num_seqs=6, max_step_tokens=50, num_blocks=32)
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_a_crowd_with_hostile_drafts_changes_nothing(
-    wish: str, shipped: Model, prompts: list[list[int]]
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_a_batch_with_random_drafts_does_not_change_tokens(
+    kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """Tokens and log probabilities equal those alone: shared, preempted, drafted at random."""
-    expected = undisturbed(shipped, prompts, WISHES[wish], n=2)
+    """Sharing, preemption and random drafts change no token and no log probability."""
+    expected = undisturbed(shipped, prompts, SAMPLING[kind], n=2)
     setup = crowded(shipped)
-    outcome = run(shipped, requests(prompts, WISHES[wish], setup.policy, n=2), setup)
+    outcome = run(shipped, requests(prompts, SAMPLING[kind], setup.policy, n=2), setup)
     assert (outcome.tokens, outcome.logprobs) == expected
     assert outcome.accepted > 0
     assert outcome.rejected > 0
@@ -98,52 +98,52 @@ def test_a_crowd_with_hostile_drafts_changes_nothing(
     assert outcome.leaked_blocks == 0
 
 
-@pytest.mark.parametrize("wish", ["plain", "penalties"])
-def test_bfloat16_is_exact_when_asked(
-    wish: str, shipped_bfloat16: Model, prompts: list[list[int]]
+@pytest.mark.parametrize("kind", ["plain", "penalties"])
+def test_exact_bfloat16_does_not_change_tokens(
+    kind: str, shipped_bfloat16: Model, prompts: list[list[int]]
 ) -> None:
-    """With `--exact`, neither a crowd, nor a cache, nor a move changes a bit in bfloat16."""
-    model, wishes = shipped_bfloat16, WISHES[wish]
-    expected = undisturbed(model, prompts, wishes)
+    """With `--exact`, batches, caches and moves change no bit in bfloat16."""
+    model, sampling = shipped_bfloat16, SAMPLING[kind]
+    expected = undisturbed(model, prompts, sampling)
     setup = crowded(model)
     engine = Engine(model, setup)
     for _ in range(2):
-        outcome = engine.run(requests(prompts, wishes, setup.policy))
+        outcome = engine.run(requests(prompts, sampling, setup.policy))
         assert (outcome.tokens, outcome.logprobs) == expected
     assert outcome.cached_tokens > 0
-    one = requests(prompts, wishes, setup.policy)[0]
+    one = requests(prompts, sampling, setup.policy)[0]
     whole = expected[0]["0", 0]
     for cut in (1, 9, 23):
         again = replace(one, resumed=(ResumedChoice(0, tuple(whole[:cut])),))
         assert run(model, [again], setup).tokens["0", 0] == whole[cut:]
 
 
-@pytest.mark.parametrize("wish", ["plain", "penalties", "late stop"])
-def test_a_cached_prompt_gives_what_an_uncached_one_gives(
-    wish: str, shipped: Model, prompts: list[list[int]]
+@pytest.mark.parametrize("kind", ["plain", "penalties", "late stop"])
+def test_a_cached_prompt_gives_the_same_tokens(
+    kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """The second run of the same requests computes little of the prompts and says the same."""
+    """A second run of the same requests uses cached prompts and has the same output."""
     policy = speculation_policy("fixed:4")
     engine = Engine(shipped, Setup(policy))
-    wanted = requests(prompts, WISHES[wish], policy)
+    wanted = requests(prompts, SAMPLING[kind], policy)
     cold, warm = engine.run(wanted), engine.run(wanted)
-    assert (cold.tokens, cold.logprobs) == undisturbed(shipped, prompts, WISHES[wish])
+    assert (cold.tokens, cold.logprobs) == undisturbed(shipped, prompts, SAMPLING[kind])
     assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
-    # All full blocks but the one that holds a prompt's last token.
+    # All full blocks except one that holds the last token of a prompt.
     assert warm.cached_tokens == sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
     assert cold.cached_tokens < warm.cached_tokens
 
 
-@pytest.mark.parametrize("wish", ["sampled", "penalties", "late stop"])
-def test_a_choice_resumed_at_any_position_goes_on_identically(
-    wish: str, shipped: Model, prompts: list[list[int]]
+@pytest.mark.parametrize("kind", ["sampled", "penalties", "late stop"])
+def test_a_choice_resumed_at_any_position_continues_identically(
+    kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """Cut after every token and continued on another worker, the tokens are those of one run."""
+    """A choice resumed on another worker after any token has the tokens of one run."""
     prompt = prompts[1]
-    tokens, logprobs = undisturbed(shipped, [prompt], WISHES[wish])
+    tokens, logprobs = undisturbed(shipped, [prompt], SAMPLING[kind])
     whole, of_whole = tokens["0", 0], logprobs["0", 0]
     policy = speculation_policy("auto")
-    (one,) = requests([prompt], WISHES[wish], policy)
+    (one,) = requests([prompt], SAMPLING[kind], policy)
     wanted = [
         replace(one, request_id=str(cut), resumed=(ResumedChoice(0, tuple(whole[:cut])),))
         for cut in range(len(whole))
@@ -154,17 +154,19 @@ def test_a_choice_resumed_at_any_position_goes_on_identically(
         assert outcome.logprobs[str(cut), 0] == of_whole[cut:]
 
 
-def test_a_sequence_may_move_again_and_again(shipped: Model, prompts: list[list[int]]) -> None:
-    """Handed between two workers after every few tokens, a request gives what one worker gives."""
-    wishes = WISHES["penalties"]
-    tokens, _ = undisturbed(shipped, [prompts[0]], wishes)
+def test_a_sequence_that_moves_repeatedly_keeps_its_tokens(
+    shipped: Model, prompts: list[list[int]]
+) -> None:
+    """A request that moves between two workers every few tokens has the tokens of one worker."""
+    sampling = SAMPLING["penalties"]
+    tokens, _ = undisturbed(shipped, [prompts[0]], sampling)
     policy = speculation_policy("fixed:3")
     engines = [Engine(shipped, Setup(policy)), Engine(shipped, crowded(shipped))]
     done: list[int] = []
     for hop in range(NEW_TOKENS):
         if len(done) >= NEW_TOKENS:
             break
-        (one,) = requests([prompts[0]], wishes, policy)
+        (one,) = requests([prompts[0]], sampling, policy)
         begun = (ResumedChoice(0, tuple(done)),) if done else ()
         short = replace(
             one,
