@@ -21,7 +21,7 @@ EOS = 0
 
 
 class RandomPicker:
-    """A policy that picks any valid lengths: no choice of slots may break an invariant."""
+    """Picks any valid draft lengths, since no choice of slots may break an invariant."""
 
     name = "random"
 
@@ -52,7 +52,7 @@ class WatchedScheduler(Scheduler):
 
 
 class SchedulerHarness:
-    """A scheduler with a fake device, with all invariants checked at every step."""
+    """Runs a scheduler on a fake device and checks all invariants at every step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SchedulerHarness:
         )
         self.sequences: list[Sequence] = []
         self.outputs: dict[int, list[int]] = {}
-        self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> what was written there
+        self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> entry written there
         self.steps = 0
 
     def add(self, **of_request) -> Sequence:
@@ -154,13 +154,12 @@ class SchedulerHarness:
         assert load.running + load.waiting + load.paused == len(self.open), "a sequence is lost"
 
     def check_load(self) -> None:
-        """The prompt tokens of the load are the pending tokens of running and waiting sequences,
-        except decodes."""
-        going_on = [s for s in self.open if s.pace is not Pace.PAUSED]
+        """Check that the load counts the pending tokens of all sequences except decodes."""
+        unpaused = [s for s in self.open if s.pace is not Pace.PAUSED]
         leaving = [s for s in self.open if s.pace is Pace.PAUSED and s.block_table]
         lacking = [
             s.pending_tokens
-            for s in [*going_on, *leaving]
+            for s in [*unpaused, *leaving]
             if s.pending_tokens > 1 or s.state is SequenceState.WAITING
         ]
         assert self.scheduler.load().prompt_tokens == sum(lacking)
@@ -202,7 +201,7 @@ class SchedulerHarness:
             self.memory[target] = self.memory[source]
 
     def read(self, work: SequenceWork) -> None:
-        """Check that every earlier position holds the entry of this very prefix."""
+        """Check that every earlier position holds the entry of exactly this prefix."""
         for position, prefix in enumerate(prefixes(work.sequence.token_ids[: work.start])):
             assert self.memory[self.place(work.sequence, position)] == prefix, "a wrong prefix"
 
@@ -244,12 +243,12 @@ class SchedulerHarness:
 
 
 def prefixes(tokens: list[int]) -> list[int]:
-    """What the keys and values of each token depend on: the token and all earlier ones."""
+    """Return what each token's keys and values depend on: the token and all earlier ones."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
 def expected_output(sequence: Sequence) -> list[int]:
-    """The true tokens up to the end token or the length."""
+    """Return the true tokens up to the end token or the length."""
     sampling, output = sequence.request.sampling, []
     for position in range(sequence.prompt_tokens, sequence.prompt_tokens + sampling.max_tokens):
         output.append(hashed_token(sequence, position))

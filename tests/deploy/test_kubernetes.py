@@ -117,7 +117,7 @@ def _routes(node: Node) -> list[Any]:
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
 def test_termination_grace_period_covers_draining(key: tuple[str, str]) -> None:
-    """It covers preStop, the drain timeout and the closing of connections."""
+    """The grace period covers preStop, the drain timeout and the closing of connections."""
     spec = pod(NODES[key])
     (container,) = spec["containers"]
     sleep, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]

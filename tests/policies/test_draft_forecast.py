@@ -88,7 +88,7 @@ def test_request_with_a_tpot_target_weighs_as_if_late(service, weight) -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 1e-9, 0.5, 1.0])
 @pytest.mark.parametrize("repetition", [None, 0.0, 1.0])
 def test_survivals_of_a_good_draft_are_probabilities_that_fall(acceptance, repetition) -> None:
-    """They lie between 0 and 1 and never rise from slot to slot."""
+    """Survivals are between 0 and 1 and never rise from slot to slot."""
     expected = DraftForecast(acceptance, "", repetition, 1.0)
     survivals = [expected.survival(slot) for slot in range(1, 17)]
     assert all(0.0 < survival < 1.0 for survival in survivals)

@@ -46,7 +46,7 @@ def test_patience_is_20_times_the_longest_usual_step(speed: WorkerSpeed, patienc
 
 
 def test_worker_without_steps_hangs_after_the_patience() -> None:
-    """It does not hang earlier, because the first check only records the number of steps."""
+    """The patience starts with the first check, which only records the number of steps."""
     silence = WorkerSilence()
     assert not check_for(silence, LOAD, 1 + LEAST_PATIENCE_S)
     assert check_for(silence, LOAD, 1)

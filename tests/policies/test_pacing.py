@@ -47,7 +47,7 @@ def test_pace_changes_one_step_at_a_time(reader, previous) -> None:
 
 @given(readers)
 def test_reader_that_keeps_up_is_never_slowed(reader) -> None:
-    """Its unread data is small, soon read, or read as fast as generated."""
+    """A reader keeps up if its unread data is small, soon read, or read as fast as generated."""
     keeps_up = (
         reader.unread_bytes <= UNTOUCHED_BYTES
         or (reader.drain_s <= SPARING_S and reader.stall_s == 0)
@@ -71,7 +71,7 @@ def test_larger_backlog_never_speeds_up(reader, previous, more) -> None:
 
 
 def test_reader_that_stops_is_paused_within_bounded_memory() -> None:
-    """Its request is sparing first, then stays paused."""
+    """The request of a stopped reader is sparing first, then stays paused."""
     paces, backlogs = read_along(0.0, 20_000.0)
     assert paces[-1] is Pace.PAUSED
     assert Pace.SPARING in paces[: paces.index(Pace.PAUSED)]
@@ -89,7 +89,7 @@ def test_slow_reader_gets_everything_with_few_changes_of_pace() -> None:
 
 
 def test_paused_reader_resumes_after_draining() -> None:
-    """Its request is sparing first, then runs at full pace."""
+    """A drained request is sparing first, then runs at full pace."""
     little = ReaderView(1000, read_bytes_s=50_000)
     assert pace(little, Pace.PAUSED) is Pace.SPARING
     assert pace(little, Pace.SPARING) is Pace.FULL

@@ -62,7 +62,7 @@ outcomes = st.lists(
 
 @given(outcomes, st.integers(0, 40))
 def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
-    """This property holds after any drafts."""
+    """Any drafts give survivals that are probabilities and never rise."""
     survivals, record = SurvivalModel(), RequestRecord()
     for evidence, accepted, rejected in observed:
         survivals.add_draft(record, evidence, accepted, rejected=rejected)

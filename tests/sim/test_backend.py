@@ -86,7 +86,7 @@ class Forgetful(SimBackend):
 
 
 class Moody(SimBackend):
-    """Its text depends on the load."""
+    """A simulator whose text depends on the load."""
 
     def generate(self, request):
         seed = request.sampling.seed + self.load().running + self.load().waiting
