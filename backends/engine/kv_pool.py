@@ -106,7 +106,7 @@ def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int) -> int:
     """Return the number of blocks that fit into `kv_bytes`.
 
     Raises:
-        ValueError: if not even one fits.
+        ValueError: not even one fits.
     """
     block_bytes = config.kv_bytes_per_token(itemsize) * BLOCK_TOKENS
     if kv_bytes < block_bytes:

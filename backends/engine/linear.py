@@ -144,7 +144,7 @@ class Linear:
         return library_name() if self._in_c else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features]; rows as by `padded_rows`."""
+        """Return [rows, out_features] for x of [rows, in_features]; see `padded_rows`."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _step_cost(
 
 
 def _cache(device: torch.device, *key: object) -> StartupCache | None:
-    """Return where a CPU's measurements are kept; on a GPU they also warm the kernels up."""
+    """Return the cache of a CPU's measurements; None on a GPU, because measuring warms it up."""
     if device.type != "cpu":
         return None
     return StartupCache(__version__, source_hash(), *key)
@@ -233,7 +233,7 @@ def _num_blocks(
     """Return the number of KV blocks to allocate.
 
     Raises:
-        ValueError: the memory does not hold one block.
+        ValueError: the memory is too small for one block.
     """
     model, device = decoder.config, decoder.device
     kv_bytes = config.kv_bytes
@@ -355,7 +355,7 @@ def _card(
 ) -> ModelCard:
     embedding_size = _embedding_size(model, directory)
     capabilities = Capabilities(
-        exact=exact and config.verify == "coupled",  # else a text depends on what was drafted
+        exact=exact and config.verify == "coupled",  # otherwise a text depends on its drafts
         embeddings=embedding_size > 0,
         embedding_size=embedding_size,
         formats=True,

@@ -58,7 +58,7 @@ def _machine_available() -> int:
 
 
 def _group_available() -> int:
-    """Return the bytes left of the container's limit; a huge number without a limit."""
+    """Return the bytes left within the container's limit; a huge number without a limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))

@@ -25,7 +25,7 @@ class Decoder:
 
     @property
     def arithmetic(self) -> str:
-        """What computes a step besides torch, with its version: part of the numerics class."""
+        """Library and version of the operators besides torch; part of the numerics class."""
         products = (linear.library for layer in self._weights.layers for linear in layer.linears)
         return next(filter(None, (self._weights.lm_head.library, *products)), self.operators.name)
 

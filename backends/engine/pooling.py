@@ -4,8 +4,8 @@ Embedding models made from decoders pool the last token, because it alone attend
 (Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). The gateway normalises the embedding.
 
 A checkpoint in the layout of sentence-transformers lists its modules in `modules.json` and its
-pooling in `1_Pooling/config.json`. Mean pooling would need the hidden states of all rows, also of
-cached ones, so a checkpoint that asks for it gets no embeddings.
+pooling in `1_Pooling/config.json`. Mean pooling is not supported, because it needs the hidden
+states of all rows, including cached ones.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def pools_last_token(directory: Path) -> bool:
 
 
 def unsupported_pooling(directory: Path) -> str | None:
-    """Return why a checkpoint's embeddings are not supported; None if they are.
+    """Return the reason why a checkpoint's embeddings are not supported; None if they are.
 
     Raises:
-        CheckpointError: if a file is damaged.
+        CheckpointError: a file is damaged.
     """
     pooling = "1_Pooling"
     for module in _modules(directory / "modules.json"):
@@ -91,7 +91,7 @@ def unsupported_pooling(directory: Path) -> str | None:
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """Return the modes that a pooling configuration asks for."""
+    """Return the modes in a pooling configuration."""
     named = settings.get("pooling_mode")
     if isinstance(named, str):
         return [named]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+    """Divides positions by `factor` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
 
@@ -22,12 +22,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: stretches long waves, keeps short ones, blends those between.
+    """The scaling of Llama 3.1: stretches long waves, keeps short ones, and blends those between.
 
     Attributes:
-        factor: by which long waves are stretched.
-        low_freq_factor, high_freq_factor: a wave is long if it makes fewer turns than the first in
-            the original context, and short if it makes more than the second.
+        factor: factor by which long waves are stretched.
+        low_freq_factor: waves with fewer turns in the original context are long.
+        high_freq_factor: waves with more turns in the original context are short.
         original_positions: context length of the original training.
     """
 
@@ -45,12 +45,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): as Llama 3, with a ramp over dimensions instead of frequencies.
+    """YaRN (arXiv 2309.00071): like Llama 3.1, with a ramp over dimensions instead of frequencies.
 
     Attributes:
-        factor: by which long waves are stretched.
-        beta_fast, beta_slow: waves with more turns than the first in the original context are kept;
-            those with fewer than the second are stretched in full.
+        factor: factor by which long waves are stretched.
+        beta_fast: waves with more turns in the original context are kept.
+        beta_slow: waves with fewer turns in the original context are stretched completely.
         attention_factor: multiplies cosines and sines, which softens attention.
         truncate: whether the ramp begins and ends at whole dimensions.
         original_positions: context length of the original training.

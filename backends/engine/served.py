@@ -1,4 +1,4 @@
-"""What a gateway needs to know of an engine, wherever that runs. No torch here."""
+"""The facts about an engine that a gateway needs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def loading_phase(progress: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an engine serves.
+    """The model that an engine serves.
 
     Attributes:
-        admission: what can run there, with the tokenizer.
+        admission: checks requests, and has the tokenizer.
     """
 
     card: ModelCard

@@ -24,7 +24,7 @@ MAX_ENTRIES: Final = 32
 
 
 def cache_directory() -> Path:
-    """Return where compiled operators and measurements are kept."""
+    """Return the directory of compiled operators and measurements."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "draftgate"
 
@@ -58,7 +58,7 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def source_hash() -> str:
-    """Return a hash of the engine's Python sources: an edit may change bits and costs."""
+    """Return a hash of the engine's Python sources, whose edits may change bits and costs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -84,7 +84,7 @@ class StartupCache:
         try:
             entry = msgspec.json.decode(self.path.read_bytes(), type=_Entry)
             _ = entry.measurements.cost
-        except (OSError, ValueError):  # what msgspec raises is a ValueError, too
+        except (OSError, ValueError):  # errors of msgspec are ValueErrors as well
             return None
         return entry.measurements if entry.key == self._key else None
 
@@ -93,7 +93,7 @@ class StartupCache:
         content = msgspec.json.encode(_Entry(self._key, measurements))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Other workers may write the same entry: each its own file, and the last one stays.
+            # Other workers may write the same entry. Each has its own file; the last one remains.
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
                 made = Path(folder) / self.path.name
                 made.write_bytes(content)

@@ -33,10 +33,10 @@ fast, `linear.py`). A larger one is held once; the bits are the same."""
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: queries, keys and values fused into one product, gate and up into another.
+    """The weights of one layer. Queries, keys and values share one matrix, gate and up another.
 
-    `qk_norm` is [num_heads + num_kv_heads, head_dim], the weight of queries and keys a row per
-    head, None for models that do not normalise them.
+    `qk_norm` is [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. It
+    is None for models that do not normalise them.
     """
 
     input_norm: Tensor
@@ -101,7 +101,7 @@ def load_weights(
     )
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(checkpoint_hash, directory)
-        # The largest matrices first: later ones reuse the memory of their packing.
+        # Largest matrices first, because later ones reuse the memory of their packing.
         lm_head, embedding = loader.head_and_embedding(head_name, embedding_name)
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
         final_norm = loader.tensor(FINAL_NORM)

@@ -17,12 +17,12 @@ class RotaryTables(NamedTuple):
 
 
 class Operators(Protocol):
-    """Operators of one model. They keep no state: `begin` returns the state of a step.
+    """Operators of one model. They are stateless: `begin` returns the state of a step.
 
     The bits of a row depend on nothing else in the step.
 
     Attributes:
-        name: library and version that compute; part of the numerics class.
+        name: library and version; part of the numerics class.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Operators(Protocol):
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim].
 
         Args:
-            queries: as `turn_and_store` returns them.
+            queries: from `turn_and_store`.
             layer_kv: includes the step's own keys and values.
-            window: a row at position p sees positions p - window + 1 to p; None: all up to p.
+            window: a row at position p attends to positions p - window + 1 to p; None: all up to p.
         """
         ...
 

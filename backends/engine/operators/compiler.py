@@ -1,6 +1,6 @@
-"""Compile the C sources of this folder for this machine, once, and load them.
+"""Compiles the C sources of this folder for this machine once, and loads them.
 
-Only gcc is needed, which Triton needs on GPUs as well. Libraries are kept in
+This requires only gcc, which Triton needs on GPUs as well. Libraries are kept in
 `$XDG_CACHE_HOME/draftgate`.
 """
 
@@ -29,7 +29,7 @@ FLAGS: Final = (
     "-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-Wno-psabi",
     "-shared", "-fPIC",
 )  # fmt: skip
-"""No -ffast-math: sums keep their order. Multiplications and additions are fused, always."""
+"""No -ffast-math, so that sums keep their order. Multiplications and additions are always fused."""
 
 COMPILE_TIMEOUT_S: Final = 120.0
 
@@ -49,7 +49,7 @@ def compiler_version() -> str | None:
 
 @lru_cache(maxsize=1)
 def library_name() -> str:
-    """Return everything that decides bits: compiler, `-march` and a hash of the sources."""
+    """Return the compiler, `-march` and a hash of the sources, all of which may change bits."""
     sources = hashlib.sha256()
     for path in sorted((*HERE.glob("*.c"), HERE / HEADER)):
         sources.update(path.read_bytes())
@@ -58,14 +58,14 @@ def library_name() -> str:
 
 @lru_cache(maxsize=16)
 def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
-    """Return the library of these sources and definitions; None where it cannot be compiled."""
+    """Return the library of these sources and definitions; None if it cannot be compiled."""
     if compiler_version() is None:
-        log.info("no gcc: the CPU path runs on torch alone, which takes several times as long")
+        log.info("gcc not found: the CPU path uses torch alone, which takes several times as long")
         return None
     try:
         return ctypes.CDLL(str(_library(sources, defines)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels do not compile, torch does their work: %s", error)
+        log.warning("the CPU kernels do not compile, torch is used instead: %s", error)
         return None
 
 
@@ -87,7 +87,7 @@ def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
 
 def _compile(arguments: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes may compile at the same time: each writes its own file, and the last stays.
+    # Other processes may compile at the same time. Each writes its own file; the last one remains.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         subprocess.run(  # noqa: S603
@@ -100,7 +100,7 @@ def _compile(arguments: list[str], library: Path) -> None:
 
 
 def _processor() -> str:
-    """Return the facts that decide `-march=native`, because a cache may move to another machine."""
+    """Return the features of the processor that decide `-march=native`; caches may be moved."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = ("vendor_id", "cpu family", "model", "flags", "Features")
