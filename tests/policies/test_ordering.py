@@ -269,7 +269,7 @@ def test_flood_delays_another_tenants_first_request_by_at_most_a_lag() -> None:
 
 
 def test_pressing_requests_count_as_ahead_of_better_classes() -> None:
-    """At most a third of the better class's own queue counts, if that much presses by then."""
+    """Pressing work of worse classes adds at most a third of the better class's own queue."""
     queue = Fair()
     for key in range(30):
         queue.push(ticket(key, deadline_s=2000.0, work_s=0.1))

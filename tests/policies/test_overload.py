@@ -67,7 +67,7 @@ def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_tar
 
 @pytest.mark.parametrize("comes_back", [never, at_once, early, half_obeys, rounds_up])
 def test_no_behaviour_of_clients_costs_goodput(comes_back: Return) -> None:
-    """Clients may return never, at once, too early, by half, or at whole seconds."""
+    """Goodput holds if clients return never, at once, early, at whole seconds, or only half do."""
     results = runs(comes_back=comes_back)
     assert mean_goodput(results) >= 0.95 * peak()
     assert mean_attainment(results) >= 0.95
