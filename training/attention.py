@@ -67,7 +67,7 @@ class _BlockedCausal(torch.autograd.Function):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally; all of shape [B, H, L, D]."""
+    """Attend causally; all tensors are [B, H, L, D]."""
     length = query.shape[2]
     block = _BLOCK_SHORT if length <= _SHORT else _BLOCK_LONG
     if length > _LONGEST or length % block:

@@ -54,7 +54,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def read_text(path: Path) -> str | None:
-    """Return a file's text exactly as stored, or None where it is not UTF-8 or is empty."""
+    """Return a file's text exactly as stored; None if it is empty or not UTF-8."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

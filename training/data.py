@@ -21,8 +21,8 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], separator: int)
 class PackedStream:
     """Endless windows of `length + 1` ids over documents joined in a new order each epoch.
 
-    Every epoch shuffles the documents, drops a random start so that windows fall elsewhere, and
-    visits the windows in random order. The position is (epoch, cursor, length): resumable.
+    Every epoch shuffles the documents, drops a random prefix to shift the windows, and visits the
+    windows in random order. The position (epoch, cursor, length) can be saved and resumed.
     """
 
     def __init__(self, documents: Sequence[Ids], seed: int) -> None:
@@ -35,7 +35,7 @@ class PackedStream:
         self._starts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def seek(self, epoch: int, cursor: int, length: int) -> None:
-        """Go to a recorded position."""
+        """Continue at a recorded position."""
         rng = np.random.default_rng((self._seed, epoch, length))
         order = rng.permutation(len(self._documents))
         joined = np.concatenate([self._documents[index] for index in order])

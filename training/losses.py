@@ -22,9 +22,9 @@ class Teacher:
 
 
 class _OutputLoss(torch.autograd.Function):
-    """Mean cross-entropy (nats per token), blended with KL to a teacher where one is given.
+    """Mean cross-entropy (nats per token), blended with KL to a teacher if there is one.
 
-    Both have the gradient softmax(logits) - wanted, so it is formed in the forward pass.
+    Both have the gradient softmax(logits) - wanted, so it is computed in the forward pass.
     """
 
     @staticmethod

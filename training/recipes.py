@@ -1,4 +1,4 @@
-"""How the shipped models are shaped and trained."""
+"""Shapes and training recipes of the shipped models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run: it lasts until `until` (share of the budget, 0..1)."""
+    """A part of the run, which lasts until `until` (share of the budget, 0..1)."""
 
     until: float
     length: int
@@ -16,7 +16,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is shaped and trained; learning rates are peaks."""
+    """Shape and training of one model; learning rates are peaks."""
 
     shape: dict[str, int]
     phases: tuple[Phase, ...]
@@ -36,9 +36,10 @@ RECIPES = {
             "head_dim": 32,
             "intermediate_size": 704,
         },
-        # Mostly short windows, as attention makes an 8,192-token window 5 times dearer a token.
-        # Small steps while the rate is high, as there are only some 2,000 of them; larger ones
-        # in the cooldown, where less noise helps and Muon's cost (16% at 4,096) is halved.
+        # Mostly short windows, because attention makes a token of an 8,192-token window 5 times
+        # more expensive. Use small steps while the rate is high, because the run has only some
+        # 2,000 of them. The cooldown has larger ones, because less noise helps and Muon's cost
+        # (16% at 4,096) is halved.
         phases=(
             Phase(0.4, 512, 4096),
             Phase(0.74, 512, 8192),
@@ -62,7 +63,7 @@ RECIPES = {
         },
         phases=(Phase(0.9, 512, 4096), Phase(0.98, 2048, 8192), Phase(1.0, 8192, 8192)),
         minutes=55,  # of one thread; resumed at 14 and at 25, which raised the rate again
-        # As the target, AdamW's rate scaled up with the smaller width.
+        # As for the target; AdamW's rate grows with the smaller width.
         matrix_rate=0.008,
         other_rate=0.006,
         # Mostly the target's distribution, which is what acceptance depends on.

@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 """Separates documents: it begins every training document, and so serves as BOS and EOS."""
 
 SPECIAL_TOKENS = (END_OF_TEXT, "<|user|>", "<|assistant|>", "<|end|>")
-"""The last three are reserved for a later chat tuning; the demo models never saw them."""
+"""The last three are reserved for a later chat tuning; the demo models were not trained on them."""
 
 SPLIT_PATTERN = r"\n+|[ \t]{2,}| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
 """How text is cut before byte-pair merging; every character falls into one alternative.
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% endif %}"
     "{% endfor %}"
 )
-"""A document of Python: user text is code to go on with, a system message is a comment."""
+"""A document of Python: user text is code to continue, a system message is a comment."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
@@ -70,7 +70,7 @@ SETTINGS = {
     "clean_up_tokenization_spaces": False,
     "model_max_length": CONTEXT,
 }
-"""What tokenizer_config.json holds, in the names that old and new loaders both read."""
+"""Content of tokenizer_config.json, with the field names of old and new loaders."""
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:

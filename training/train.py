@@ -3,11 +3,11 @@
     python -m training.train all --log .train/log.txt
 
 On Linux, MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 in the environment
-cuts page faults to a fifth: the allocator then keeps its pages from step to step.
+cuts page faults to a fifth: the allocator then keeps its pages between steps.
 
 Stages, each runnable alone: tokenizer, target, draft, evaluate. A model stage ends when its
 budget of minutes or of tokens is used up, whichever comes first; it checkpoints as it goes and
-continues with --resume. Facts about the result are gathered in metrics.json beside this file.
+continues with --resume. Facts about the result are collected in metrics.json beside this file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MICRO_TOKENS = 4096
 """Tokens per forward pass: larger ones were slower here (activations leave the cache)."""
 
 CLIP = 1.0
-"""Largest gradient norm; only spikes early on reach it."""
+"""Largest gradient norm; only early spikes reach it."""
 
 AGREEMENT_WINDOWS, AGREEMENT_LENGTH = 96, 1024
 """About 100,000 positions: a standard error below 0.2 points."""
@@ -70,7 +70,7 @@ def build_model(name: str, seed: int) -> LlamaForCausalLM:
         **RECIPES[name].shape,
         vocab_size=tokenization.VOCAB_SIZE,
         max_position_embeddings=tokenization.CONTEXT,
-        # The slowest of the 16 rotations has a period of 35,000 positions: 8,192 fit.
+        # The slowest of the 16 rotations has a period of 35,000 positions, more than 8,192.
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
@@ -141,7 +141,7 @@ def record(section: str, facts: dict[str, Any]) -> None:
 
 
 def device_name() -> str:
-    """Return what the run was computed on, in words."""
+    """Return a description of the training device."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -149,7 +149,7 @@ def device_name() -> str:
 
 
 class Run:
-    """The training of one model, from start or from its last checkpoint to its budget's end."""
+    """The training of one model, from start or last checkpoint to the end of its budget."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -172,7 +172,7 @@ class Run:
         return max(shares)
 
     def save(self) -> None:
-        """Write the checkpoint, replacing the last one only when it is complete."""
+        """Write the checkpoint, and replace the last one only when it is complete."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -206,7 +206,7 @@ class Run:
         return Teacher(hidden, weight, self.recipe.teacher_share)
 
     def micro_losses(self, phase: Phase) -> Iterator[float]:
-        """Run forward and backward for one step's batch, giving each part's loss."""
+        """Run forward and backward for one step's batch; yield each part's loss."""
         rows = max(1, phase.batch_tokens // phase.length)
         batch = self.stream.batch(rows, phase.length)
         parts = batch.split(max(1, MICRO_TOKENS // phase.length))
@@ -383,7 +383,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--checkpoint-minutes", type=float, default=2)
-    parser.add_argument("--export-minutes", type=float, default=8, help="write a usable model")
+    parser.add_argument("--export-minutes", type=float, default=8, help="interval of model exports")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--log", type=Path, help="log to this file and not to the terminal")
     return parser.parse_args(arguments)

@@ -1,5 +1,5 @@
-"""Studies in simulation: what policies give, over rates, traces and seeds.
+"""Simulated studies of policies over rates, traces and seeds.
 
-Each is a command of `draftgate bench`, needs no torch, and gives the same figures for the same
-command, whatever the machine.
+Each is a command of `draftgate bench` that needs no torch. The same command gives the same figures
+on any machine.
 """

@@ -1,12 +1,12 @@
-"""Capacity as Sarathi-Serve defines it (Agrawal et al., arXiv 2403.02310), by batching policy.
+"""Find the capacity of batching policies as Sarathi-Serve defines it (arXiv 2403.02310).
 
     draftgate bench capacity --trace FILE --json OUT --html OUT
 
-The highest Poisson rate at which the P99 of the gaps between tokens is within the SLO and the
-median scheduling delay, from arrival to the first step that a request is in, at most 2 s. The SLO
-is 5 times (strict) and 25 times (relaxed) what a step of 32 decodes behind 4,096 tokens each takes
-by the profile, and each request promises it as its time per token. Lengths come from the trace, in
-random order; all rates and policies meet the same requests.
+Capacity is the highest Poisson rate with two properties. The P99 of the gaps between tokens is
+within the SLO. The median scheduling delay, from arrival to the first step of a request, is at most
+2 s. The SLO is 5 times (strict) or 25 times (relaxed) the profile's time of a step of 32 decodes
+with 4,096 tokens of context each. Each request has it as its TPOT target. Lengths come from the
+trace in random order. All rates and policies get the same requests.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Record, Slo
 
 LATEST_S: Final = 2.0
-"""Most of the median scheduling delay: "the system can sustain the load" (section 5.1)."""
+"""Maximum median scheduling delay: "the system can sustain the load" (section 5.1)."""
 
 STRETCHES: Final = {"strict": 5.0, "relaxed": 25.0}
 SLO_SEQUENCES, SLO_CONTEXT = 32, 4096
-"""The step whose multiples the SLOs are (Sarathi-Serve, table 3)."""
+"""The step whose multiples are the SLOs (Sarathi-Serve, table 3)."""
 
 BATCHINGS: Final = (
     "slack", "fixed:256", "fixed:512", "fixed:1024", "fixed:1536", "fixed:2048",
@@ -51,11 +51,11 @@ BATCHINGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a rate gave. Gaps are pooled over all requests.
+    """The result of one rate. Gaps are pooled over all requests.
 
     Attributes:
         queue_p50_s: median scheduling delay.
-        output_tokens_per_s: tokens by the time that the run took.
+        output_tokens_per_s: tokens divided by the duration of the run.
     """
 
     rate_rps: float
@@ -74,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is searched: requests, a worker, and a promise."""
+    """What a search needs: requests, a worker, and an SLO."""
 
     drawn: Drawn
     config: WorkerConfig
@@ -89,7 +89,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a search found: the last rate that holds (None if there is none), and the next one."""
+    """The result of a search: the last rate that holds (None if there is none), and the next."""
 
     within: Point | None
     beyond: Point | None
@@ -97,10 +97,10 @@ class Capacity:
 
 
 def measured(rate_rps: float, records: Sequence[Record]) -> Point:
-    """Return the figures of a run; every request must have been answered.
+    """Return the figures of a run, in which every request must have been answered.
 
     Raises:
-        ValueError: a request was refused, or there is no gap: all answers have one token.
+        ValueError: a request was refused, or no answer has more than one token.
     """
     if any(record.verdict is not Verdict.OK for record in records):
         raise ValueError("a request was refused: it is longer than the model's context")
@@ -122,15 +122,15 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
 
 
 def median_delay_s(records: Sequence[Record]) -> float:
-    """Return the median scheduling delay: from arrival to the first step that a request was in."""
+    """Return the median scheduling delay, from arrival to the first step of a request."""
     return median([float(record.metrics["queue_s"]) for record in records if record.metrics])
 
 
 def capacity(setting: Setting, near: int) -> tuple[Capacity, int]:
-    """Return the capacity, and its place in the grid for the next search to begin at.
+    """Return the capacity, and its grid index as the start of the next search.
 
     Args:
-        near: place of the grid to begin at.
+        near: grid index to begin at.
     """
     points = dict[int, Point]()
 
@@ -152,9 +152,9 @@ def slo_seconds(profile: Profile) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Search every combination, print a line for each, write what was asked for."""
+    """Run `draftgate bench capacity`."""
     parser = bench_parser("capacity", __doc__)
-    parser.add_argument("--trace", type=Path, required=True, help="of which lengths are taken")
+    parser.add_argument("--trace", type=Path, required=True, help="trace with the lengths")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--batching", default=",".join(BATCHINGS))
     parser.add_argument("--speculation", default="off,auto")

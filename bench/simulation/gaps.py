@@ -1,10 +1,10 @@
-"""The gaps between tokens of a decode when long prompts arrive, by batching policy.
+"""Show the gaps between tokens of a decode when long prompts arrive, by batching policy.
 
     draftgate bench gaps --json OUT --html OUT
 
-32 sequences decode behind 4,096 tokens each; four prompts of 8,192 tokens come a second apart. What
-is shown is one of the decodes: each of its tokens, and how long after the one before it came. All
-requests promise the strict SLO of `draftgate bench capacity` as their time per token.
+32 sequences decode with 4,096 tokens of context each, and four prompts of 8,192 tokens arrive one
+second apart. The figure shows one decode: the time of each token and the gap before it. All
+requests have the strict SLO of `draftgate bench capacity` as their TPOT target.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ BATCHINGS: Final = ("slack", "fixed:512", "prefill_first")
 
 LONG_TOKENS: Final = 8192
 LONG_AT_S: Final = (8.0, 9.0, 10.0, 11.0)
-"""The decodes are all under way by then: their prompts take 3 to 5 s (h100-8b)."""
+"""Arrivals of the long prompts. All decodes run by then; their prefills take 3 to 5 s (h100-8b)."""
 
 FROM_S, TO_S = 7.5, 12.5
 
 DECODED, ANSWERED = 700, 16
-"""Tokens of the answers: the decode that is watched has them until 12 s or more."""
+"""Output tokens of decodes and of long prompts. The watched decode lasts until 12 s or later."""
 
 
 def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
-    """Simulate the decodes and the long prompts behind them."""
+    """Simulate the decodes and the long prompts after them."""
     short = TraceRow(0.0, SLO_CONTEXT, DECODED)
     longs = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
     drawn = Drawn((short,) * SLO_SEQUENCES + tuple(longs), seed=0)
@@ -50,7 +50,7 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
 
 
 def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return instant and gap of each token of the last decode around the long prompts."""
+    """Return time and gap of each token of the last decode around the long prompts."""
     record = records[SLO_SEQUENCES - 1]
     ends_s = [chunk.at_s for chunk in record.chunks][1:]
     told = zip(ends_s, chunk_gaps_s(record), strict=True)
@@ -58,7 +58,7 @@ def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
-    """Return the gaps over time, a line for each policy."""
+    """Return the gaps over time, with a line for each policy."""
     data = [
         {
             "type": "scatter",
@@ -84,7 +84,7 @@ def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate the policies, print a line for each, write what was asked for."""
+    """Run `draftgate bench gaps`."""
     parser = bench_parser("gaps", __doc__)
     parser.add_argument("--batching", default=",".join(BATCHINGS))
     args = parser.parse_args(arguments)

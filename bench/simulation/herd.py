@@ -1,12 +1,12 @@
-"""Herds: how unequal workers get when many gateways place bursts by loads that are old.
+"""Measure load imbalance when many gateways place bursts by stale load data.
 
     draftgate bench herd --json OUT --html OUT
 
-16 gateways, 16 workers alike, requests of very different lengths. Every policy meets the same
-requests, at every age of the load data, with and without leases; what is told is max / mean of the
-tokens that workers have before them at the end of each burst, and of those the burst brought, and
-the work that requests find before them. Ages are all alike, or staggered as by heartbeats. A model
-of what gateways know, not of workers (`bench/simulation/herd_model.py`).
+16 gateways serve 16 equal workers with requests of very different lengths. Every policy gets the
+same requests, at every age of the load data, with and without leases. At the end of each burst the
+figures are max / mean of the workers' backlogs, and of the tokens that the burst added. A third
+figure is the work that requests find before them. Ages are either equal or staggered as with
+heartbeats. The study models what gateways know, not workers (`bench/simulation/herd_model.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(bursts: Bursts, ages: Sequence[Ages], seeds: int) -> list[dict[str, 
 
 
 def _row(bursts: Bursts, ages: Ages, seeds: int, *, leased: bool) -> dict[str, Any]:
-    """Return the means of all policies, and how ours compares with the best of the others."""
+    """Return the means of all policies, and the difference of `price` to the best other one."""
     found = {policy: _samples(bursts, policy, ages, seeds, leased=leased) for policy in POLICIES}
     means = {
         policy: {
@@ -85,15 +85,15 @@ def _estimated(values: Sequence[float]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure all ages, print a line for each, write what was asked for."""
+    """Run `draftgate bench herd`."""
     parser = bench_parser("herd", __doc__, device=False)
     parser.add_argument("--ages-ms", default=",".join(f"{age_s * 1e3:g}" for age_s in AGES_S))
-    parser.add_argument("--staggered-ms", default="500", help="mean ages by heartbeats")
+    parser.add_argument("--staggered-ms", default="500", help="mean ages with heartbeats")
     parser.add_argument("--gateways", type=int, default=16)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--bursts", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=1600, help="of each burst")
-    parser.add_argument("--utilisation", type=float, default=0.7, help="of a whole period")
+    parser.add_argument("--requests", type=int, default=1600, help="requests per burst")
+    parser.add_argument("--utilisation", type=float, default=0.7, help="utilisation over a period")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
     bursts = Bursts(
@@ -153,7 +153,7 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: bool) -> Chart:
-    """Return a figure of all policies over the age of what gateways see."""
+    """Return a figure of all policies over the age of the load data."""
     shown = [row for row in rows if row["leases"] is leased and not row["staggered"]]
     data = [
         {

@@ -1,11 +1,10 @@
-"""Gateways that place requests by loads that are old: no queue, no network, only what they know.
+"""A model of gateways that place requests by stale loads, without queues or network.
 
-A worker is its backlog of tokens, worked off at a constant rate. Each gateway has a routing policy
-of its own and sees every worker as it was a while ago, and what it has itself sent since. With
-leases the workers that its policy offers go to a ledger which all gateways share and which is
-always fresh; the least score with what is leased there takes the request, as a state store does it
-in one round trip (`least_with_leases`). What gateways see before they ask is a
-snapshot of the store, with the leases behind the reports as they were then.
+A worker is a backlog of tokens with a constant service rate. Each gateway has its own routing
+policy. It sees every worker as it was some time ago, plus what it has sent since. With leases, the
+offered workers go to an always current ledger that all gateways share. The offer with the lowest
+score, including its leases there, gets the request, as in a state store (`least_with_leases`).
+Before that, gateways see a snapshot of the store, with the leases after the reports at that time.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from draftgate.policies.routing.types import Candidate, Candidates, Route, Route
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 MEMORY_TOKENS: Final = 1 << 30
-"""Of a worker: more than it ever has to do."""
+"""Memory of a worker, more than its backlog ever needs."""
 
 SNAPSHOT_S: Final = 0.1
-"""The age of a gateway's snapshot of the store: it is not read for each request."""
+"""Age of a gateway's snapshot of the store, which is not read for each request."""
 
 GOLDEN: Final = 0.618
-"""Multiples of it fall evenly between whole numbers: where workers' heartbeats lie."""
+"""Multiples of it, modulo 1, are evenly spread; they are the phases of workers' heartbeats."""
 
 MEDIAN_TOKENS, SIGMA = 300.0, 1.0
-"""Of the requests' lengths, lognormal: a mean of 495, a standard deviation of 1.3 times that."""
+"""Lognormal request lengths with a mean of 495 and a standard deviation of 1.3 times that."""
 
 
 class Arrival(NamedTuple):
-    """A request, and the gateway that it comes to."""
+    """A request, and the gateway that receives it."""
 
     at_s: float
     gateway: int
@@ -46,12 +45,12 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Requests that come in bursts, by turns with silence.
+    """Requests in bursts, separated by silence.
 
     Attributes:
-        bursts: how many.
-        every_s, length_s: from one's begin to the next one's, and to its own end.
-        requests: of each, at uniformly random instants and gateways.
+        bursts: number of bursts.
+        every_s, length_s: period of the bursts, and length of each.
+        requests: requests per burst, at uniformly random times and gateways.
         utilisation: of all workers over a whole period.
     """
 
@@ -65,7 +64,7 @@ class Bursts:
 
     @property
     def ends_s(self) -> list[float]:
-        """When each burst ends."""
+        """End time of each burst."""
         return [number * self.every_s + self.length_s for number in range(self.bursts)]
 
     def arrivals(self, seed: int) -> list[Arrival]:
@@ -83,53 +82,53 @@ class Bursts:
         return sorted(found)
 
     def tokens_per_s(self, arrivals: Sequence[Arrival]) -> float:
-        """Return the rate of a worker with which they take the share `utilisation` of all."""
+        """Return the service rate of a worker that gives the chosen utilisation."""
         tokens = sum(one.tokens for one in arrivals)
         return tokens / (self.workers * self.bursts * self.every_s * self.utilisation)
 
 
 @dataclass(slots=True)
 class Backlog:
-    """What a worker has to do, at any instant up to the last arrival."""
+    """The backlog of a worker, at any time up to the last arrival."""
 
     tokens_per_s: float
     at_s: list[float] = field(default_factory=lambda: [0.0])
-    tokens: list[float] = field(default_factory=lambda: [0.0])  # with what came then
-    came: list[int] = field(default_factory=lambda: [0])  # since the beginning
+    tokens: list[float] = field(default_factory=lambda: [0.0])  # including the arrival at that time
+    came: list[int] = field(default_factory=lambda: [0])  # cumulative
 
     def add(self, now_s: float, tokens: int) -> None:
-        """Note that a request is placed here."""
+        """Place a request here."""
         self.tokens.append(self.at(now_s) + tokens)
         self.came.append(self.came[-1] + tokens)
         self.at_s.append(now_s)
 
     def at(self, at_s: float) -> float:
-        """Return the tokens that were to be worked off at an instant."""
+        """Return the backlog in tokens at a time."""
         place = bisect_right(self.at_s, at_s) - 1
         if place < 0:
             return 0.0
         return max(self.tokens[place] - (at_s - self.at_s[place]) * self.tokens_per_s, 0.0)
 
     def came_until(self, at_s: float) -> int:
-        """Return the tokens that had come by an instant."""
+        """Return the tokens that had arrived by a time."""
         return self.came[max(bisect_right(self.at_s, at_s) - 1, 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """How old the loads are that gateways see.
+    """Ages of the load data.
 
     Attributes:
-        mean_s: of all workers' at any instant.
-        staggered: each worker reports at its own instants, so its age goes from 0 to twice the mean
-            and back, as with heartbeats; else the ages of all are always the mean.
+        mean_s: mean age over all workers at any time.
+        staggered: whether each worker reports at its own times, as with heartbeats. Its age then
+            varies from 0 to twice the mean. Otherwise all ages equal the mean.
     """
 
     mean_s: float
     staggered: bool = False
 
     def at(self, now_s: float, number: int) -> float:
-        """Return the age of a worker's load, by the worker's number."""
+        """Return the age of a worker's load, by the worker's index."""
         if not self.staggered:
             return self.mean_s
         every_s = 2.0 * self.mean_s
@@ -137,10 +136,10 @@ class Ages:
 
 
 class Gateway:
-    """One of several: it knows its own sends, and the workers as they were a while ago."""
+    """A gateway that knows its own requests, and the workers as they were some time ago."""
 
     def __init__(self, policy: RoutingPolicy, rivals: int, seed: str) -> None:
-        """Begin with nothing sent; `rivals` is how many others it thinks of."""
+        """Create a gateway that has sent nothing and assumes `rivals` others."""
         self._policy = policy
         self._rivals = rivals
         self._draw = Random(seed).random
@@ -173,7 +172,7 @@ class Gateway:
     def _candidate(
         self, name: str, backlog: Backlog, now_s: float, age_s: float, *, leased: bool
     ) -> Candidate:
-        """Return what it knows of a worker: with leases all gateways' at the last snapshot."""
+        """Return its view of a worker, with all leases of the last snapshot if they are used."""
         tokens = round(backlog.at(now_s - age_s))
         if leased:
             read_s = now_s - min(SNAPSHOT_S, age_s)
@@ -189,7 +188,7 @@ class Gateway:
         return Candidate(name, WorkerUsage(load), leased_tokens=unreported, age_s=age_s, own=False)
 
     def _unreported(self, name: str, since_s: float) -> int:
-        """Return the tokens that it has sent to a worker since an instant."""
+        """Return the tokens that it has sent to a worker since a time."""
         sent = self._sent.get(name, [])
         while sent and sent[0][0] <= since_s:
             del sent[0]
@@ -197,7 +196,7 @@ class Gateway:
 
 
 def least_with_leases(route: Route, leased_tokens: Mapping[str, int]) -> str:
-    """Return the worker whose score is least with all tokens leased there."""
+    """Return the worker with the lowest score after adding all tokens leased there."""
     return min(
         route.offers,
         key=lambda offer: offer.score + offer.score_per_token * leased_tokens[offer.worker_id],
@@ -205,11 +204,11 @@ def least_with_leases(route: Route, leased_tokens: Mapping[str, int]) -> str:
 
 
 class Imbalance(NamedTuple):
-    """How unequal workers are at the end of a burst, max / mean, and what that costs.
+    """The imbalance of workers at the end of a burst as max / mean, and its cost.
 
     Attributes:
-        backlog: of what each has to work off then.
-        placed: of what the burst brought to each.
+        backlog: of the workers' backlogs.
+        placed: of the tokens that the burst added to each.
         wait_s: mean seconds of work that the burst's requests found before them.
     """
 
@@ -221,10 +220,10 @@ class Imbalance(NamedTuple):
 def imbalances(
     bursts: Bursts, policy: str, ages: Ages, seed: int, *, leased: bool
 ) -> Iterator[Imbalance]:
-    """Yield how unequal the workers are at the end of each burst.
+    """Yield the imbalance at the end of each burst.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     arrivals = bursts.arrivals(seed)
     rate = bursts.tokens_per_s(arrivals)
@@ -250,6 +249,6 @@ def imbalances(
 
 
 def _unequal(tokens: Sequence[float]) -> float:
-    """Return max / mean; 1 where there is nothing."""
+    """Return max / mean; 1 if all are zero."""
     mean = sum(tokens) / len(tokens)
     return max(tokens) / mean if mean else 1.0

@@ -1,4 +1,4 @@
-"""When everybody could have started, had all that came been known."""
+"""The earliest possible start of each request, with all arrivals known."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Stay:
     """A request in hindsight.
 
     Attributes:
-        at_s: when it entered the line: was let in, or told to come back.
+        at_s: when it entered the queue, by admission or with a retry time.
         priority: its class.
-        service_s: how long it took a seat; 0 of one that was not served in its turn.
+        service_s: how long it occupied a sequence; 0 if it was not served in its turn.
     """
 
     at_s: float
@@ -26,12 +26,13 @@ class Stay:
 
 
 def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
-    """Return when each would have started before so many seats.
+    """Return the start time of each request with a fixed sequence capacity.
 
-    Better classes first, in a class who entered first; but of each `OVERDUE_EVERY` takings one is
-    for the classes behind the best that waits, and by the same rule of those, one in as many again:
-    the share that `fair` leaves to those who would starve. So a client waits behind all of better
-    classes who enter before it starts. With one class it is first come, first served.
+    Higher classes go first, and within a class the earlier request. One in every `OVERDUE_EVERY`
+    starts goes to a class below the highest waiting one; among those, the same rule applies again.
+    `fair` leaves this share to starving classes. A request therefore waits for all requests of
+    higher classes that enter before it starts. With one class the order is first come, first
+    served.
     """
     order = deque(sorted(range(len(stays)), key=lambda index: stays[index].at_s))
     waiting: dict[int, deque[int]] = {stay.priority: deque() for stay in stays}
@@ -52,7 +53,7 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
 
 
 def _behind(takings: int) -> int:
-    """Return how many classes the next taking passes over."""
+    """Return how many classes the next start passes over."""
     behind = 0
     while takings % OVERDUE_EVERY == OVERDUE_EVERY - 1:
         takings //= OVERDUE_EVERY

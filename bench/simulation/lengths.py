@@ -1,7 +1,7 @@
-"""Requests with the lengths of a trace, at Poisson instants: the same ones at every rate.
+"""Requests with the lengths of a trace at Poisson arrivals, identical at every rate.
 
-Rows and unit gaps are drawn once for a seed; a rate only scales the gaps. So all rates and policies
-meet the same requests in the same order (common random numbers).
+Rows and unit gaps are drawn once per seed, and a rate only scales the gaps. All rates and policies
+therefore get the same requests in the same order (common random numbers).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 INDEX_BYTES = 4
-"""Ids that tell prompts apart: no two begin alike, so none finds another's prefix in a cache."""
+"""Leading ids that make each prompt unique, so that none hits another's cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Requests, but for their rate.
+    """Requests without a rate.
 
     Attributes:
         rows: their lengths, in order.
-        seed: of instants and texts.
+        seed: seed of arrivals and texts.
     """
 
     rows: tuple[TraceRow, ...]
@@ -36,7 +36,7 @@ class Drawn:
 
     @classmethod
     def of(cls, rows: Sequence[TraceRow], requests: int, seed: int) -> Drawn:
-        """Draw so many of a trace's rows, in random order; with repetition only beyond its end.
+        """Draw a number of rows in random order; rows repeat only if the trace is too short.
 
         Raises:
             ValueError: the trace has no rows.
@@ -49,7 +49,7 @@ class Drawn:
         return cls(tuple(drawn), seed)
 
     def planned(self, rate_rps: float, slo: Slo) -> list[PlannedRequest]:
-        """Return the requests at a mean rate, with a promise."""
+        """Return the requests at a mean rate, with a service level."""
         instants = parse_arrival("poisson").instants(1.0, self.seed)
         return [
             PlannedRequest(
@@ -63,7 +63,7 @@ class Drawn:
         ]
 
     def job(self, planned: PlannedRequest) -> Job:
-        """Return the job of a planned request, with a prompt as long as its row says."""
+        """Return the job of a planned request, with a prompt of its row's length."""
         tokens = max(self.rows[planned.index].prompt_tokens, INDEX_BYTES)
         ids = planned.index.to_bytes(INDEX_BYTES, "big") + bytes(tokens - INDEX_BYTES)
         return replace(job_of(planned), prompts=(compact(ids),))

@@ -1,12 +1,12 @@
-"""Overload: what is refused, when it is told to come back, and whether that was true.
+"""Measure overload in virtual time: refusals, retry times, and whether retries succeed.
 
     draftgate bench overload --json OUT
 
-In virtual time, the gateway's own queue and admission before simulated workers. Requests come for a
-minute at rates up to three times the one at which goodput peaks; whoever is refused comes back when
-it was told to, until it is let in. Goodput counts requests whose first token came in time after the
-attempt that was let in, and whose tokens did. The earliest instant at which a refused client could
-have come is found in hindsight, by what requests really took (`earliest_s`).
+The gateway's own queue and admission run in front of simulated workers. Requests arrive for a
+minute, at rates up to three times the one at the peak of goodput. A refused client retries at the
+time it was given, until it is admitted. Goodput counts requests whose TTFT, measured from the
+admitted attempt, and TPOT met their targets. The earliest feasible retry of a refused client is
+computed in hindsight from actual service times (`earliest_s`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
 """Offered rates, as multiples of the nominal one."""
 
 TIMES: Final = 3.0
-"""What is called overload: so many times the rate at which goodput peaks."""
+"""The overload, as a multiple of the rate at the peak of goodput."""
 
 
 def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
-    """Return the figures of all rates, and of three times the one where goodput peaks."""
+    """Return the figures of all rates, and of the overload."""
     rows = [
         figures(overload, rate, overload.run(rate))
         for rate in (factor * nominal_rps for factor in FACTORS)
@@ -45,7 +45,7 @@ def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; for `draftgate bench overload`."""
+    """Run `draftgate bench overload`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--real" in given:
         from bench.gateway import overload_real
@@ -53,13 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overload_real.main(given)
         return
     parser = bench_parser("overload", __doc__)
-    parser.add_argument("--rate", type=float, default=16.0, help="nominal requests a second")
+    parser.add_argument("--rate", type=float, default=16.0, help="nominal requests per second")
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=64)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=None)
-    parser.add_argument("--priorities", default="0", help="of the classes: --priorities=-1,0,1")
+    parser.add_argument(
+        "--priorities", default="0", help="of the classes, as in --priorities=-1,0,1"
+    )
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

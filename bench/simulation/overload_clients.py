@@ -1,4 +1,4 @@
-"""Clients of an overload: they come, and come back when told to, until they are let in."""
+"""Clients of an overload, which retry as instructed until they are admitted."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PATIENCE: Final = 40
 
 @dataclass(slots=True)
 class Client:
-    """One client, and what became of it. Times are virtual seconds.
+    """A client and its outcome. Times are virtual seconds.
 
     Attributes:
-        told: of each refusal, when, and after how many seconds to come back.
-        came: of each return, when, and whether it was let in.
-        first_s, end_s: of the attempt that was let in; None where it ended in an error.
+        told: time of each refusal, and the seconds until the requested retry.
+        came: time of each retry, and whether it was admitted.
+        first_s, end_s: first token and end of the admitted attempt; None after an error.
     """
 
     planned: PlannedRequest
@@ -62,11 +62,11 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """What is simulated.
+    """The simulated overload.
 
     Attributes:
-        services: of the requests, by class; each gets one in turn.
-        seconds: how long requests come.
+        services: service levels by class; requests get them in turn.
+        seconds: duration of the arrivals.
     """
 
     config: WorkerConfig
@@ -82,7 +82,7 @@ class Overload:
         return self.services[index % len(self.services)]
 
     def run(self, rate_rps: float) -> list[Client]:
-        """Return the clients of a minute at a rate, in order of arrival, when all have ended."""
+        """Send a minute of requests at a rate; return the clients in order of arrival."""
         load = Load(
             workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
         )
@@ -102,7 +102,7 @@ class Overload:
     async def _live(
         self, dispatcher: Dispatcher, client: Client, environment: SimEnvironment
     ) -> None:
-        """Come, and come back when told to, until let in."""
+        """Send the request, and retry as instructed until it is admitted."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(client.arrived_s - loop.time())
         index = client.planned.index
@@ -123,10 +123,10 @@ class Overload:
     async def _ask(
         self, dispatcher: Dispatcher, client: Client, job: Job, environment: SimEnvironment
     ) -> None:
-        """Send the request once, and wait for its end if it is let in.
+        """Send the request once, and wait for its end if it is admitted.
 
         Raises:
-            TooMany: it is not.
+            TooMany: it was refused.
         """
         now_s = asyncio.get_running_loop().time()
         with dispatcher.counted():

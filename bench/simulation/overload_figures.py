@@ -1,4 +1,4 @@
-"""What is told of an overload: goodput, promises, classes, and what was feasible in hindsight."""
+"""Figures of an overload: goodput, kept retry times, classes, and the optimum in hindsight."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench.simulation.hindsight import Stay, starts_s
 from bench.simulation.overload_clients import Client, Overload
 
 WARM_SHARE: Final = 1 / 6
-"""Goodput is counted from this share of the overload to its end."""
+"""Goodput counts from this fraction of the overload to its end."""
 
 
 def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
-    """Return the requests a second that were answered in time, while the overload lasted."""
+    """Return the requests per second that were answered in time during the overload."""
     warm_s = WARM_SHARE * overload.seconds
     good = [
         client
@@ -26,7 +26,7 @@ def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
 
 
 def most_running(clients: Sequence[Client]) -> int:
-    """Return how many requests ran at once at most."""
+    """Return the maximum number of concurrent requests."""
     changes = sorted(
         change
         for client in clients
@@ -41,12 +41,12 @@ def most_running(clients: Sequence[Client]) -> int:
 
 
 def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Client, float]]:
-    """Return each client that was refused at first, and what it could have been told at least.
+    """Return each client that was refused at first, with its shortest feasible retry time.
 
-    In hindsight: one line, by what requests really took, before as many seats as were ever taken
-    at once (`starts_s`). In it are all who were let in at once, and all who were booked and let in
-    when they came. A client could have come so early that, behind those before it, it starts just
-    within its target.
+    The hindsight uses one queue, the actual service times, and the maximum observed concurrency
+    (`starts_s`). The queue contains all clients that were admitted at once, and all that were
+    admitted at their retry. The result is the earliest retry after which a client, behind those
+    before it, starts just within its target.
     """
     ones = [client for client in clients if client.told or client.admitted_s is not None]
     stays = [_stay(overload, client) for client in ones]
@@ -59,7 +59,7 @@ def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Clie
 
 
 def _stay(overload: Overload, client: Client) -> Stay:
-    """Return a client's place in hindsight, with a service if it was let in in its turn."""
+    """Return a client's request in hindsight, with a service time if it was admitted in turn."""
     in_turn = not client.told or (bool(client.came) and client.came[0][1])
     service_s = 0.0
     if in_turn and client.scheduled_s is not None and client.end_s is not None:
@@ -73,7 +73,7 @@ def _allowed_s(overload: Overload, client: Client) -> float:
 
 
 def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
-    """Return the medians of what clients were told, and of what was feasible."""
+    """Return the medians of given and of feasible retry times."""
     if not told:
         return {"retry_after_s": None, "earliest_feasible_s": None, "retry_over_earliest": None}
     retry_s, feasible_s = median(c.told[0][1] for c, _ in told), median(f for _, f in told)
@@ -85,7 +85,7 @@ def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
 
 
 def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
-    """Return what is told of one rate."""
+    """Return the figures of one rate."""
     returns = [let_in for client in clients for _, let_in in client.came]
     first = [client.came[0][1] for client in clients if client.came]
     told = earliest_s(overload, clients)
@@ -109,7 +109,7 @@ def _class(
     told: Sequence[tuple[Client, float]],
     place: int,
 ) -> dict[str, Any]:
-    """Return what became of one class of requests."""
+    """Return the figures of one class of requests."""
     service = overload.services[place]
     own = [c for c in clients if c.planned.index % len(overload.services) == place]
     returns = [let_in for client in own for _, let_in in client.came]

@@ -1,10 +1,10 @@
-"""What speculation policies give, from an idle worker to a saturated one, by workload.
+"""Compare speculation policies from an idle worker to a saturated one, by workload.
 
     draftgate bench policies --json OUT --html OUT
 
-One worker; rates are shares of what it does a second without speculation when everything is there
-at once. All policies meet the same requests, texts and noise, seed by seed, and begin with costs
-that are 30 % off, so differences are paired.
+The study simulates one worker. Rates are fractions of its throughput without speculation when all
+requests arrive at once. All policies get the same requests, texts and noise for each seed, so
+differences are paired. They start with cost estimates that are 30% off.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ PROMISED: Final = {
     "long_document": Slo(10.0, 0.1),
     "mixed": Slo(0.5, 0.03),
 }
-"""What requests are promised: MLPerf Inference's limits for Llama 3.1 8B, interactive for code and
-server for chat, five times as long for the first token behind documents; `mixed` has classes."""
+"""Service levels of requests. They are MLPerf Inference's limits for Llama 3.1 8B: interactive for
+code, and server for chat. Documents have five times the TTFT limit; `mixed` has classes."""
 
 REQUESTS: Final = {"code": 400, "chat": 1200, "long_document": 200, "mixed": 500}
-"""Of each run: so many that the batch is full for most of a saturated one."""
+"""Requests per run, enough to keep a saturated worker's batch full for most of the run."""
 
 SHARES: Final = (0.02, 0.3, 0.6, 0.85, 1.0, 1.2)
-"""Of the highest rate without speculation: idle, busy, and beyond what can be served."""
+"""Fractions of the highest rate without speculation: idle, busy, and overloaded."""
 
 BURST_RPS: Final = 1e5
-"""A rate at which everything is there at once."""
+"""A rate at which all requests arrive practically at once."""
 
 BATCH_TIERS: Final = Path(__file__).parent / "batch_tiers.json"
 """SGLang's default lengths by batch size (adaptive `num_steps`: 7 from 1 on, 3 from 8, 1 from 32, 0
@@ -51,18 +51,18 @@ OTHERS: Final = ("smartspec", f"threshold_by_batch:{BATCH_TIERS}", "adaptive_ver
 POLICIES: Final = ("off", *FIXED, *OTHERS, "auto", "oracle")
 
 JUDGED: Final = "latency_s.mean"
-"""What policies are compared by."""
+"""The figure by which policies are compared."""
 
 WITHIN: Final = 0.02
-"""A mean that much above another's is not told from it."""
+"""Relative difference of means below which two policies count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is the same for all cells.
+    """The common settings of all cells.
 
     Attributes:
-        share: of `REQUESTS`, how many each run has.
+        share: fraction of `REQUESTS` in each run.
     """
 
     config: WorkerConfig
@@ -70,7 +70,7 @@ class Study:
     seeds: int
 
     def cell(self, workload: str, rate_rps: float) -> dict[str, Any]:
-        """Simulate all policies under one load; return what each gave, and how `auto` compares."""
+        """Simulate all policies under one load; return their figures, and how `auto` compares."""
         setup = self._setup(workload, rate_rps, POLICIES, self.seeds, PROMISED[workload])
         outcomes = run_experiment(setup).outcomes
         by_name = {_named(outcome.policy): outcome for outcome in outcomes}
@@ -82,7 +82,7 @@ class Study:
         }
 
     def highest_rps(self, workload: str) -> float:
-        """Return the requests per second without speculation when all are there at once."""
+        """Return the throughput in requests per second without speculation."""
         results = run_experiment(self._setup(workload, BURST_RPS, ("off",), 1, Slo()))
         run = results.outcomes[0].run
         assert run is not None
@@ -97,10 +97,10 @@ class Study:
 
 
 def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    """Return how `auto` compares with each of the others, and what of the oracle's gain it has.
+    """Return how `auto` compares with each other policy, and its share of the oracle's gain.
 
-    `to_envelope` is its difference to the best fixed length, `relative` to that one's mean;
-    `at_envelope` whether that is at most `WITHIN`, or 0 is in its interval.
+    `to_envelope` is its difference to the best fixed length, `relative` to that one's mean.
+    `at_envelope` says whether that is at most `WITHIN`, or 0 is in its interval.
     """
     means = {name: estimates(outcome)[JUDGED].mean for name, outcome in outcomes.items()}
     best = min(FIXED, key=means.__getitem__)
@@ -150,10 +150,12 @@ def _line(auto: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate all workloads at all rates, print a line for each, write what was asked for."""
+    """Run `draftgate bench policies`."""
     parser = bench_parser("policies", __doc__)
     parser.add_argument("--workloads", default=",".join(REQUESTS))
-    parser.add_argument("--requests", type=float, default=1.0, help="as a share of the usual ones")
+    parser.add_argument(
+        "--requests", type=float, default=1.0, help="fraction of the default number"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--proposer", default="ngram")
     args = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ LINES: Final = {
     "oracle": {"color": COLOURS[2]},
     "auto": {"color": FAILED, "width": 3},
 }
-"""What is drawn, the most important on top."""
+"""The lines of the chart, the most important on top."""
 
 SHOWN: Final = (
     ("latency_s.mean", "Mean latency"),
@@ -55,7 +55,7 @@ def body(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chart(workload: str, cells: Sequence[dict[str, Any]], figure: str, title: str) -> Chart:
-    """Return one figure of all policies over the rate, as multiples of `off`."""
+    """Return a figure of all policies over the rate, as multiples of `off`."""
     data = []
     for name, line in LINES.items():
         points = [

@@ -1,12 +1,12 @@
-"""How well the simulator predicts the engine: the same requests through both, on this machine.
+"""Measure how well the simulator predicts the engine on this machine.
 
     draftgate bench simulator --rate 2 --requests 60 --json OUT
 
-Measures the profile of the shipped model as a worker runs it, sends an open loop of requests to the
-real engine through the production dispatcher, measures the profile again, then simulates exactly
-that: the same arrivals, token ids and lengths, on a device that does just what a profile says, once
-with each; their mean is the prediction, and how far they are apart tells how quiet the machine was.
-With a policy other than `off` the simulator replays recorded acceptance, not this run's.
+The study measures the profile of the shipped model in a worker, sends an open loop of requests to
+the real engine through the production dispatcher, and measures the profile again. It then simulates
+the same arrivals, token ids and lengths on a device with each profile. The mean of the two runs is
+the prediction, and their difference shows how quiet the machine was. With a policy other than
+`off`, the simulator replays recorded acceptance, not this run's.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from draftgate.loadgen.workloads.base import prompt_text
 MEASURED: Final = (("ttft_s", "mean"), ("ttft_s", "p90"), ("tpot_s", "mean"), ("tpot_s", "p90"))
 MAX_MODEL_LEN: Final = 2048
 KV_BYTES: Final = 256 << 20
-"""Room for 21 such sequences: more than a small load has at once."""
+"""KV memory for 21 of these sequences, more than a small load has at once."""
 
 PROFILER: Final = "bench.engine.serving_profile"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, predict, compare."""
+    """Run `draftgate bench simulator`."""
     parser = argparse.ArgumentParser(prog="draftgate bench simulator", description=__doc__)
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--rate", type=float, default=2.0)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def predict(load: Load, speculation: str) -> dict[str, Any]:
-    """Return what was measured, what was predicted, and the errors.
+    """Return the measurements, the predictions, and the errors.
 
     Raises:
         ImportError: the engine is not installed.
@@ -107,10 +107,10 @@ def predict(load: Load, speculation: str) -> dict[str, Any]:
 
 
 def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str, Any]]:
-    """Return figure by figure what was measured and predicted, and the relative error.
+    """Return each figure as measured and as predicted, and the relative error.
 
     Args:
-        predicted: by profile; `apart` is how much the largest prediction exceeds the least.
+        predicted: figures by profile; `apart` is the relative range of the predictions.
     """
     rows = []
     for key, value in MEASURED:
@@ -125,7 +125,7 @@ def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str
 def _figure(key: str, value: str, records: list[Record]) -> float:
     found = distribution(values_of(METRICS[key], records))
     if found is None:
-        raise ValueError(f"there is no {key} to compare")
+        raise ValueError(f"{key} is missing, so it cannot be compared")
     return found.as_dict()[value]
 
 
@@ -145,7 +145,7 @@ def _command(arguments: Sequence[str] | None) -> str:
 
 
 def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
-    """Return what makes jobs with a tokenizer's ids, for both runs the same."""
+    """Return a function that makes jobs from token ids, the same for both runs."""
 
     def to_job(planned: PlannedRequest) -> Job:
         ids = compact(tokenizer.encode(prompt_text(planned.request)))
@@ -156,7 +156,7 @@ def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
 
 
 def _measure_profile(path: Path) -> None:
-    # A process of its own: the engine's thread must find torch as a server finds it.
+    # A separate process, so that the engine's thread has the torch settings of a server.
     command = [sys.executable, "-m", PROFILER, "--json", str(path)]
     done = subprocess.run(command, check=False)  # noqa: S603 - our own module
     if done.returncode:
@@ -166,7 +166,7 @@ def _measure_profile(path: Path) -> None:
 async def _engine_run(
     config: WorkerConfig, planned: list[PlannedRequest], to_job: Callable[[PlannedRequest], Job]
 ) -> list[Record]:
-    jobs = {one.index: to_job(one) for one in planned}  # encoding takes the engine's time
+    jobs = {one.index: to_job(one) for one in planned}  # encoding would slow the engine down
     factory = backend_factory("engine")
     async with started(factory, [config]) as dispatcher:
         return await send(dispatcher, planned, lambda one: jobs[one.index])

@@ -1,4 +1,4 @@
-"""Requests of a trace as they came: in order, at its instants at another rate, prefixes and all."""
+"""Requests of a trace in its order, with its prefixes and its arrivals scaled to a rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftgate.loadgen.planning.traces import TraceRow, at_rate
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 NAME_BYTES = 4
-"""Of a block's name, of which its ids are made: each id is a byte."""
+"""Bytes of a block's name, from which its ids are made; each id is a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,20 @@ class Recorded:
 
     @classmethod
     def of(cls, rows: Sequence[TraceRow], requests: int, most_tokens: int) -> Recorded:
-        """Take the first so many rows whose prompt and output are within the bound.
+        """Take the first `requests` rows whose prompt and output fit.
 
         Raises:
-            ValueError: there are fewer.
+            ValueError: the trace has fewer.
         """
         fitting = [row for row in rows if row.prompt_tokens + row.output_tokens <= most_tokens]
         if len(fitting) < requests:
-            raise ValueError(f"the trace has {len(fitting)} such requests, not {requests}")
+            raise ValueError(
+                f"{requests} requests are needed, but only {len(fitting)} of the trace fit"
+            )
         return cls(tuple(fitting[:requests]))
 
     def cut(self, first: int, requests: int) -> Recorded:
-        """Return so many rows from one on; the first comes at once."""
+        """Return a range of rows; the first arrives at once."""
         rows = self.rows[first : first + requests]
         return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
 
@@ -54,11 +56,11 @@ class Recorded:
         ]
 
     def job(self, planned: PlannedRequest) -> Job:
-        """Return the job of a planned request: prompts agree where the trace's prompts do."""
+        """Return the job of a planned request; prompts share prefixes where the trace's do."""
         return replace(job_of(planned), prompts=(compact(self._prompt(planned.index)),))
 
     def _prompt(self, index: int) -> bytes:
-        """Return token ids: those of the blocks that the trace names, then its own."""
+        """Return token ids: those of the blocks that the trace names, then unique ones."""
         row = self.rows[index]
         tokens = max(row.prompt_tokens, NAME_BYTES)
         times = -(-row.block_tokens // NAME_BYTES)
@@ -67,6 +69,6 @@ class Recorded:
             for name in row.prefix_ids
         ]
         shared = b"".join(blocks)[:tokens]
-        # Beyond the names of blocks, so that no one's own text is another one's block.
+        # Beyond the ids of blocks, so that unique text never equals a block.
         own = (index + (1 << 31)).to_bytes(NAME_BYTES, "big")
         return shared + (own * (-(-tokens // NAME_BYTES)))[: tokens - len(shared)]

@@ -1,11 +1,12 @@
-"""Routing: what policies give on recorded traffic, over numbers of workers, alike and mixed.
+"""Compare routing policies on recorded traffic, over cluster sizes and mixed hardware.
 
     draftgate bench routing --trace FILE --json OUT --html OUT
 
-Windows of a trace, in its order, with its prefixes and its own bursts, at shares of the rate that
-the workers can sustain: what each gives with everything there at once, added up. Mixed ones are in
-turn an H200, two H100s, and one at half its speed. Policies meet the same requests, texts and
-noise; means of batches of requests are paired. Caches are empty where a window begins.
+The study replays windows of a trace with its order, prefixes and bursts. Rates are fractions of the
+cluster's sustained rate, which is the sum of the workers' throughput when all requests arrive at
+once. A mixed cluster repeats an H200, two H100s, and an H100 at half speed. All policies get the
+same requests, texts and noise; means of batches of requests are paired. Caches are empty at the
+start of a window.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ OURS: Final = "price"
 
 
 class Kind(NamedTuple):
-    """Of a worker: its profile, and by what its times are multiplied."""
+    """A kind of worker: its profile, and a factor for its times."""
 
     profile: str
     slowness: float = 1.0
@@ -62,25 +63,25 @@ CLUSTERS: Final = {
     "equal": (Kind("h100-8b"),),
     "mixed": (Kind("h200-8b"), Kind("h100-8b"), Kind("h100-8b"), Kind("h100-8b", 2.0)),
 }
-"""Workers in turn."""
+"""The kinds of workers, in turn."""
 
 MAX_MODEL_LEN: Final = 131_072
 """Longer requests of a trace are left out."""
 
 AT_ONCE: Final = 400
 AT_ONCE_RPS: Final = 1e5
-"""How many requests come at once where it is measured what a worker sustains: more than it has
-seats, so that it is full until most are done."""
+"""A rate at which all requests arrive practically at once. The worker's batch is then full until
+most requests are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is the same for all clusters.
+    """The common settings of all clusters.
 
     Attributes:
-        recorded: as many requests as the windows of the largest cluster need.
-        each: requests of a window for each worker of a cluster.
-        windows: of the trace, one behind the other.
+        recorded: requests for the windows of the largest cluster.
+        each: requests per window and worker.
+        windows: number of consecutive windows of the trace.
     """
 
     recorded: Recorded
@@ -92,13 +93,13 @@ class Study:
 
     @cache  # noqa: B019 - a study lives as long as the process
     def sustained_rps(self, kind: Kind) -> float:
-        """Return the requests per second of one worker when everything is there at once."""
+        """Return the throughput of one worker when all requests arrive at once."""
         window = self.recorded.cut(0, AT_ONCE)
         records = self._run("least_loaded", 1, (kind,), window, AT_ONCE_RPS)
         return len(records) / max(record.end_s for record in records)
 
     def cell(self, workers: int, mix: str, share: float) -> dict[str, Any]:
-        """Simulate all policies on a cluster; return what each gave, and how ours compares."""
+        """Simulate all policies on a cluster; return their figures, and how `price` compares."""
         kinds, count = CLUSTERS[mix], workers * self.each
         sustained = [self.sustained_rps(kinds[n % len(kinds)]) for n in range(workers)]
         rate_rps = share * sum(sustained)
@@ -130,19 +131,19 @@ class Study:
         profiles = tuple(kind.profile for kind in kinds)
         cluster = SimulatedCluster(self.config, workers, environment, rules, profiles)
         records = simulate(cluster, planned, to_job=window.job)
-        gc.collect()  # a cluster that has stopped goes in circles: 90 kB for each of its requests
+        gc.collect()  # a stopped cluster has reference cycles of 90 kB per request
         return records
 
 
 def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
-    """Return the means of a policy's figures over the windows, and those of each."""
+    """Return the means of a policy's figures over the windows, and the figures of each."""
     windows = [figures(records) for records in runs]
     means = {name: fmean(told[name] for told in windows) for name in windows[0]}
     return {**means, "windows": windows}
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
-    """Return what a policy gave: times, goodput, how much was cached, how unequal workers were."""
+    """Return a policy's figures: times, goodput, cache hits, and imbalance."""
     ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
     schedule_s = max(record.scheduled_s for record in records)
     usages = [record.usage or {} for record in records]
@@ -168,7 +169,7 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
 def _difference(
     ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
 ) -> dict[str, Any]:
-    """Return our mean figures less theirs, batch by batch of the same requests."""
+    """Return the differences of mean figures, batch by batch of the same requests."""
     found = {}
     for name, value in COMPARED.items():
         pairs = [
@@ -190,7 +191,7 @@ COMPARED: Final[dict[str, Callable[[Record], float | None]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate all clusters, print a line for each policy, write what was asked for."""
+    """Run `draftgate bench routing`."""
     args = _parser().parse_args(arguments)
     config = WorkerConfig(
         proposer="ngram",
@@ -236,9 +237,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--workers", default="8,16,32,64")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--requests", type=int, default=100, help="of a window, for each worker")
-    parser.add_argument("--windows", type=int, default=1, help="of the trace")
-    parser.add_argument("--shares", default="0.9", help="of the rate that is sustained")
+    parser.add_argument("--requests", type=int, default=100, help="requests per window and worker")
+    parser.add_argument("--windows", type=int, default=1, help="windows of the trace")
+    parser.add_argument("--shares", default="0.9", help="fractions of the sustained rate")
     parser.add_argument("--speculation", default="auto")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
@@ -249,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
 def _cells(
     study: Study, mixes: Sequence[str], counts: Sequence[int], shares: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Simulate every cluster at every share, and print what each policy gave."""
+    """Simulate every cluster at every rate, and print the figures of each policy."""
     for mix, workers, share in product(mixes, counts, shares):
         cell = study.cell(workers, mix, share)
         for policy in cell["policies"]:

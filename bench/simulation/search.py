@@ -1,4 +1,4 @@
-"""The highest rate at which a promise holds."""
+"""Search for the highest rate at which a condition holds."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from math import log
 from typing import Final
 
 STEP: Final = 1.02
-"""Ratio of neighbouring rates: what a search tells apart. One grid for all policies, so that those
-which do the same have the same capacity."""
+"""Ratio of neighbouring rates, the resolution of a search. All policies share one grid, so that
+equal policies get equal capacities."""
 
 LOWEST, HIGHEST = -400, 600
-"""Places of the grid, as powers of `STEP`: 0.0004 to 144,000 requests a second."""
+"""Range of grid indices, as powers of `STEP`: 0.0004 to 144,000 requests per second."""
 
 
 def grid_rate(place: int) -> float:
-    """Return the rate at a place of the grid."""
+    """Return the rate at a grid index."""
     return STEP**place
 
 
 def highest_place(holds: Callable[[int], bool], near: int) -> int | None:
-    """Return the last place at which it holds, if it holds at all those before and none behind.
+    """Return the last grid index at which a monotone condition holds.
 
-    Gallops away from `near` with doubled strides, then bisects; each place is asked once at most.
+    Gallops away from `near` with doubled strides, then bisects; each index is tested at most once.
 
     Returns:
-        The place; None if it does not even hold at `LOWEST`.
+        The index; None if the condition does not hold even at `LOWEST`.
     """
-    low, high = LOWEST - 1, HIGHEST + 1  # it holds at low, as far as known, and not at high
+    low, high = LOWEST - 1, HIGHEST + 1  # invariant: the condition holds at low and not at high
     place, stride = near, 1
     while low < place < high:
         if holds(place):
@@ -47,5 +47,5 @@ def highest_place(holds: Callable[[int], bool], near: int) -> int | None:
 
 
 def nearest_place(rate_rps: float) -> int:
-    """Return the place of the grid that is nearest to a rate."""
+    """Return the grid index nearest to a rate."""
     return round(log(rate_rps) / log(STEP))

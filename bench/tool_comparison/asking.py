@@ -1,4 +1,4 @@
-"""How a tool is run to its end, and how the mock is started."""
+"""Run a tool to its end, and start the mock."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Final
 from bench.tool_comparison.tools import OURS, Tool
 
 MOCK_COMMAND: Final = (sys.executable, "-m", "bench.tool_comparison.mock")
-"""Without the name of its case and its port."""
+"""The mock's command without case and port."""
 
 ONE_CHAT: Final = json.dumps(
     {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 ).encode()
-"""A request by which one sees whether a server is up."""
+"""A request that checks whether a server is up."""
 
 PATIENCE_S: Final = 240.0
-"""guidellm takes a minute to start on two cores."""
+"""Timeout; guidellm alone takes a minute to start on two cores."""
 
 _HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
-"""aiperf refuses a tokenizer in a folder if this is set, the others want the hub if it is not."""
+"""aiperf rejects a local tokenizer folder if it is set; the others use the hub if it is not."""
 
 
 def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
-    """Run a tool to its end; what it prints goes to `said.log` of the folder.
+    """Run a tool to its end; its output goes to `said.log` of the folder.
 
     Raises:
-        subprocess.SubprocessError: it failed or took too long. Ours may say that streams were not
-            intact, or that it was late: that is in its figures.
+        subprocess.SubprocessError: it failed or took too long. Broken streams or late sending
+            are no errors here, because they are in its figures.
     """
     fine = {0, 1, 3} if tool.name == OURS else {0}
     kept = {name: value for name, value in os.environ.items() if name != _HUB_OFFLINE}

@@ -1,4 +1,4 @@
-"""What the server of known truth does: an honest stream, and the ways in which streams mislead."""
+"""The behaviours of the mock: a correct stream, and streams that mislead load tools."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from typing import Final
 
 RATE: Final = 10.0
-"""Requests per second, at constant gaps: every tool can do that."""
+"""Requests per second at constant gaps, which every tool supports."""
 
 TTFT_LIMIT_MS: Final = 100.0
 TPOT_LIMIT_MS: Final = 20.0
-"""What the tools are told to call good: twice what an honest stream does."""
+"""TPOT limit of goodput, twice that of a correct stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What each answer brings, and when.
+    """The timing and content of each answer.
 
     Attributes:
-        tells: in words, for the table.
-        tokens, per_chunk: how many come, and how many in each chunk.
-        ttft_s: from the request's arrival to its first chunk with text.
-        token_s: between two tokens; chunks are as many times that apart as they have tokens.
-        hollow: whether an empty delta, without a role, comes at once behind the role's.
+        tells: description for the table.
+        tokens, per_chunk: number of tokens, and tokens per chunk.
+        ttft_s: time from the request's arrival to its first chunk with text.
+        token_s: time per token; chunks are that far apart times their tokens.
+        hollow: whether an empty delta without a role follows the role's delta at once.
         broken_after: tokens after which the stream breaks; None if it is intact.
-        error: whether an error event is what breaks it, else it just ends.
-        stall_s: how long the server stands still, once request `STALL_AT` has come.
-        most_open: the most requests that tools are told to have open; None does not limit them.
-        requests: how many each tool sends.
+        error: whether an error event breaks the stream; otherwise it just ends.
+        stall_s: duration of the server's stall after the arrival of request `STALL_AT`.
+        most_open: limit of concurrent requests that tools are given; None is no limit.
+        requests: number of requests that each tool sends.
     """
 
     tells: str
@@ -44,7 +44,7 @@ class Case:
 
 
 STALL_AT: Final = 20
-"""The request with whose arrival the server stands still, counted from 0."""
+"""Index of the request whose arrival starts the stall, from 0."""
 
 CASES: Final = {
     "plain": Case("one token per chunk"),
@@ -57,5 +57,5 @@ CASES: Final = {
     "hollow": Case("empty deltas at once, text after 200 ms", ttft_s=0.2, hollow=True),
     "stall": Case("the server stands still for 2 s", stall_s=2.0, most_open=8, requests=60),
 }
-"""`stall` limits open requests, as many users do: a tool that then waits to send hides the time
-that users would have waited (coordinated omission)."""
+"""`stall` limits concurrent requests, as many users do. A tool that delays sending then hides the
+time that users would have waited (coordinated omission)."""

@@ -1,12 +1,12 @@
-"""One mock of known truth, and what each load generator says of it.
+"""Compare the figures of load generators with the truth of a mock server.
 
     draftgate bench tool-comparison --rivals DIR --json OUT
 
-Each case of `cases.py` is served anew to each tool, at the same rate; the mock tells what it did.
-Beside the tools' figures stand ours, and what `draftgate load --as TOOL` makes of our own run:
-what a dialect says is held to what the tool itself says. Then `aiperf`, with the server's token
-counts, and ours measure honest servers in turn (the mock, and a real one with the shipped model, on
-a core of its own), and have to agree.
+Each tool gets a new mock for each case of `cases.py`, at the same rate, and the mock reports what
+it did. The table shows the figures of each tool and of Draftgate. It also checks the dialects:
+`draftgate load --as TOOL` of Draftgate's run should equal the tool's own figures. Then `aiperf`,
+with the server's token counts, and `draftgate load` measure two correct servers in turn, and must
+agree. They are the mock, and a real server with the shipped model on its own core.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PARTS: Final = ("cases", "agreement")
 
 
 def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
-    """Return what a tool says of a case, and the truth.
+    """Return a tool's figures for a case, and the truth.
 
     Raises:
-        subprocess.SubprocessError: the tool failed; its words are in `said.log` of the folder.
+        subprocess.SubprocessError: the tool failed; its output is in `said.log` of the folder.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -54,7 +54,7 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
             answers = [Answered(**one) for one in json.load(got)]
     finally:
         stop(process)
-    # The first was ours, to see whether it is up.
+    # The first request only checked whether the mock is up.
     return {
         "case": name,
         "tool": tool.name,
@@ -66,7 +66,7 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
 
 
 def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return what each tool says of a case, ours first; a tool that fails is told of."""
+    """Return each tool's figures for a case, Draftgate's first; report tools that fail."""
     rows = []
     dialects: dict[str, Any] = {}
     for tool in asked:
@@ -92,9 +92,11 @@ def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench tool-comparison`: measure, print the table, write the results."""
     parser = bench_parser("tool-comparison", __doc__)
-    parser.add_argument("--rivals", type=Path, help="environments of the other tools")
+    parser.add_argument(
+        "--rivals", type=Path, help="environments made by bench.tool_comparison.rivals"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=5, help="of the agreement")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the agreement")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(arguments)
     results: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What `--as` says of our own run, under the names by which the tools' own figures go."""
+"""The figures of `--as` for Draftgate's own run, by the names of each tool."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES: Final = {
         "goodput_rps": "Goodput (/s)",
     },
 }
-"""Of each dialect: our name for a figure, and the tool's."""
+"""For each dialect, Draftgate's name of a figure and the tool's."""
 
 
 def said_as(events: Path) -> dict[str, Figures]:
@@ -70,7 +70,7 @@ def said_as(events: Path) -> dict[str, Figures]:
 
 
 def differences(theirs: Figures, ours: Figures) -> Figures:
-    """Return by how much of the tool's own figure `--as` differs from it, where both have one."""
+    """Return the relative differences of `--as` from the tool's own figures, where both exist."""
     return {
         key: None if not value else (ours[key] or 0.0) / value - 1.0
         for key, value in theirs.items()

@@ -1,8 +1,8 @@
-"""A server of known truth: what it does is a `Case`, and `GET /truth` tells what it did, when.
+"""A server that behaves as a `Case` says, and reports its actions at `GET /truth`.
 
     python -m bench.tool_comparison.mock CASE --port PORT
 
-Instants are of its own monotonic clock, taken just before bytes are handed to the socket.
+Times are of its own monotonic clock, taken just before bytes are written to the socket.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bench.tool_comparison.cases import CASES, STALL_AT, Case
 
 MODEL: Final = "mock"
 WORD: Final = " return"
-"""One token of the shipped model's vocabulary, so that tools which count for themselves agree."""
+"""One token of the shipped model's vocabulary, so that tools that count tokens agree."""
 
 _STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 @dataclass(slots=True)
 class Answered:
-    """What was done for one request, in seconds of this process's clock."""
+    """The answer to one request, in seconds of this process's clock."""
 
     arrived_s: float
     first_s: float = math.nan
@@ -47,7 +47,7 @@ class Mock:
         self._answers: list[Answered] = []
 
     def application(self) -> web.Application:
-        """The routes that the tools ask."""
+        """Return the application with the routes that the tools use."""
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
@@ -112,7 +112,7 @@ class Mock:
         told.intact = True
 
     async def _wait_until(self, due_s: float) -> None:
-        """Wait for an instant, and to the end of the stall if that is in it."""
+        """Wait until a time, or until the end of the stall if the time falls into it."""
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         if self._case.stall_s and len(self._answers) > STALL_AT:
             ends_s = self._answers[STALL_AT].arrived_s + self._case.stall_s

@@ -1,10 +1,10 @@
-"""Make an environment for each of the other load generators.
+"""Create an environment for each of the other load generators.
 
     python -m bench.tool_comparison.rivals DIR
 
 makes `DIR/NAME` with `NAME` installed; `draftgate bench tool-comparison --rivals DIR` then runs the
-tools that it finds there. With `--torch-index`, torch is the CPU wheel of that index. vLLM is built
-from source without a device (`VLLM_TARGET_DEVICE=empty`), because its own wheel needs CUDA.
+installed tools. With `--torch-index`, torch is the CPU wheel of that index. vLLM is built from
+source without a device (`VLLM_TARGET_DEVICE=empty`), because its own wheel needs CUDA.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PACKAGES: Final = {
     "aiperf": "aiperf==0.13.0",
     "inference-perf": "inference-perf==0.7.0",
 }
-"""Versions as of 2026-11-21."""
+"""Latest versions on 2026-11-21."""
 
 _PYTHON: Final = {"inference-perf": "python3.12"}
-"""The others take 3.11, as ours."""
+"""Python of the environments that do not use 3.11."""
 
 _TORCH: Final = "torch==2.13.0"
 _VLLM: Final = {
     "VLLM_TARGET_DEVICE": "empty",
-    # Else it calls itself 0.33.0+empty, which pip refuses of a source of 0.33.0.
+    # Otherwise its version is 0.33.0+empty, which pip rejects for a source of 0.33.0.
     "VLLM_VERSION_OVERRIDE": PACKAGES["vllm"].partition("==")[2],
 }
 _VLLM_BUILDS_WITH: Final = (
@@ -44,10 +44,10 @@ def python_of(environments: Path, name: str) -> Path:
 
 
 def main() -> None:
-    """Make what is not there yet."""
+    """Create the missing environments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--torch-index", help="an index with torch's CPU wheels")
+    parser.add_argument("--torch-index", help="index with torch's CPU wheels")
     args = parser.parse_args()
     index = ["--extra-index-url", args.torch_index] if args.torch_index else []
     for name, package in PACKAGES.items():

@@ -1,4 +1,4 @@
-"""The rows of the study as a table in Markdown, a part for each case."""
+"""The rows of the study as Markdown tables, one for each case."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COLUMNS: Final = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the tables: the truth of our own run first, then what each tool says.
+    """Return the tables: the truth of Draftgate's run first, then the figures of each tool.
 
-    Where the server stalls each has a truth of its own, for when it sent is its own doing.
+    If the server stalls, each run has its own truth, because it depends on when the tool sent.
     """
     return "\n".join(_lines(rows))
 

@@ -1,8 +1,8 @@
-"""The tools of the study: how each is told the same load, and where it leaves its figures.
+"""The tools of the study: how each gets the same load, and where it writes its figures.
 
-Each gets a constant rate, the shipped tokenizer, and the server's token counts where it can take
-them. Chats, but for inference-perf, whose generator of prompts of a wanted length has completions
-only.
+Each gets a constant rate, the shipped tokenizer, and the server's token counts if it supports them.
+All use chat completions except inference-perf, which generates prompts of a given length only for
+completions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.tool_comparison.rivals import PACKAGES, python_of
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 
 Figures = dict[str, float | None]
-"""By name, `_ms`, `_rps` and `_tokens_per_s` at its end; None where a tool has none."""
+"""Figures by name, with the unit as suffix (`_ms`, `_rps`, `_tokens_per_s`); None if missing."""
 
 PROMPT_TOKENS: Final = 64
 OURS: Final = "draftgate load"
@@ -33,7 +33,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""What `vllm bench serve` does, without importing vLLM's server, which a CPU wheel cannot."""
+"""Runs `vllm bench serve` without importing vLLM's server, which a CPU wheel cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Tool:
     """A load generator.
 
     Attributes:
-        command: its words, from a case, the server's address and a folder for its results.
-        read: its figures, from that folder.
-        variables: of its environment.
+        command: makes its command line from a case, the server's URL and a folder for results.
+        read: reads its figures from that folder.
+        variables: its environment variables.
     """
 
     name: str
@@ -58,7 +58,7 @@ def _spread(name: str, of: Callable[[str], float | None]) -> Figures:
 
 
 def ours(case: Case, url: str, folder: Path) -> list[str]:
-    """Return our command; nothing limits its open requests."""
+    """Return Draftgate's command, without a limit of concurrent requests."""
     prompt = " ".join(["return"] * PROMPT_TOKENS)
     return [
         *(sys.executable, "-m", "loadgen", url, "--chat", "--prompt", prompt),
@@ -183,7 +183,7 @@ def _aiperf(environments: Path) -> Tool:
 
 
 def aiperf_command(environments: Path, model: str, url: str, folder: Path) -> list[str]:
-    """Return aiperf's command but for the load; it refuses a local tokenizer if offline is set."""
+    """Return aiperf's command without the load; it rejects a local tokenizer in offline mode."""
     goodput = f"time_to_first_token:{TTFT_LIMIT_MS:g} inter_token_latency:{TPOT_LIMIT_MS:g}"
     return [
         *(str(python_of(environments, "aiperf").with_name("aiperf")), "profile"),
@@ -266,10 +266,10 @@ def _read_inference_perf(folder: Path) -> Figures:
 
 
 def tools(environments: Path | None) -> list[Tool]:
-    """Return ours, and the rivals that are installed in environments of their names.
+    """Return Draftgate's tool, and the rivals that are installed.
 
     Args:
-        environments: as `python -m bench.tool_comparison.rivals` makes them.
+        environments: folder that `python -m bench.tool_comparison.rivals` creates.
     """
     found = [Tool(OURS, ours, read_ours)]
     if environments is not None:

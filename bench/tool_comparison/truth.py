@@ -1,4 +1,4 @@
-"""What the mock did, in the words in which tools say what it did."""
+"""The actions of the mock, as the figures that tools report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from draftgate.loadgen.measuring.metrics import percentile
 
 
 def truth(answers: Sequence[Answered], requests: int) -> Figures:
-    """Return the truth of a tool's run, of its last so many requests: some send one to try.
+    """Return the truth of a tool's last requests; some tools send a test request first.
 
-    `scheduled` counts from when a user would have come: the first arrival and constant gaps
-    behind it, whenever the tool sent. All sent requests count in it, and in goodput, whose limits
-    are those of an answer that is complete.
+    `scheduled` counts from when a user would have sent each request: the first arrival plus
+    constant gaps, whenever the tool sent. It includes all requests. So does goodput, whose limits
+    apply to complete answers.
     """
     told = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
     intact = [answer for answer in told if answer.intact]
@@ -43,7 +43,7 @@ def truth(answers: Sequence[Answered], requests: int) -> Figures:
 
 
 def _tpot_s(answer: Answered) -> float:
-    """Return the mean time per token after the first, of what was sent."""
+    """Return the mean time per token after the first one."""
     return (answer.last_s - answer.first_s) / max(1, answer.tokens - 1)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks' tests: a Redis server, as the gateway's tests have it."""
+"""Fixtures of the benchmarks' tests: the Redis server of the gateway's tests."""
 
 from tests.gateway.conftest import redis_server, shared_redis
 

@@ -1,4 +1,4 @@
-"""`draftgate bench engine`: equal work, honest shares, and no figures beside others' work."""
+"""`draftgate bench engine`: equal work, correct shares, refusal on a busy machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def engine_of(model) -> Ours:
 
 
 def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:
-    """Each step has a row with our time, that of `transformers` and the shares of the device."""
+    """Each row has the engine's time, that of `transformers`, and the shares of the device."""
     pytest.importorskip("transformers")
     cases = list(GRID.cases())
     rows = measure_steps(engine_of(stored(tmp_path)), cases, RATES, rounds=2)
@@ -80,8 +80,8 @@ def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:
         )
 
 
-def test_exact_steps_are_timed_where_they_differ(tmp_path: Path) -> None:
-    """In bfloat16 each row says what the promise of exact bits costs; float32 is exact anyway."""
+def test_exact_steps_are_timed_only_if_they_differ(tmp_path: Path) -> None:
+    """bfloat16 rows have the cost of exact mode; float32 rows do not, because float32 is exact."""
     for dtype, timed in ((torch.bfloat16, True), (torch.float32, False)):
         folder = tmp_path / str(dtype)
         folder.mkdir()
@@ -91,8 +91,8 @@ def test_exact_steps_are_timed_where_they_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_exact_steps_run_in_a_process_of_their_own(tmp_path: Path) -> None:
-    """Its rows are those of the same cases, without peers, and end up as ratios beside ours."""
+def test_exact_steps_run_in_a_separate_process(tmp_path: Path) -> None:
+    """The other process runs the same cases without peers, and the rows get the ratios."""
     model = stored(tmp_path)
     asked = argparse.Namespace(rounds=1, threads=1)
     exact = measure_exact(asked, GRID, str(model.path), "bfloat16", "cpu")
@@ -104,8 +104,8 @@ def test_exact_steps_run_in_a_process_of_their_own(tmp_path: Path) -> None:
     assert all(row["exact_over_plain"] == pytest.approx(2.0, abs=0.01) for row in plain)
 
 
-def test_exact_steps_are_compared_by_the_time_of_the_gpu() -> None:
-    """Where there is a device's own time it counts, and a step that failed has no ratio."""
+def test_exact_steps_are_compared_by_gpu_time() -> None:
+    """GPU time is used if available, and a failed step has no ratio."""
     case = Case("decode", 8, 1, 512)._asdict()
     plain = [{**case, "ms": 3.0, "device_ms": 2.0}, {**case, "batch": 64, "failed": "no memory"}]
     add_exact(plain, [{**case, "ms": 9.0, "device_ms": 2.1}, {**case, "batch": 64, "ms": 1.0}])
@@ -113,8 +113,8 @@ def test_exact_steps_are_compared_by_the_time_of_the_gpu() -> None:
     assert "exact_over_plain" not in plain[1]
 
 
-def test_a_step_that_does_not_fit_says_so() -> None:
-    """What runs out of memory is no row of zeros: it names the reason and is not tried again."""
+def test_a_step_that_does_not_fit_reports_its_error() -> None:
+    """An out-of-memory error is reported as the reason, and the step is not tried again."""
     tried = []
 
     def too_large(case: Case) -> float:
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_fit_says_so() -> None:
 
 
 def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
-    """Behind the same prompt both choose the same token, so it is the same model that is timed."""
+    """After the same prompt, both engines choose the same token."""
     transformers = pytest.importorskip("transformers")
     model = stored(tmp_path)
     ours, case = engine_of(model), Case("prefill", 1, 30, 0)
@@ -142,8 +142,8 @@ def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_random_weights_are_the_same_on_both_sides(tmp_path: Path, tied: bool) -> None:
-    """Weights made without a file give `transformers` the logits they give us."""
+def test_random_weights_are_the_same_in_both_engines(tmp_path: Path, tied: bool) -> None:
+    """`transformers` and the engine compute the same logits from random weights."""
     pytest.importorskip("transformers")
     shape = SMALL | {"tie_word_embeddings": tied}
     model = RandomModel("small", tmp_path, shape, torch.float32, CPU)
@@ -156,8 +156,8 @@ def test_random_weights_are_the_same_on_both_sides(tmp_path: Path, tied: bool) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_random_weights_leave_no_doubt_about_the_token(tmp_path: Path, tied: bool) -> None:
-    """The likeliest logit stands so far above the next that rounding cannot change the token."""
+def test_random_weights_have_a_clear_greedy_token(tmp_path: Path, tied: bool) -> None:
+    """The largest logit is so far above the next that rounding cannot change the token."""
     shape = SMALL | {"tie_word_embeddings": tied}
     model = RandomModel("small", tmp_path, shape, torch.bfloat16, CPU)
     plan = step_plan(Case("verify", 1, 30, 0), SMALL["vocab_size"])
@@ -169,7 +169,7 @@ def test_random_weights_leave_no_doubt_about_the_token(tmp_path: Path, tied: boo
 
 
 def test_random_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path: Path) -> None:
-    """The state is complete by the list that checkpoints are checked against."""
+    """The state passes the check of real checkpoints."""
     model = RandomModel("small", tmp_path, SMALL, torch.float32, CPU)
     state = {name: tuple(weight.shape) for name, weight in model.state().items()}
     assert layer_shapes(model.config).items() <= state.items()
@@ -187,15 +187,15 @@ def test_llama_shapes_have_their_published_sizes(
 
 
 def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
-    """Weights that a step reads are those of the file, but for the norms."""
+    """The bytes that a step reads equal those of the file, without the norms."""
     model = stored(tmp_path)
     norms = (2 * SMALL["num_hidden_layers"] + 1) * SMALL["hidden_size"]
     expected = Checkpoint(model.path).num_parameters - norms
     assert weight_bytes(model.config, 4) == 4 * expected
 
 
-def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
-    """Torch's own counter of the model of `transformers` gives the same, attention included."""
+def test_flops_equal_the_count_of_torch(tmp_path: Path) -> None:
+    """The count equals torch's own for the `transformers` model, including attention."""
     pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -205,7 +205,7 @@ def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
     theirs.set_attn_implementation("eager")
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         theirs(input_ids=ids)
-    # They multiply the half of the square that is masked, too.
+    # `transformers` also computes the masked half of the attention square.
     square = case._replace(context_tokens=0).batch * case.tokens**2
     columns = model.config.num_layers * model.config.num_heads * model.config.head_dim
     masked = 4 * (square - case.pairs) * columns
@@ -214,7 +214,7 @@ def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
 
 
 def test_the_grid_has_every_combination_once() -> None:
-    """Batches, contexts and draft slots are multiplied out, and one prefill comes last."""
+    """The grid combines batches, contexts and draft slots, and ends with one prefill."""
     cases = list(GRID.cases())
     assert len(cases) == len(set(cases)) == 2 * 1 * 2 + 1
     assert cases[-1] == Case("prefill", 1, 30, 0)
@@ -222,7 +222,7 @@ def test_the_grid_has_every_combination_once() -> None:
 
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where others use the machine nothing is measured, unless that is asked for."""
+    """Nothing is measured on a busy machine unless `--allow-busy` is given."""
     busy = {"disturbed": True, "busy_share_before": 0.4}
     monkeypatch.setattr(command, "provenance", lambda device: busy)
     with pytest.raises(SystemExit, match="other processes use 40% of this machine"):
@@ -231,7 +231,7 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
-    """The message lists the models there are."""
+    """The message lists the known models."""
     with pytest.raises(SystemExit, match="shipped, random-82m, random-1b, random-8b"):
         make_model("random-9b", tmp_path, torch.float32, CPU)
 
@@ -239,7 +239,7 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
 def test_one_command_writes_result_and_profile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The run leaves a result with goals beside figures, and a profile that the simulator loads."""
+    """The run writes a result with goals, and a profile that the simulator loads."""
     monkeypatch.setattr(models, "SHAPE_82M", SMALL)
     monkeypatch.setattr(record, "busy_share", lambda: 0.5)
     out, profile = tmp_path / "out.json", tmp_path / "small.json"
@@ -254,7 +254,7 @@ def test_one_command_writes_result_and_profile(
 
 
 def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> None:
-    """What the simulator predicts for the very steps that were timed is what was measured."""
+    """The simulator predicts the measured times for the timed steps."""
     pair_s = 1e-7
     cost = StepCost((4, 64, 256), (1e-3, 2e-3, 9e-3), 2e-7, 1e-5, pair_s)
     content = profile_of(FACTS, stored(tmp_path), cost, {})
@@ -268,15 +268,15 @@ def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> No
         assert predicted_s == pytest.approx(measured_s, abs=1e-7)
 
 
-def test_a_table_without_pairs_does_not_fall() -> None:
-    """Noise in what a pair costs leaves a staircase, which the simulator insists on."""
+def test_a_table_without_pairs_is_monotone() -> None:
+    """Noise in the cost of pairs still gives a monotone table, which the simulator requires."""
     table = without_pairs(StepCost((4, 64, 256), (1e-3, 1.001e-3, 1.002e-3), pair_s=1e-6))
     assert table == sorted(table)
     assert min(table) >= 0
 
 
-def test_idle_is_what_no_kernel_covers() -> None:
-    """Overlapping kernels count once; short gaps are idle, long ones are the host's as well."""
+def test_idle_time_excludes_overlapping_kernels() -> None:
+    """Overlapping kernels count once; long gaps also count as waiting for the host."""
     spans = [(0.0, 40e-6), (10e-6, 30e-6), (45e-6, 60e-6), (80e-6, 100e-6)]
     found = idle_share(spans)
     assert found.idle == pytest.approx(0.25)
@@ -286,7 +286,7 @@ def test_idle_is_what_no_kernel_covers() -> None:
 
 
 def test_goals_are_judged_by_their_bounds() -> None:
-    """A figure on the wrong side of its bound is missed; one that nobody measured is neither."""
+    """A figure beyond its bound is missed; an unmeasured one is neither met nor missed."""
     place = {"model": "random-8b", "dtype": "bfloat16", "batch": 64, "context_tokens": 2048}
     step = {"name": "decode", **place, "over_roofline": 1.3, "exact_over_plain": 1.05}
     replays = [

@@ -1,4 +1,4 @@
-"""When everybody could have started, had all that came been known."""
+"""The earliest possible start of each request, with all arrivals known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = st.floats(0, 9)
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=30), st.integers(1, 4))
 def test_one_class_is_first_come_first_served(visits, seats) -> None:
-    """Of one class each starts at the first seat that those before it leave."""
+    """In one class, each request starts on the first sequence that becomes free."""
     stays = [Stay(at_s, 0, service_s) for at_s, service_s in sorted(visits)]
     free, expected = [0.0] * seats, []
     for stay in stays:
@@ -24,8 +24,8 @@ def test_one_class_is_first_come_first_served(visits, seats) -> None:
     assert starts_s(stays, seats) == pytest.approx(expected)
 
 
-def test_better_classes_that_come_later_are_before() -> None:
-    """Behind better ones that never end, a class gets one taking in four, the next one in 16."""
+def test_higher_classes_overtake_lower_ones() -> None:
+    """Below a busy higher class, a class gets one start in four, and the next one in 16."""
     stays = [Stay(0.0, 2, 1.0)] * 10 + [Stay(0.0, 1, 1.0)] * 40
     stays += [Stay(at_s, 0, 1.0) for at_s in range(64)]
     starts = starts_s(stays, 1)
@@ -34,6 +34,6 @@ def test_better_classes_that_come_later_are_before() -> None:
     assert sorted(starts) == list(range(114))
 
 
-def test_who_was_not_served_takes_nothing() -> None:
-    """One that did not keep its appointment has a place, and nobody behind it starts later."""
+def test_a_missed_retry_delays_no_others() -> None:
+    """A client that missed its retry has a place in the queue but delays no others."""
     assert starts_s([Stay(0.0, 0, 5.0), Stay(1.0, 0, 0.0), Stay(2.0, 0, 1.0)], 1) == [0.0, 5.0, 5.0]

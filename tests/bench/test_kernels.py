@@ -1,4 +1,4 @@
-"""`draftgate bench kernels`: floors, goals, and what it does without a GPU."""
+"""`draftgate bench kernels`: limits, goals, and the exit without a GPU."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _CEILINGS = bench.Ceilings(bytes_per_us=4e6, operations_per_us=8e8)
 
 
 def test_the_slower_of_bytes_and_products_is_the_floor() -> None:
-    """A case that multiplies much is held to the matrix rate, every other one to the bandwidth."""
+    """A compute-bound case is compared with the matrix rate, others with the bandwidth."""
     assert _CEILINGS.floor_us(_case("reads", 80_000_000)) == pytest.approx(20.0)
     assert _CEILINGS.floor_us(_case("multiplies", 80_000_000, 32_000_000_000)) == pytest.approx(40)
 
 
-def test_ceilings_are_those_of_the_run() -> None:
-    """A copy reads and writes its bytes; a product takes two operations a multiplication."""
+def test_ceilings_come_from_the_copy_and_the_product() -> None:
+    """A copy reads and writes its bytes; each multiplication of a product counts twice."""
     ceilings = bench.Ceilings.of(copy_us=500.0, product_us=1400.0)
     assert ceilings.bytes_per_us == pytest.approx(2 * bench.COPIED_BYTES / 500)
     assert ceilings.operations_per_us == pytest.approx(2 * bench.MATRIX**3 / 1400)
 
 
-def test_rows_tell_medians_quartiles_and_shares() -> None:
-    """A row has the median of its rounds, their quartiles, and what the floor is of it."""
+def test_rows_have_medians_quartiles_and_shares() -> None:
+    """A row has the median of its rounds, the quartiles, and the share of the limit."""
     case = _case("reads", 80_000_000)
     (row,) = bench.summary(
         [case], {"reads": [30.0, 25.0, 24.0, 26.0, 90.0]}, {"reads": 400.0}, _CEILINGS
@@ -56,25 +56,27 @@ def test_rows_tell_medians_quartiles_and_shares() -> None:
         (bench.Goal("b", bench.Limit.RATIO, 1.3, "a"), 1.25, True),
     ],
 )
-def test_goals_are_judged(goal: bench.Goal, figure: float, met: bool) -> None:
-    """Shares have to be reached, times and ratios not to be exceeded."""
+def test_goals_bound_shares_below_and_times_above(
+    goal: bench.Goal, figure: float, met: bool
+) -> None:
+    """Shares are minimum goals; times and ratios are maximum goals."""
     rows = {"a": {"us": 40.0, "share_of_floor": 0.75}, "b": {"us": 50.0, "share_of_floor": 0.1}}
     judged = goal.judge(rows)
     assert (judged["figure"], judged["met"]) == (figure, met)
 
 
-def test_every_goal_is_of_a_case() -> None:
-    """No goal names a case that is not measured."""
+def test_every_goal_names_a_case() -> None:
+    """Every goal names a measured case."""
     source = Path(bench.__file__).with_name("kernel_cases.py").read_text(encoding="utf-8")
     for goal in bench.GOALS:
         assert f'"{goal.case}"' in source
         assert not goal.of or f'"{goal.of}"' in source
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_command_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line and exit status 2, and no file."""
+    """The command prints one line, exits with status 2 and writes no file."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--json", str(tmp_path / "out.json")])
@@ -84,7 +86,7 @@ def test_without_a_gpu_it_says_so(
 
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others use the machine nothing is measured, unless that is asked for."""
+    """Nothing is measured on a busy machine unless `--allow-busy` is given."""
     monkeypatch.setattr(
         bench, "provenance", lambda _device: {"disturbed": True, "busy_share_before": 0.4}
     )

@@ -1,4 +1,4 @@
-"""`draftgate bench simulator`: what it compares, and that it runs."""
+"""`draftgate bench simulator`: its comparison, and a short run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(index: int, ttft_s: float, tpot_s: float) -> Record:
 
 
 def test_errors_are_relative_to_the_engine() -> None:
-    """The mean of the predictions over what was measured, less one; and how far they are apart."""
+    """The error is the mean prediction over the measurement, minus 1; `apart` is the range."""
     real = [record(n, 0.1, 0.01) for n in range(9)]
     predicted = [[record(n, ttft_s, 0.02) for n in range(9)] for ttft_s in (0.11, 0.13)]
     rows = {row["figure"]: row for row in compared(real, predicted)}

@@ -1,4 +1,4 @@
-"""`draftgate bench rag`: the same questions for both policies, compared question by question."""
+"""`draftgate bench rag`: the same questions for both policies, with paired differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.loadgen.mock_server import Mock, serving_in_a_thread
 
 
 def of_latencies(*firsts_s):
-    """A run whose questions have those times to the first text; None failed."""
+    """A run whose questions have these times to the first text; None failed."""
     slo = Slo(latency_s=1.0)
     return a_run(
         [
@@ -25,28 +25,28 @@ def of_latencies(*firsts_s):
 
 
 def test_policies_are_compared_by_question() -> None:
-    """Auto less off, over the questions that both answered whole, with its interval."""
+    """The difference `auto` - `off` covers the questions that both answered, with its interval."""
     off = [of_latencies(1.0, 2.0, None), of_latencies(3.0)]
     auto = [of_latencies(0.5, 1.0, 9.0), of_latencies(2.5)]
     told = paired(off, auto, "ttft_s")
     assert told["questions"] == 3
     assert told["mean"] == pytest.approx(-2 / 3)
     assert told["relative"] == pytest.approx(-1 / 3)
-    # Of -0.5, -1 and -0.5 the deviation is 0.28868; 1.95996 x 0.28868 / sqrt(3) = 0.32667.
+    # The deviation of -0.5, -1 and -0.5 is 0.28868; 1.95996 x 0.28868 / sqrt(3) = 0.32667.
     low, high = told["interval"]
     assert (low, high) == pytest.approx((-2 / 3 - 0.32667, -2 / 3 + 0.32667), abs=1e-4)
     assert paired(off[1:], auto[1:], "ttft_s") is None
 
 
-def test_rounds_count_together() -> None:
-    """Attainment is over the questions of all rounds, failed ones too."""
+def test_attainment_covers_all_rounds() -> None:
+    """Attainment covers the questions of all rounds, including failed ones."""
     told = together([of_latencies(0.1, None), of_latencies(0.2, 5.0)])
     assert (told["requests"], told["intact"], told["attainment"]) == (4, 3, 0.5)
 
 
 @pytest.mark.long
-def test_both_policies_meet_the_same_questions() -> None:
-    """Over real connections, in turns: each server gets in each round what the other one gets."""
+def test_both_policies_get_the_same_questions() -> None:
+    """In each round, both real servers get the same questions in turn."""
     args = Namespace(rounds=2, requests=2, rate=50.0, deadline_ms=60_000.0, seed=3)
     off, auto = Mock(), Mock()
     with serving_in_a_thread(off) as one, serving_in_a_thread(auto) as other:

@@ -1,4 +1,4 @@
-"""`bench engine`: replayed drafts are right as often as they should be, and change nothing."""
+"""Replayed drafts of `bench engine` have the chosen acceptance, and do not change outputs."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Ours:
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
-def test_acceptance_is_as_dialled(acceptance: float) -> None:
-    """Of 20,000 tokens walked in drafts of 5, the share that is right lies within five sigmas."""
+def test_acceptance_matches_the_setting(acceptance: float) -> None:
+    """For 20,000 tokens in drafts of 5, the accepted share is within five sigmas."""
     rng = random.Random(1)
     truth = [rng.randrange(VOCAB) for _ in range(20_000)]
     proposer = ReplayProposer.of([(PROMPT, truth)], acceptance, VOCAB)
@@ -84,7 +84,7 @@ def test_acceptance_is_as_dialled(acceptance: float) -> None:
 
 
 def test_the_same_seed_corrupts_the_same_tokens() -> None:
-    """Runs can be repeated: wrong tokens are a function of the seed, and are really wrong."""
+    """Wrong tokens depend only on the seed, and differ from the right ones."""
     truth = list(range(300))
     first, again, other = (corrupted(truth, 0.8, VOCAB, random.Random(seed)) for seed in (1, 1, 2))
     assert first == again != other
@@ -94,7 +94,7 @@ def test_the_same_seed_corrupts_the_same_tokens() -> None:
 
 
 def test_an_unknown_prompt_gets_no_draft() -> None:
-    """What was never replayed, and what lies behind the end of a replay, is not drafted."""
+    """Unknown prompts, and positions after the end of a replay, get no draft."""
     proposer = ReplayProposer.of([(PROMPT, [1, 2, 3])], 1.0, VOCAB)
     requests = [
         DraftRequest(sequence_behind([], (9, 9)), 4),
@@ -105,7 +105,7 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
 
 
 def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under every length and `auto` the outputs are those of the run without drafts."""
+    """Every draft length and `auto` give the outputs of the run without drafts."""
     monkeypatch.setattr(speedup, "BATCHES", (1, 4))
     asked = Replayed(acceptance=0.8, lengths=(1, 5), new_tokens=NEW_TOKENS, rounds=1)
     rows = measure_speedups(shipped, asked, RATES)
@@ -120,12 +120,12 @@ def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.Monkey
         assert row["proposer"] == "replay, acceptance 0.8"
         sigma = math.sqrt(0.8 * 0.2 / row["tested_tokens"])
         assert abs(row["acceptance"] - 0.8) <= 5 * sigma + 0.001
-        if row["policy"] != "auto":  # which goes by times measured here
+        if row["policy"] != "auto":  # depends on measured times
             assert row["tokens_per_step"] > 1.3
 
 
-def test_every_batch_is_prefilled_anew(shipped: Ours) -> None:
-    """A prompt that ran before is computed again, or rounds would not be equal work."""
+def test_every_batch_is_prefilled_again(shipped: Ours) -> None:
+    """A repeated prompt is computed again, so that rounds are equal work."""
     prompt = shipped.model.prompts(1)
     cached = []
     with Serving(shipped.worker(speculation_policy("off"), {})) as serving:
@@ -139,8 +139,8 @@ def test_every_batch_is_prefilled_anew(shipped: Ours) -> None:
     assert not any(cached)
 
 
-def test_what_breaks_a_worker_reaches_who_waits(shipped: Ours) -> None:
-    """A failing step ends the benchmark with its own error instead of hanging it."""
+def test_a_failing_step_raises_its_error(shipped: Ours) -> None:
+    """A failing step ends the benchmark with its error."""
 
     class Broken(ReplayProposer):
         def propose(self, requests):
@@ -152,8 +152,8 @@ def test_what_breaks_a_worker_reaches_who_waits(shipped: Ours) -> None:
         serving.run(greedy_requests(shipped.model.prompts(1), 8, plan))
 
 
-def test_the_decode_window_is_when_all_decode() -> None:
-    """It opens with the last first token and closes with the first last one."""
+def test_the_decode_window_covers_joint_decoding() -> None:
+    """It begins with the last first token and ends with the earliest last token."""
     arrivals = [(1.0, "a", 1), (2.0, "a", 2), (2.0, "b", 1), (3.0, "a", 2), (3.0, "b", 3)]
     made = Generation(0.5, {}, [*arrivals, (4.0, "b", 5)])
     assert made.decode_window == (5, 1.0)
@@ -161,23 +161,23 @@ def test_the_decode_window_is_when_all_decode() -> None:
     assert Generation(0.0, {}, [(1.0, "a", 1), (2.0, "b", 1)]).decode_window == (0, 0.0)
 
 
-def test_prompts_alone_or_together() -> None:
-    """Batch 1 is several prompts one by one; any other is the first so many at once."""
+def test_batch_1_runs_several_prompts_one_by_one() -> None:
+    """Batch 1 runs several prompts one by one; batch n runs the first n together."""
     prompts = [(n,) for n in range(10)]
     assert in_batches(prompts, 1) == [[(0,)], [(1,)], [(2,)], [(3,)]]
     assert in_batches(prompts, 8) == [prompts[:8]]
 
 
 def test_agreement_counts_tokens_before_the_first_difference() -> None:
-    """One early difference does not hide that the rest agreed, nor the other way round."""
+    """It has the share of equal outputs and the share of tokens before a difference."""
     assert agreement([[1, 2, 3, 4], [1, 2]], [[1, 9, 3, 4], [1, 2]]) == {
         "equal_outputs": 0.5,
         "equal_tokens": 0.5,
     }
 
 
-def test_a_peer_that_does_not_work_says_why() -> None:
-    """The error of somebody else's code is kept as a reason, and it is not called again."""
+def test_a_failing_peer_reports_its_error() -> None:
+    """The error of a peer is kept as its reason, and the peer is not called again."""
     calls = []
 
     def broken(prompts):
@@ -195,8 +195,8 @@ def test_a_peer_that_does_not_work_says_why() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_every_way_to_generate_gives_the_same_tokens(shipped: Ours) -> None:
-    """Ours with every proposer and all of `transformers` that runs here, token for token."""
+def test_all_modes_generate_the_same_tokens(shipped: Ours) -> None:
+    """All proposers and all working modes of `transformers` give identical tokens."""
     pytest.importorskip("transformers")
     rows = measure_generation(shipped, 16, 1)
     ours = ["off", "ngram", "draft_model", "auto"]
@@ -210,8 +210,8 @@ def test_every_way_to_generate_gives_the_same_tokens(shipped: Ours) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_random_weights_generate_the_same_on_both_sides(tmp_path: Path) -> None:
-    """Of a shape without a file, whole generations are compared on the same weights, too."""
+def test_random_weights_generate_the_same_tokens(tmp_path: Path) -> None:
+    """Both engines generate the same tokens from random weights."""
     pytest.importorskip("transformers")
     model = RandomModel("small", tmp_path, SMALL, torch.float32, torch.device("cpu"))
     rows = measure_generation(Ours.load(model, 32 * 400, 400), 16, 1)

@@ -26,8 +26,8 @@ def mean_backlog(policy: str, age_s: float, *, leased: bool = False) -> float:
     return fmean(one.backlog for one in imbalances(SMALL, policy, Ages(age_s), 0, leased=leased))
 
 
-def test_a_backlog_is_worked_off_and_remembered() -> None:
-    """What there is to do at any past instant, and what had come by then."""
+def test_a_backlog_is_known_at_any_past_time() -> None:
+    """The backlog and the arrived tokens are known for any past time."""
     backlog = Backlog(100.0)
     backlog.add(1.0, 300)
     backlog.add(2.0, 50)
@@ -48,16 +48,16 @@ def test_a_backlog_is_worked_off_and_remembered() -> None:
     ]
 
 
-def test_the_same_seed_is_the_same_herd() -> None:
-    """Every figure again, and another one for another seed."""
+def test_a_herd_is_reproducible_by_seed() -> None:
+    """All figures repeat for a seed and differ for another one."""
     first, again, other = (
         list(imbalances(SMALL, "price", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_who_takes_the_least_by_old_loads_herds_and_ours_does_not() -> None:
-    """By loads a second old the least of all is the worst choice, and ours the best one."""
+def test_stale_loads_make_least_loaded_herd_but_not_price() -> None:
+    """With loads one second old, the least-loaded policy is the worst and `price` is the best."""
     found = {
         policy: mean_backlog(policy, 1.0)
         for policy in ("least_loaded", "power_of_two", "round_robin", "price")
@@ -66,15 +66,15 @@ def test_who_takes_the_least_by_old_loads_herds_and_ours_does_not() -> None:
     assert min(found, key=found.__getitem__) == "price"
 
 
-def test_leases_make_old_loads_harmless() -> None:
-    """Where a reservation knows all leases, no age of the reports makes workers unequal."""
+def test_leases_make_stale_loads_harmless() -> None:
+    """If reservations include all leases, the age of reports does not cause imbalance."""
     for age_s in (0.1, 1.0):
         assert mean_backlog("price", age_s, leased=True) < 1.2
         assert mean_backlog("least_loaded", age_s, leased=True) < 1.2
 
 
-def test_staggered_ages_go_from_nothing_to_twice_the_mean() -> None:
-    """Workers report at instants of their own; ages that are alike stand still."""
+def test_staggered_ages_range_from_zero_to_twice_the_mean() -> None:
+    """Staggered ages vary with each worker's reports; equal ages are constant."""
     ages = Ages(0.5, staggered=True)
     found = [ages.at(10.0, number) for number in range(16)]
     assert all(0.0 <= age_s < 1.0 for age_s in found)
@@ -84,9 +84,9 @@ def test_staggered_ages_go_from_nothing_to_twice_the_mean() -> None:
     assert Ages(0.5).at(10.0, 3) == 0.5
 
 
-def test_time_that_has_passed_since_a_report_is_taken_off() -> None:
-    """By loads of different ages, with leases, requests find less work before them where what was
-    worked on since is known than by a policy that looks at tokens alone."""
+def test_work_done_since_a_report_is_subtracted() -> None:
+    """With leases and staggered ages, waits are shorter if work done since the report is
+    subtracted."""
     light = Bursts(bursts=2, utilisation=0.2)
     ours, others = (
         fmean(one.wait_s for one in imbalances(light, policy, ages, 0, leased=True))
@@ -96,8 +96,8 @@ def test_time_that_has_passed_since_a_report_is_taken_off() -> None:
     assert ours < 0.5 * others
 
 
-def test_the_command_tells_every_policy_at_every_age(tmp_path: Path) -> None:
-    """JSON with intervals and the best other policy, and a page."""
+def test_the_herd_command_reports_every_policy_at_every_age(tmp_path: Path) -> None:
+    """It writes JSON with intervals and the best other policy, and a page."""
     out, html = tmp_path / "herd.json", tmp_path / "herd.html"
     flags = ["--bursts", "2", "--seeds", "2", "--gateways", "4", "--workers", "4"]
     flags += ["--requests", "40"]
@@ -125,8 +125,8 @@ def test_the_command_tells_every_policy_at_every_age(tmp_path: Path) -> None:
 ROWS = tuple(TraceRow(n * 0.1, 700 + 16 * (n % 5), 20, (n % 6, 100 + n), 512) for n in range(120))
 
 
-def test_recorded_prompts_agree_where_the_trace_says() -> None:
-    """Equal names of blocks are equal ids, as far as names agree, and lengths are the trace's."""
+def test_recorded_prompts_share_the_prefixes_of_the_trace() -> None:
+    """Equal block names give equal ids, and lengths are those of the trace."""
     recorded = Recorded.of(ROWS, 20, 4096)
     jobs = [recorded.job(one) for one in recorded.planned(10.0, Slo(), 0)]
     prompts = [job.prompts[0].tolist() for job in jobs]
@@ -134,13 +134,13 @@ def test_recorded_prompts_agree_where_the_trace_says() -> None:
     assert prompts[0][:512] == prompts[6][:512]
     assert prompts[0][512:528] != prompts[6][512:528]
     assert prompts[0][:16] != prompts[1][:16]
-    with pytest.raises(ValueError, match="120 such requests, not 121"):
+    with pytest.raises(ValueError, match="121 requests are needed, but only 120"):
         Recorded.of(ROWS, 121, 4096)
-    assert len(Recorded.of(ROWS, 24, 720).rows) == 24  # those that fit
+    assert len(Recorded.of(ROWS, 24, 720).rows) == 24  # the rows that fit
 
 
-def test_a_slower_device_takes_that_many_times_as_long() -> None:
-    """Every term of a step and of drafting is multiplied."""
+def test_a_slower_device_scales_all_times() -> None:
+    """The factor applies to every term of a step and of drafting."""
     profile = load_profile("h100-8b")
     slow = slowed(profile, 2.0)
     for size in ((1, 100, 1, 0), (300, 9000, 30, 40), (4000, 4000, 2, 0)):
@@ -150,9 +150,9 @@ def test_a_slower_device_takes_that_many_times_as_long() -> None:
         assert slow.draft[name].call_s == 2 * cost.call_s
 
 
-def test_a_cluster_is_compared_on_the_same_requests() -> None:
-    """Shared beginnings are found by who looks for them, slower workers are spared by who knows
-    them, and the same study gives the same figures."""
+def test_policies_of_a_cluster_get_the_same_requests() -> None:
+    """Prefix-aware policies find shared prefixes, cost-aware ones spare slow workers, and runs
+    repeat."""
     config = WorkerConfig(
         profile="h100-8b", proposer="ngram", max_num_seqs=64, max_model_len=4096, kv_bytes=10**9
     )
@@ -168,7 +168,7 @@ def test_a_cluster_is_compared_on_the_same_requests() -> None:
 
 
 def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
-    """What an H200 sustains is more than what an H100 does, and a cluster's rate is their sum."""
+    """An H200 sustains more than an H100, and a cluster's rate is the sum."""
     config = WorkerConfig(proposer="ngram", max_model_len=4096)
     study = Study(Recorded.of(ROWS, 120, 4096), 20, config, Slo(2.0, 0.05), 0, windows=2)
     fast, usual, _, slow = sustained = [study.sustained_rps(kind) for kind in CLUSTERS["mixed"]]
@@ -181,7 +181,7 @@ def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
 
 
 def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> None:
-    """JSON and page for every cluster and share that was asked for."""
+    """JSON and page cover every requested cluster and share."""
     trace, out, html = (tmp_path / name for name in ("t.jsonl", "o.json", "o.html"))
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))

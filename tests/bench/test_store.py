@@ -1,4 +1,4 @@
-"""`draftgate bench store`: what it counts is what the server counts, and it leaves nothing."""
+"""`draftgate bench store`: its counts equal the server's, and it removes its pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.gateway.redis_server import RedisServer
 
 
 async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> None:
-    """By the server's own count: one script for each; releases of many requests are one."""
+    """The server runs one script per reservation, and one for the releases of many requests."""
     connected = open_client(redis_server.url)
     store = RedisStore.at(redis_server.url, "p", "g")
     await store.reserve("none", 1, Subject(store).offers, 1.0)  # loads the scripts
@@ -27,7 +27,7 @@ async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> Non
 
 
 async def test_rounds_are_measured_and_the_pool_is_removed(redis_server: RedisServer) -> None:
-    """A row for each number of lanes, in which requests took time; afterwards no key is there."""
+    """Each number of lanes has a row with positive times; afterwards no key is left."""
     found = await measure(redis_server.url, rounds=2, requests=40)
     assert [row["lanes"] for row in found["rows"]] == list(LANES)
     assert all(row["requests_per_s"] > 0 for row in found["rows"])

@@ -1,12 +1,12 @@
-"""The benchmark of open streams, at a size that shows that it runs."""
+"""A small run of the benchmark of open streams."""
 
 from __future__ import annotations
 
 from bench.engine.streams import measure
 
 
-def test_every_way_to_serve_is_measured_in_every_round() -> None:
-    """A round has a step time of the bare engine and of both servers, all streams whole."""
+def test_every_round_measures_engine_and_servers() -> None:
+    """A round has step times of the bare engine and of both servers."""
     found = measure(streams=3, tokens=6, threads=1, rounds=1)
     assert set(found["step_ms"]) == {"bare", "one_process", "own_process"}
     assert all(len(taken) == 1 and taken[0] > 0 for taken in found["step_ms"].values())

@@ -1,4 +1,4 @@
-"""Studies in simulation: searches find what is known, policies meet the same requests."""
+"""The simulated studies: their searches, and equal requests for all policies."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ H100 = WorkerConfig(profile="h100-8b", proposer="ngram", max_model_len=32_768, m
 
 
 @given(st.integers(LOWEST, HIGHEST), st.integers(LOWEST, HIGHEST))
-def test_the_search_finds_the_last_place_that_holds(last: int, near: int) -> None:
-    """From anywhere, and it asks for no place twice: each is a simulation."""
+def test_the_search_finds_the_last_index_that_holds(last: int, near: int) -> None:
+    """It finds the index from any start, and tests no index twice."""
     asked: list[int] = []
 
     def holds(place: int) -> bool:
@@ -48,15 +48,15 @@ def test_the_search_finds_the_last_place_that_holds(last: int, near: int) -> Non
     assert len(asked) == len(set(asked)) <= 22
 
 
-def test_a_search_that_finds_nothing_says_so() -> None:
-    """Where it holds nowhere there is no capacity, rather than the lowest one."""
+def test_a_search_without_a_result_returns_none() -> None:
+    """If no rate holds, the capacity is None instead of the lowest rate."""
     assert highest_place(lambda _place: False, 0) is None
     assert nearest_place(grid_rate(37)) == 37
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A server whose gaps take 1 ms for each request a second, and whose queue grows from 40 on."""
+    """A server whose gaps take 1 ms per request/s, and whose queue grows from 40 requests/s on."""
 
     slo_s: float
 
@@ -67,7 +67,7 @@ class Toy:
 
 @pytest.mark.parametrize(("slo_s", "limit_rps"), [(0.025, 25.0), (0.1, 40.0)])
 def test_capacity_is_where_gaps_or_queues_reach_their_limit(slo_s, limit_rps) -> None:
-    """The last rate of the grid below what is known, whichever limit comes first."""
+    """It is the last grid rate below the known limit of gaps or queue."""
     found, place = capacity(Toy(slo_s), near=0)
     assert found.within.rate_rps <= limit_rps < found.within.rate_rps * STEP
     assert found.beyond.rate_rps > limit_rps
@@ -75,8 +75,8 @@ def test_capacity_is_where_gaps_or_queues_reach_their_limit(slo_s, limit_rps) ->
     assert found.beyond.gap_p99_s > slo_s or found.beyond.queue_p50_s > LATEST_S
 
 
-def test_rates_meet_the_same_requests_in_the_same_order() -> None:
-    """Lengths and seeds are the draw's; instants scale with the rate; no prompts begin alike."""
+def test_rates_get_the_same_requests_in_the_same_order() -> None:
+    """Only arrivals depend on the rate: they scale with it. Prompts are unique."""
     drawn = Drawn.of(ROWS, 80, seed=3)
     slow, fast = (drawn.planned(rate_rps, Slo(tpot_s=0.1)) for rate_rps in (1.0, 4.0))
     for one, other in zip(slow, fast, strict=True):
@@ -90,14 +90,14 @@ def test_rates_meet_the_same_requests_in_the_same_order() -> None:
 
 
 def test_slos_are_multiples_of_a_decode_step() -> None:
-    """5 and 25 times 32 decodes behind 4,096 tokens: 7.77 ms and 131,072 KV tokens by h100-8b."""
+    """5 and 25 times 32 decodes after 4,096 tokens: 7.77 ms and 131,072 KV tokens by h100-8b."""
     slos = slo_seconds(load_profile("h100-8b"))
     step_s = 0.007768 + 131_072 * 3.93e-8
     assert slos == {"strict": pytest.approx(5 * step_s), "relaxed": pytest.approx(25 * step_s)}
 
 
-def test_slack_keeps_the_promise_at_a_load_at_which_prefill_first_does_not() -> None:
-    """P99 of gaps within the strict SLO, in noise and with costs misjudged by 30%."""
+def test_slack_meets_the_slo_where_prefill_first_misses_it() -> None:
+    """P99 of gaps stays within the strict SLO, with noise and cost estimates that are 30% off."""
     drawn = Drawn.of(tuple(TraceRow(0.0, 3000, 60) for _ in range(10)), 80, seed=0)
     slo_s = slo_seconds(load_profile("h100-8b"))["strict"]
     held = {}
@@ -108,13 +108,13 @@ def test_slack_keeps_the_promise_at_a_load_at_which_prefill_first_does_not() -> 
 
 
 def vars_of(config: WorkerConfig) -> dict:
-    """The settings that tests share."""
+    """Shared settings of the tests."""
     names = ("profile", "proposer", "max_model_len", "max_num_seqs")
     return {name: getattr(config, name) for name in names}
 
 
-def test_the_command_writes_the_same_figures_again(tmp_path) -> None:
-    """`draftgate bench capacity` with a trace of lengths: a row for each combination, twice."""
+def test_the_capacity_command_is_reproducible(tmp_path) -> None:
+    """Two runs of `draftgate bench capacity` write the same row for each combination."""
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "2000,20\n1500,15\n" * 20)
     told = []
@@ -137,7 +137,7 @@ def test_the_command_writes_the_same_figures_again(tmp_path) -> None:
 
 
 def test_long_prompts_stall_decodes_under_prefill_first_only(tmp_path) -> None:
-    """The watched decode's longest gap is the promise under `slack`, and a whole prefill there."""
+    """The longest gap is the SLO under `slack`, and a whole prefill under `prefill_first`."""
     out, html = tmp_path / "gaps.json", tmp_path / "gaps.html"
     done = CliRunner().invoke(app, ["bench", "gaps", "--json", str(out), "--html", str(html)])
     assert done.exit_code == 0, done.output
@@ -153,8 +153,8 @@ def test_long_prompts_stall_decodes_under_prefill_first_only(tmp_path) -> None:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here")
-def test_sarathis_lengths_are_the_papers() -> None:
-    """ShareGPT as Sarathi-Serve has it: medians of 1,730 tokens of prompt and 415 of output."""
+def test_sarathi_lengths_equal_those_of_the_paper() -> None:
+    """ShareGPT in Sarathi-Serve has medians of 1,730 prompt and 415 output tokens."""
     rows = read_trace(DATA / "sarathi_serve" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
     middle = len(rows) // 2
     assert len(rows) == 30_731
@@ -166,8 +166,8 @@ def outcome(policy: str, latencies_s: list[float]) -> Outcome:
     return Outcome(policy, samples={"latency_s.mean": list(latencies_s)})
 
 
-def test_auto_is_held_against_the_best_fixed_length() -> None:
-    """Differences are paired by seed; a worse mean counts as no worse within 2%, or if unsure."""
+def test_auto_is_compared_with_the_best_fixed_length() -> None:
+    """Differences are paired by seed; a mean within 2%, or an uncertain one, counts as equal."""
     others = {name: outcome(name, [5.0, 6.0, 7.0]) for name in policies.POLICIES}
     others |= {"fixed:2": outcome("fixed:2", [4.0, 5.0, 6.0]), "off": outcome("off", [8, 9, 10])}
     others |= {"oracle": outcome("oracle", [3.0, 4.0, 5.0])}
@@ -181,10 +181,10 @@ def test_auto_is_held_against_the_best_fixed_length() -> None:
     assert unsure["at_envelope"]
 
 
-def test_the_study_of_policies_tells_every_policy_at_every_rate(
+def test_the_policies_command_reports_every_policy_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON and page hold a cell for each workload and rate, with all policies in it."""
+    """JSON and page have a cell with all policies for each workload and rate."""
     monkeypatch.setattr(policies, "SHARES", (0.3, 1.2))
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     words = ["--workloads", "code", "--requests", "0.02", "--seeds", "2"]
@@ -199,7 +199,7 @@ def test_the_study_of_policies_tells_every_policy_at_every_rate(
 
 
 def test_tracing_costs_are_differences_within_a_round() -> None:
-    """What a mode adds is taken round by round, so that a slow round slows no mode alone."""
+    """Differences are paired by round, so a slow round does not affect a single mode."""
     cost_s = {"off": (1e-3, 2e-3), "unsampled": (1.1e-3, 2.1e-3), "on": (1.5e-3, 2.564e-3)}
     rows = [
         {"mode": mode, "round": number, "chunks": chunks, "cpu_s": cpu_s * (1 + number)}
@@ -216,7 +216,7 @@ def test_tracing_costs_are_differences_within_a_round() -> None:
 
 
 def test_the_tracing_study_runs(tmp_path: Path) -> None:
-    """Every mode is measured in every round, in this process, and the record says of what."""
+    """Every round measures every mode, and the result has its provenance."""
     out = tmp_path / "out.json"
     arguments = ["--rounds", "1", "--requests", "32", "--profile", "cpu-demo", "--json", str(out)]
     done = CliRunner().invoke(app, ["bench", "tracing", *arguments])

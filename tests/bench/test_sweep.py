@@ -1,4 +1,4 @@
-"""The sweep of policies, before servers of known truth in place of real ones."""
+"""The sweep of policies, with mock servers of known capacity."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.loadgen.mock_server import Mock, serving
 
 
 def flags(*more: str):
-    """The study's flags."""
+    """The flags of the study."""
     return study._parser().parse_args(["--round-s", "1.2", "--rounds", "1", *more])
 
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> None:
-    """A folder with the text that is asked about."""
+    """A folder with the text of the questions."""
     monkeypatch.chdir(tmp_path)
     code = "".join(f"def f{i}(x):\n    if x:\n        return {i}\n\n" for i in range(3000))
     Path(TEXT).write_text(code)
 
 
-async def test_rates_are_shares_of_what_the_first_policy_can_do(text) -> None:
-    """A closed loop finds what each can do; every policy is asked at each share of it, with the
-    promised limits, for the same part of a round."""
+async def test_rates_are_shares_of_the_first_policys_capacity(text) -> None:
+    """A closed loop measures capacities. Every policy then gets each share of the first one's, with
+    the same limits and durations."""
     first, second = Mock(), Mock()
     async with serving(first) as off, serving(second) as auto:
         whom = [SweepTarget("off", off), SweepTarget("auto", auto)]
@@ -48,8 +48,8 @@ async def test_rates_are_shares_of_what_the_first_policy_can_do(text) -> None:
     assert all(body["temperature"] == 0.8 for body in second.bodies)
 
 
-async def test_rates_that_are_given_are_kept(text) -> None:
-    """Whatever a closed loop says."""
+async def test_given_rates_are_used(text) -> None:
+    """Given rates do not depend on the measured capacity."""
     mock = Mock()
     async with serving(mock) as url:
         args = flags("--rates", "20,10")
@@ -58,7 +58,7 @@ async def test_rates_that_are_given_are_kept(text) -> None:
 
 
 def test_by_default_it_sends_for_less_than_twenty_minutes() -> None:
-    """In two rounds, which four policies at five rates share; what drains comes on top."""
+    """Two rounds of four policies at five rates take less, without the draining."""
     args = study._parser().parse_args([])
     cells = len(args.policies.split(",")) * len(args.shares)
     seconds = load_of(args, cells).duration_s * cells * args.rounds
