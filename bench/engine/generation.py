@@ -143,7 +143,7 @@ def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dic
         name, longest = "transformers, continuous batching", MOST_PROMPT + new_tokens
         manager = running.enter_context(continuous_batching(model, batch, longest, new_tokens))
         return {name: Participant(manager.generate, is_peer=True)}
-    except Exception as error:  # noqa: BLE001 - anything: it is somebody else's code
+    except Exception as error:  # noqa: BLE001 - a peer may raise anything
         name = "transformers" if batch == 1 else "transformers, continuous batching"
         return {name: Participant(_nothing, is_peer=True, failed=reason(error))}
 

@@ -77,7 +77,7 @@ def _real_tools(environments: Path) -> list[Tool]:
 
     def ours(_: object, url: str, folder: Path) -> Sequence[str]:
         return [
-            *(sys.executable, "-m", "loadgen", url, "--completions", "--prompt", PROMPT),
+            *(sys.executable, "-m", "draftgate.loadgen", url, "--completions", "--prompt", PROMPT),
             *("--max-tokens", str(TOKENS), "--temperature", "0", "--rate", f"{REAL_RATE:g}"),
             *("--arrival", "constant", "--requests", str(REQUESTS)),
             *("--json", str(folder / "ours.json")),

@@ -61,7 +61,7 @@ def ours(case: Case, url: str, folder: Path) -> list[str]:
     """Return Draftgate's command, without a limit of concurrent requests."""
     prompt = " ".join(["return"] * PROMPT_TOKENS)
     return [
-        *(sys.executable, "-m", "loadgen", url, "--chat", "--prompt", prompt),
+        *(sys.executable, "-m", "draftgate.loadgen", url, "--chat", "--prompt", prompt),
         *("--max-tokens", str(case.tokens), "--rate", f"{RATE:g}", "--arrival", "constant"),
         *("--requests", str(case.requests), "--slo-ttft-ms", f"{TTFT_LIMIT_MS:g}"),
         *("--slo-tpot-ms", f"{TPOT_LIMIT_MS:g}", "--json", str(folder / "ours.json")),
