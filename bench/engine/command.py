@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="replayed draft lengths")
     add("--new-tokens", type=int, default=64, help="output tokens per prompt (default: 64)")
     add("--runs", type=int, default=3, help="rounds of replay and generation")
-    add("--exact", action="store_true", help="measure only exact steps, without peers")
+    add("--exact", action="store_true", help="use exact mode; skip the peers of steps")
     add("--allow-busy", action="store_true", help="measure even on a busy machine")
     return parser
 

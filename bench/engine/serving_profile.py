@@ -87,8 +87,8 @@ def measure() -> dict[str, Any]:
     config = read_model_config(SHIPPED_MODEL)
     source = (
         f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, torch "
-        f"{facts['torch']}, {facts['threads']} threads; {constant_s * 1e6:.0f} us a step and "
-        f"{sequence_s * 1e6:.1f} us a sequence of it are the worker's own"
+        f"{facts['torch']}, {facts['threads']} threads; {constant_s * 1e6:.0f} us per step and "
+        f"{sequence_s * 1e6:.1f} us per sequence are the worker's own"
     )
     return {
         "device": facts["device"],

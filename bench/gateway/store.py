@@ -3,11 +3,12 @@
     draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
 
 Each lane runs one request at a time, which reserves one of eight workers through a gateway's
-guarded store and releases it. Each round runs with memory and with Redis in turn. The figures are
-the times that requests wait for a reservation (they do not wait for a release), requests per second
-of this process, commands per request as the server counts them (`INFO commandstats`), and the
-server's time per script, which limits the rate of all gateways together. The study uses its own
-pool, and removes it at the end.
+guarded store and releases it. Each round runs with memory and with Redis in turn.
+
+The study measures the time that a request waits for its reservation; it does not wait for a
+release. It also measures requests per second of this process, and commands per request as the
+server counts them (`INFO commandstats`). The server's time per script limits the rate of all
+gateways together. The study uses its own pool, and removes it at the end.
 """
 
 from __future__ import annotations

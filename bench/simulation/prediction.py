@@ -2,8 +2,8 @@
 
     draftgate bench simulator --rate 2 --requests 60 --json OUT
 
-The study measures the profile of the shipped model in a worker, sends an open loop of requests to
-the real engine through the production dispatcher, and measures the profile again. It then simulates
+The study sends an open loop of requests to the real engine through the production dispatcher.
+Before and after that, it measures the profile of the shipped model in a worker. It then simulates
 the same arrivals, token ids and lengths on a device with each profile. The mean of the two runs is
 the prediction, and their difference shows how quiet the machine was. With a policy other than
 `off`, the simulator replays recorded acceptance, not this run's.

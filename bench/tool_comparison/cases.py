@@ -55,7 +55,7 @@ CASES: Final = {
     ),
     "error": Case("an error event half-way", broken_after=16, error=True),
     "hollow": Case("empty deltas at once, text after 200 ms", ttft_s=0.2, hollow=True),
-    "stall": Case("the server stands still for 2 s", stall_s=2.0, most_open=8, requests=60),
+    "stall": Case("the server stalls for 2 s", stall_s=2.0, most_open=8, requests=60),
 }
 """`stall` limits concurrent requests, as many users do. A tool that delays sending then hides the
 time that users would have waited (coordinated omission)."""
