@@ -1,4 +1,4 @@
-"""Models the engine tests share."""
+"""Models that the engine tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs requests that are held to a grammar, and checks what came of them."""
+"""Runs of requests with a grammar, and checks of their output."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def regex_spec(pattern: str) -> GrammarSpec:
 
 
 def satisfies(schema: dict[str, Any], text: str) -> bool:
-    """Whether a text is JSON that the schema allows, formats included."""
+    """Return whether a text is JSON that the schema allows, formats included."""
     return _CHECK(schema, format_checker=_CHECK.FORMAT_CHECKER).is_valid(json.loads(text))
 
 
 def tokens_in(mask: bytes) -> list[int]:
-    """The tokens that a mask allows."""
+    """Return the tokens that a mask allows."""
     return [8 * i + j for i, byte in enumerate(mask) for j in range(8) if byte >> j & 1]
 
 
@@ -51,7 +51,7 @@ def next_mask(grammar: LlGrammar) -> bytes:
 
 
 def completed(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> list[int]:
-    """Let a grammar go on at random until it may end; its further tokens."""
+    """Continue a grammar at random until it may end; return the added tokens."""
     ends, tokens = set(eos_ids), []
     while not ends & set(allowed := tokens_in(next_mask(grammar))):
         tokens.append(rng.choice(allowed))
@@ -66,8 +66,8 @@ def grammars_of(model: Model) -> LlGrammars:
 
 
 @dataclass
-class Held:
-    """What one choice said."""
+class GrammarOutput:
+    """The output of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -76,19 +76,19 @@ class Held:
 
 
 @dataclass
-class Run:
-    """What a run gave, by request and choice, and how it went."""
+class GrammarRun:
+    """The outputs of a run by request and choice, and its counters."""
 
-    held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    held: dict[tuple[str, int], GrammarOutput] = field(default_factory=dict)
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
     preemptions: int = 0
 
 
-def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Run:
-    """Run the requests to their end on a fresh worker that knows grammars."""
-    engine, run = Engine(model, setup), Run()
+def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> GrammarRun:
+    """Run all requests to completion on a new worker with grammars."""
+    engine, run = Engine(model, setup), GrammarRun()
     worker = WorkerCore(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
     for request in requests:
         worker.admission.check(request)
@@ -97,7 +97,7 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
     for step in run_until_idle(worker, engine.runner):
         run.steps += 1
         for request_id, delta in step.deltas:
-            held = run.held.setdefault((request_id, delta.choice), Held())
+            held = run.held.setdefault((request_id, delta.choice), GrammarOutput())
             held.tokens += delta.token_ids
             held.text += delta.text
             held.logprobs += delta.logprobs
@@ -111,12 +111,12 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
 
 
 def under(request: GenerationRequest, grammar: GrammarSpec) -> GenerationRequest:
-    """The request, held to a grammar."""
+    """Return the request with a grammar."""
     return replace(request, grammar=grammar)
 
 
-def check_held(model: Model, held: Held, schema: dict[str, Any]) -> None:
-    """A whole output satisfies its schema; one that was cut is a beginning of one that does."""
+def check_held(model: Model, held: GrammarOutput, schema: dict[str, Any]) -> None:
+    """Check that an output satisfies its schema, or, if it was cut, can be completed to."""
     tokenizer: Tokenizer = model.tokenizer
     grammar = grammars_of(model).start(schema_spec(schema))
     said = [token for token in held.tokens if token not in model.config.eos_ids]
@@ -134,7 +134,7 @@ def check_held(model: Model, held: Held, schema: dict[str, Any]) -> None:
 
 
 def walks(grammars: LlGrammars, spec: GrammarSpec, eos: int, seed: int) -> Iterator[list[int]]:
-    """Yield the tokens before each place of a random text that the grammar allows."""
+    """Yield every prefix of a random text that the grammar allows."""
     grammar, rng = grammars.start(spec), random.Random(seed)
     tokens: list[int] = []
     while len(tokens) < 60:

@@ -1,4 +1,4 @@
-"""Drives a worker on the engine step by step, without threads: every run is the same."""
+"""Drives an engine worker step by step, without threads, so every run is deterministic."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from draftgate.policies.types import (
 MAX_MODEL_LEN = 1024
 
 COST = StepCost((16, 32, 64, 128), (1e-3, 1.4e-3, 2e-3, 3.5e-3), sequence_s=1e-4)
-"""Fixed, so that what `auto` decides does not depend on the machine."""
+"""Fixed, so that the decisions of `auto` do not depend on the machine."""
 
 IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram", "draft_model", "sparse_self"))
 
 
 @dataclass(eq=False)
 class Model:
-    """A loaded checkpoint; in bfloat16 with the promise of exact bits."""
+    """A loaded checkpoint; bfloat16 is loaded with exact bits."""
 
     directory: Path
     dtype: torch.dtype = torch.float32
@@ -75,13 +75,13 @@ class Model:
         self.tokenizer = Tokenizer(self.directory)
 
     def runner(self, num_blocks: int) -> Runner:
-        """A runner with a KV pool of its own."""
+        """Create a runner with its own KV pool."""
         return Runner(self.decoder, KvPool(self.config, num_blocks, self.dtype), self.verify)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is batched; none of it may change a token."""
+    """How a run is batched and drafted, which must not change a token."""
 
     policy: SpeculationPolicy = field(default_factory=Off)
     proposers: Callable[[Engine], dict[str, Proposer]] = lambda engine: {"ngram": NgramProposer()}
@@ -92,7 +92,7 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """What a run gave: tokens by (request, choice), and how it went."""
+    """The results of a run by (request, choice), and its counters."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     text: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Outcome:
 
 
 class Engine:
-    """A worker with its device, driven in the caller's thread."""
+    """A worker with its runner, driven in the caller's thread."""
 
     def __init__(self, model: Model, setup: Setup) -> None:
         self.model = model
@@ -127,7 +127,7 @@ class Engine:
         )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
-        """Run the requests to their end."""
+        """Run all requests to completion."""
         outcome = Outcome()
         for request in requests:
             self.worker.admission.check(request)
@@ -142,12 +142,12 @@ class Engine:
 
 
 def run(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Outcome:
-    """Run all requests to their end on a fresh worker."""
+    """Run all requests to completion on a new worker."""
     return Engine(model, setup).run(requests)
 
 
 def note(outcome: Outcome, request_id: str, delta: Delta) -> None:
-    """Add a delta to what a run gave."""
+    """Add a delta to the results of a run."""
     key = (request_id, delta.choice)
     outcome.tokens.setdefault(key, []).extend(delta.token_ids)
     outcome.text[key] = outcome.text.get(key, "") + delta.text
@@ -173,7 +173,7 @@ def request(
     grammar: GrammarSpec | None = None,
     **sampling: object,
 ) -> GenerationRequest:
-    """A request that speculates as the policy says."""
+    """Create a request with the speculation plan of the policy."""
     params = SamplingParams(**{"max_tokens": 128, "seed": 0, "ignore_eos": True, **sampling})
     prompt = compact(tuple(prompt_ids))
     view = RequestView(len(prompt), params.max_tokens, params.temperature, mode)
@@ -182,13 +182,13 @@ def request(
 
 
 def to_embed(request_id: str, prompt_ids: Iterable[int]) -> GenerationRequest:
-    """A request for the embedding of a prompt."""
+    """Create a request for the embedding of a prompt."""
     return replace(request(request_id, prompt_ids, Off(), max_tokens=0), task=Task.EMBED)
 
 
 @dataclass(frozen=True)
 class RandomSlots:
-    """An adversarial policy: any number of slots for anybody, at random."""
+    """An adversarial policy: random numbers of slots for random sequences."""
 
     rng: random.Random
     name: str = "random"
@@ -212,7 +212,7 @@ class RandomSlots:
 
 
 class HostileProposer:
-    """Drafts n-grams with random tokens among them, and random tokens where there are none."""
+    """Proposes n-gram drafts with random tokens and branches mixed in."""
 
     def __init__(self, vocab_size: int, rng: random.Random) -> None:
         self._ngram = NgramProposer()
@@ -230,7 +230,7 @@ class HostileProposer:
         return [self._spoil(d, r.max_tokens) for d, r in zip(found, requests, strict=True)]
 
     def _spoil(self, found: Draft, most: int) -> Draft:
-        """Replace a fifth of the tokens, and grow a random branch here and there."""
+        """Replace a fifth of the tokens, and add random branches."""
         rng, tokens, parents = self._rng, list(found.token_ids), list(found.parents)
         parents = parents or list(range(-1, len(tokens) - 1))
         while len(tokens) < most and rng.random() < (0.5 if tokens else 0.9):
@@ -247,7 +247,7 @@ class HostileProposer:
 
 
 def _is_only(draft: Draft, place: int) -> bool:
-    """Whether neither the token nor one it follows stands behind an equal sibling."""
+    """Return whether no token on the path repeats an earlier sibling."""
     while place != ROOT:
         same = (draft.parent(place), draft.token_ids[place])
         if same in {(draft.parent(i), draft.token_ids[i]) for i in range(place)}:

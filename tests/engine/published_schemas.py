@@ -1,7 +1,7 @@
 """Random JSON schemas for measurements and tests.
 
-Objects with required properties, so that `{}` is no answer; strings, lists and numbers are bounded.
-A few hold themselves: what they allow has no end of its own.
+Objects have required properties, so that `{}` is not valid; strings, lists and numbers are bounded.
+A few are recursive, so the texts that they allow are unbounded.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _FORMATS: Final = ("date", "time", "uuid", "ipv4")
 
 
 def random_schemas(count: int, *, seed: int = 0) -> list[Schema]:
-    """Return schemas of objects with required properties; the same for the same seed.
+    """Return schemas of objects with required properties, determined by the seed.
 
-    A schema of a longer list begins with those of a shorter one.
+    A shorter list is a prefix of a longer one.
     """
     rng = random.Random(seed)
     return [_root(rng) for _ in range(count)]
 
 
 def _root(rng: random.Random) -> Schema:
-    """Return an object; some name a part that stands in several places, or that holds itself."""
+    """Return an object schema; some share a part between properties, or are recursive."""
     if rng.random() < 0.7:
         return _object(rng, _DEPTH, least=1)
     shared = _object(rng, 1, least=1) if rng.random() < 0.5 else _scalar(rng)
@@ -65,7 +65,7 @@ def _value(rng: random.Random, depth: int) -> Schema:
 
 
 def _object(rng: random.Random, depth: int, *, least: int = 0) -> Schema:
-    """Return an object that has at least so many properties, most of them required."""
+    """Return an object with at least this number of properties, most of them required."""
     names = rng.sample(_NAMES, rng.randint(max(least, 1), 4))
     required = [name for name in names if rng.random() < 0.8] or names[:least]
     return _closed({name: _value(rng, depth) for name in names}, required)

@@ -1,4 +1,4 @@
-"""Every proposer of the tree on the shipped model, for the tests' own workers."""
+"""All built-in proposers on the shipped model."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ MODES = (
 
 
 def mixed(index: int) -> SpeculationMode:
-    """The proposer of the request in this place, so that a batch has all of them."""
+    """Return the mode of the request at this index, so that a batch has all modes."""
     return MODES[index % len(MODES)]
 
 
 @cache
 def shipped_draft(dtype: torch.dtype, window: int | None = SHIPPED_DRAFT_WINDOW) -> Decoder:
-    """The shipped draft model, which looks back `window` tokens."""
+    """Load the shipped draft model with a window of `window` tokens."""
     config = read_model_config(SHIPPED_DRAFT)
     config = replace(config, windows=(window,) * config.num_layers)
     return Decoder(config, load_weights(SHIPPED_DRAFT, config, dtype), MAX_MODEL_LEN)
 
 
 def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
-    """All there are; sparse drafts read little, so that they are wrong now and then."""
+    """Create all proposers; sparse drafts have a small budget, so that some are wrong."""
     config = WorkerConfig(
         verify=engine.model.verify,
         **{"sparse_budget_tokens": 48, "max_step_tokens": 64, "max_num_seqs": 16, **settings},
@@ -51,6 +51,6 @@ def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
 
 
 def every_proposer_and_a_hostile_one(engine: Engine) -> dict[str, Proposer]:
-    """As above, but n-grams are spoiled and grow random branches."""
+    """Create all proposers, with a hostile one in place of n-gram."""
     hostile = HostileProposer(engine.model.config.vocab_size, random.Random(6))
     return every_proposer(engine) | {"ngram": hostile}

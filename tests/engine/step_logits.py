@@ -1,4 +1,4 @@
-"""Feeds tokens to a runner in steps of any edges and reads the logits of all of them."""
+"""Logits of every token of a text, computed in steps of any sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftgate.backends.engine.weights import load_weights
 
 
 class Table:
-    """As much of a sequence as the runner looks at."""
+    """A stand-in for a sequence: only the block table that the runner reads."""
 
     def __init__(self, blocks: list[int]) -> None:
         self.block_table = blocks
@@ -48,13 +48,13 @@ def _load(directory: Path) -> Decoder:
 
 
 def blocks_of(index: int, tokens: int) -> Table:
-    """A run of blocks which no other index has."""
+    """Return consecutive blocks that no other index has."""
     count = -(-tokens // BLOCK_TOKENS)
     return Table(list(range(index * count, (index + 1) * count)))
 
 
 def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork:
-    """Feed tokens[start:stop] and want the logits of all of them."""
+    """Feed tokens[start:stop] as drafts, to get the logits of all of them."""
     first, *drafts = tokens[start:stop]
     return SequenceWork(table, start, (first,), True, Draft(tuple(drafts)))
 
@@ -62,7 +62,7 @@ def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork
 def logits_in_steps(
     runner: Runner, table: Table, tokens: list[int], edges: list[int]
 ) -> torch.Tensor:
-    """Logits of all tokens, fed in steps between the edges."""
+    """Return the logits of all tokens, fed in steps between the edges."""
     return torch.cat(
         [runner.logits(StepPlan((work(table, tokens, a, b),))) for a, b in pairwise(edges)]
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: the message says what and where."""
+"""Checkpoints that cannot be loaded raise errors that name the file and the fault."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lie_about_the_header(directory: Path) -> None:
 
 
 def shard(directory: Path) -> dict[str, str]:
-    """Split the weights over two files; return which holds which tensor."""
+    """Split the weights over two files; return the file of each tensor."""
     whole = directory / "model.safetensors"
     tensors = load_file(whole)
     whole.unlink()
@@ -83,7 +83,7 @@ def shard(directory: Path) -> dict[str, str]:
 
 
 def sharded(change: Callable[[Path, dict[str, str]], object]) -> Callable[[Path], None]:
-    """Shard the checkpoint, then damage a file or the map of the index."""
+    """Shard the checkpoint, then damage a file or the index."""
 
     def edit(directory: Path) -> None:
         weight_map = shard(directory)
@@ -278,8 +278,10 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_explained(name: str, checkpoint_copy: Path) -> None:
-    """A missing, cut or inconsistent file raises one error that names file, tensor and fault."""
+def test_damaged_checkpoint_raises_an_error_naming_the_fault(
+    name: str, checkpoint_copy: Path
+) -> None:
+    """A missing, truncated or inconsistent file raises one error that names file and tensor."""
     damage, message = DAMAGE[name]
     damage(checkpoint_copy)
     with pytest.raises(CheckpointError, match=message):
@@ -287,8 +289,8 @@ def test_a_damaged_checkpoint_is_explained(name: str, checkpoint_copy: Path) -> 
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_named(name: str, checkpoint_copy: Path) -> None:
-    """The message names file, field and value, lists what is supported, and points elsewhere."""
+def test_unsupported_config_value_is_named(name: str, checkpoint_copy: Path) -> None:
+    """The error names file, field and value, lists supported values, and suggests an upstream."""
     changes, message = UNSUPPORTED[name]
     edit_config(**changes)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}") as raised:
@@ -297,8 +299,8 @@ def test_what_is_not_supported_is_named(name: str, checkpoint_copy: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ABSURD)
-def test_an_absurd_config_is_explained(name: str, checkpoint_copy: Path) -> None:
-    """A field that cannot be meant raises one error that names file, field and value."""
+def test_invalid_config_value_is_named(name: str, checkpoint_copy: Path) -> None:
+    """A value that cannot be right raises one error that names file, field and value."""
     changes, message = ABSURD[name]
     edit_config(**changes)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
@@ -306,8 +308,8 @@ def test_an_absurd_config_is_explained(name: str, checkpoint_copy: Path) -> None
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 1e300, "x", [], {}, [[]] * 6, {"a": {}}])
-def test_no_field_can_break_the_reading(value: object, checkpoint_copy: Path) -> None:
-    """Whatever stands in a field, the config is read or explained, never anything else."""
+def test_any_config_value_is_read_or_rejected(value: object, checkpoint_copy: Path) -> None:
+    """For any JSON value of any field, the config is read or CheckpointError is raised."""
     path = checkpoint_copy / "config.json"
     sound = json.loads(path.read_text())
     for name in {*sound, "rope_scaling", "quantization_config", "layer_types", "sliding_window"}:
@@ -317,14 +319,14 @@ def test_no_field_can_break_the_reading(value: object, checkpoint_copy: Path) ->
                 assert read_model_config(checkpoint_copy).num_layers > 0
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
     """The path of a missing checkpoint is in the message."""
     with pytest.raises(CheckpointError, match="nowhere is not a directory"):
         load_weights(tmp_path, read_model_config(tmp_path / "nowhere"), torch.float32)
 
 
-def test_a_tokenizer_of_another_model_is_refused(checkpoint_copy: Path) -> None:
-    """A tokenizer with more tokens than the embedding is named before a prompt can hit one."""
+def test_tokenizer_larger_than_the_embedding_is_rejected(checkpoint_copy: Path) -> None:
+    """A tokenizer with more tokens than the embedding is rejected at startup."""
     edit_config(vocab_size=4000)(checkpoint_copy)
     with pytest.raises(
         CheckpointError, match=r"largest id is 4095, but config\.json says vocab_size 4000"
@@ -332,30 +334,30 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint_copy: Path) -> None:
         load_engine(WorkerConfig(model=str(checkpoint_copy)))
 
 
-def test_sharded_parameters_count_like_those_of_one_file(checkpoint_copy: Path) -> None:
-    """Shards with an index have the parameters of the single file."""
+def test_sharded_checkpoint_has_the_parameters_of_one_file(checkpoint_copy: Path) -> None:
+    """Shards with an index have the parameter count of the single file."""
     sharded(lambda *_: None)(checkpoint_copy)
     load(checkpoint_copy)
     assert Checkpoint(checkpoint_copy).num_parameters == Checkpoint(SHIPPED_MODEL).num_parameters
 
 
-def test_small_models_compute_in_float32() -> None:
-    """`auto` is float32 for the shipped model, and other dtypes go by name."""
+def test_auto_dtype_is_float32_for_the_shipped_model() -> None:
+    """Other dtypes are chosen by name, and an unknown name is rejected."""
     assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
     assert choose_dtype("bfloat16", SHIPPED_MODEL) is torch.bfloat16
     with pytest.raises(ValueError, match="unknown dtype 'int3'"):
         choose_dtype("int3", SHIPPED_MODEL)
 
 
-def test_the_checkpoint_hash_follows_the_contents(checkpoint_copy: Path) -> None:
-    """Equal files have equal hashes, and a changed weight another one."""
+def test_checkpoint_hash_depends_on_the_contents(checkpoint_copy: Path) -> None:
+    """Equal files have equal hashes, and a changed weight changes the hash."""
     before = checkpoint_hash(checkpoint_copy)
     assert before == checkpoint_hash(SHIPPED_MODEL)
     edit_weights(lambda tensors: tensors["model.norm.weight"].add_(1))(checkpoint_copy)
     assert checkpoint_hash(checkpoint_copy) != before
 
 
-def test_the_shipped_models_are_small() -> None:
-    """Target and draft together stay under 20 MB."""
+def test_shipped_models_are_below_20_mb() -> None:
+    """Target and draft model together are below 20 MB."""
     files = [path for path in SHIPPED_MODEL.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 20e6

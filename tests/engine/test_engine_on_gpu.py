@@ -1,5 +1,6 @@
-"""The engine on a GPU, where there is one: the reference's values, the same text whatever is
-drafted, graphs that replay what runs kernel by kernel, and a host that never waits in between."""
+"""The engine on a GPU, if there is one: logits equal the reference, drafts change no text, graphs
+replay eager steps, and the host never waits while it launches.
+"""
 
 from __future__ import annotations
 
@@ -85,15 +86,15 @@ def tiny_engine(
     exact: bool = False,
     chosen: SpeculationPolicy | None = None,
 ) -> TinyEngine:
-    """A tiny model on the GPU, its graphs not captured."""
+    """Create a tiny model on the GPU, without captured graphs."""
     config = tiny_config(**changes)
     weights = tiny_weights(config, dtype, GPU, exact=exact)
     return gpu_engine(config, weights, Setup(chosen or Off(), num_blocks=MIXED_BLOCKS))
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_hidden_states_are_those_of_the_cpu(captured: bool) -> None:
-    """Prompts embedded beside decodes, from graphs too, whose memory the next step writes over."""
+def test_hidden_states_equal_the_cpu(captured: bool) -> None:
+    """Prompts are embedded beside decodes, also from graphs, whose memory the next step reuses."""
     wanted = [
         request("said", range(3, 20), Off(), max_tokens=12),
         *(to_embed(f"e{length}", range(length)) for length in (1, 16, 40, 61)),
@@ -114,10 +115,10 @@ def test_hidden_states_are_those_of_the_cpu(captured: bool) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("captured", [False, True])
-def test_logits_are_those_of_the_cpu(
+def test_logits_equal_the_cpu(
     captured: bool, changes: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """Chunks, decodes, chains and trees have the logits of torch's operators in float32."""
+    """Chunks, decodes, chains and trees have the logits of the reference operators in float32."""
     engine = tiny_engine(changes, dtype)
     if captured:
         engine.runner.capture()
@@ -135,8 +136,8 @@ def test_logits_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_graph_replays_what_runs_kernel_by_kernel(dtype: torch.dtype) -> None:
-    """Bit for bit: the same kernels of the same shapes, on what lies in their tensors."""
+def test_graph_has_the_bits_of_eager_execution(dtype: torch.dtype) -> None:
+    """A replayed graph has the same bits as launching the kernels one by one."""
     eager, captured = (tiny_engine({"windows": (20, None)}, dtype) for _ in range(2))
     captured.runner.capture()
     for _ in range(2):
@@ -145,8 +146,8 @@ def test_a_graph_replays_what_runs_kernel_by_kernel(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_the_same_alone_and_together(dtype: torch.dtype) -> None:
-    """With exact products a plan's rows have the bits they have one part at a time."""
+def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
+    """With exact products, rows have the bits that they have one sequence at a time."""
     together, alone = (tiny_engine({}, dtype, exact=True) for _ in range(2))
     together.runner.capture()
     for plan in mixed_plans():
@@ -155,7 +156,7 @@ def test_rows_are_the_same_alone_and_together(dtype: torch.dtype) -> None:
 
 
 class Shipped:
-    """The shipped model on the GPU with exact products, its graphs captured."""
+    """The shipped model on the GPU, with exact products and captured graphs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         config = read_model_config(SHIPPED_MODEL)
@@ -176,7 +177,7 @@ class Shipped:
         return TinyEngine(config, runner, setup, self.tokenizer, MAX_MODEL_LEN)
 
     def run(self, chosen: SpeculationPolicy, **bounds: int) -> Outcome:
-        """24 requests, greedy and sampled, that begin like a file of this repository."""
+        """Run 24 requests, greedy and sampled, that begin like a file of this repository."""
         text = inspect.getsource(train)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         wanted = [
@@ -193,8 +194,8 @@ class Shipped:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_draft_and_no_batch_changes_a_text(dtype: torch.dtype) -> None:
-    """Trees, wrong drafts, small budgets and preemption give the tokens of decoding one by one."""
+def test_drafts_and_batches_do_not_change_texts(dtype: torch.dtype) -> None:
+    """Trees, wrong drafts, small budgets and preemption give the tokens of plain decoding."""
     shipped = Shipped(dtype)
     plain = shipped.run(Off(), max_num_seqs=1)
     drafted = shipped.run(RandomSlots(random.Random(5)), max_num_seqs=16, num_blocks=80)
@@ -208,7 +209,7 @@ def test_no_draft_and_no_batch_changes_a_text(dtype: torch.dtype) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Any call that would make the host wait for the GPU raises."""
+    """Make any call raise that would make the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -217,8 +218,8 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_the_host_never_waits_while_it_launches(captured: bool) -> None:
-    """Launching any step, one behind the other, with trees and every sampling, is asynchronous."""
+def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
+    """Launching steps in a row, with trees and every sampling, is asynchronous."""
     config = tiny_config()
     chosen = Fixed(8)
     hostile = HostileProposer(VOCAB, random.Random(4))
@@ -239,8 +240,8 @@ def test_the_host_never_waits_while_it_launches(captured: bool) -> None:
     assert trees
 
 
-def test_a_whole_run_waits_for_nothing_but_results() -> None:
-    """Plain decodes, each step launched before the last one is known, and its results read late."""
+def test_run_waits_only_for_results() -> None:
+    """Decodes are launched before the previous step is known, and results are read late."""
     config, chosen = tiny_config(), Off()
     engine = gpu_engine(
         config, tiny_weights(config, torch.bfloat16, GPU), Setup(chosen, num_blocks=64)
@@ -260,7 +261,7 @@ def test_a_whole_run_waits_for_nothing_but_results() -> None:
     assert sum(step is not None for step in behind) >= 25
 
 
-def test_a_worker_starts_on_a_gpu_and_says_so() -> None:
+def test_worker_starts_on_a_gpu() -> None:
     """Loading measures memory and steps, captures graphs, and names device and driver."""
     config = WorkerConfig(device="cuda", max_model_len=512, gpu_memory_utilization=0.3)
     engine = load_engine(config)
@@ -273,8 +274,8 @@ def test_a_worker_starts_on_a_gpu_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])
-async def test_requests_are_served_with_any_proposer(proposer: str) -> None:
-    """The whole way: prompt in, drafts of every kind, and one ending."""
+async def test_request_is_served_with_every_proposer(proposer: str) -> None:
+    """From prompt to the end of the stream, with drafts of every kind."""
     config = WorkerConfig(
         device="cuda", max_model_len=512, kv_bytes=64 << 20, speculation="fixed:4",
         proposer=proposer,
@@ -294,8 +295,8 @@ async def test_requests_are_served_with_any_proposer(proposer: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_is_probed_on_the_gpu(dtype: str) -> None:
-    """`--exact` starts where the probe holds, and the numerics class promises it."""
+def test_exact_mode_is_probed_on_the_gpu(dtype: str) -> None:
+    """`--exact` starts if the probe passes, and the numerics class says so."""
     config = WorkerConfig(
         device="cuda", dtype=dtype, exact=True, max_model_len=512, kv_bytes=64 << 20
     )

@@ -1,8 +1,8 @@
-"""The joint law of several tokens under the production scheduler, against exact enumeration.
+"""The joint distribution of several tokens under the production scheduler, against enumeration.
 
-A random model of five tokens writes four; every text has a known probability. Thousands of
-requests with seeds of their own share batches in which slots are given at random, and the counts
-of the texts are compared with the law by chi-square tests of fixed seeds.
+A random model of five tokens writes four, so every text has a known probability. Thousands of
+requests with different seeds share batches with random draft slots. The counts of the texts are
+compared with the distribution by chi-square tests with fixed seeds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MANY_REQUESTS = 40_000
 BLOCKS = 400
 MOST_TOKENS = 16
 
-LAWS = {
+SAMPLINGS = {
     "top-k, top-p": {"temperature": 0.9, "top_k": 4, "top_p": 0.9},
     "min-p": {"temperature": 1.4, "min_p": 0.25},
     "penalties": {
@@ -59,7 +59,7 @@ LAWS = {
 
 
 def write_checkpoint(directory: Path) -> Path:
-    """Save a random Llama of five tokens whose next token depends on all before it."""
+    """Save a random Llama with five tokens whose next token depends on all previous ones."""
     hidden, heads, inner = 16, 2, 24
     generator = torch.Generator().manual_seed(7)
 
@@ -109,8 +109,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("five_tokens"))
 
 
-class LookedUp:
-    """A proposer that has its drafts at hand."""
+class LookupProposer:
+    """A proposer without cost."""
 
     def depth_s(self, sequences: int) -> float:
         return 0.0
@@ -127,30 +127,30 @@ class LookedUp:
     def forget(self, sequence: Sequence) -> None: ...
 
 
-class DrawnDrafts(LookedUp):
-    """Draws drafts from laws of its own, with the noise a draft model uses: that of the output."""
+class SampledDrafts(LookupProposer):
+    """Samples drafts from its own distributions, with the noise of the output, as a draft model."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
         logits = torch.randn(VOCAB, VOCAB, generator=generator)
         logits[1, 2] = -torch.inf  # what p holds likely may be impossible in q
-        self._laws = logits.softmax(dim=1)
-        self._scores = self._laws.log().tolist()
+        self._distributions = logits.softmax(dim=1)
+        self._scores = self._distributions.log().tolist()
 
     def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
-        drafts, law = [], []
+        drafts, distributions = [], []
         last = sequence.token_ids[-1]
         for position in range(len(sequence.token_ids), len(sequence.token_ids) + max_tokens):
-            law.append(self._laws[last])
+            distributions.append(self._distributions[last])
             gumbel = output_noise(sequence.request.sampling.seed)[position]
             scores = [s + g for s, g in zip(self._scores[last], gumbel, strict=True)]
             last = scores.index(max(scores))
             drafts.append(last)
-        return Draft(tuple(drafts), distributions=torch.stack(law))
+        return Draft(tuple(drafts), distributions=torch.stack(distributions))
 
 
-class CertainDrafts(LookedUp):
-    """Drafts a function of the last token: likely ones, and unlikely ones behind 1 and 4."""
+class FixedDrafts(LookupProposer):
+    """Drafts a function of the last token: likely tokens, and unlikely ones after 1 and 4."""
 
     FOLLOWS = (3, 0, 3, 0, 1)
 
@@ -164,7 +164,7 @@ class CertainDrafts(LookedUp):
 
 @cache
 def output_noise(seed: int) -> list[list[float]]:
-    """The noise of a seed's output tokens, by position."""
+    """Return the noise of a seed's output tokens, by position."""
     positions = torch.arange(MOST_TOKENS)
     seeds = torch.full_like(positions, seed)
     zeros = torch.zeros_like(positions)
@@ -172,14 +172,14 @@ def output_noise(seed: int) -> list[list[float]]:
 
 
 class Table:
-    """As much of a sequence as a forward pass looks at."""
+    """A stand-in for a sequence: only the block table."""
 
     block_table = (0,)
 
 
 @cache
-def logits_behind(directory: Path) -> dict[tuple[int, ...], list[float]]:
-    """The model's logits behind every beginning of a text."""
+def logits_after(directory: Path) -> dict[tuple[int, ...], list[float]]:
+    """Return the model's logits after every prefix of a text."""
     runner = Model(directory).runner(BLOCKS)
     found = {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
@@ -189,109 +189,108 @@ def logits_behind(directory: Path) -> dict[tuple[int, ...], list[float]]:
     return found
 
 
-def exact_law(directory: Path, sampling: SamplingParams) -> list[float]:
-    """The probability of every text, in the order of its tokens."""
-    logits = logits_behind(directory)
-    law = {(): 1.0}
+def exact_distribution(directory: Path, sampling: SamplingParams) -> list[float]:
+    """Return the probability of every text, in the order of its tokens."""
+    logits = logits_after(directory)
+    distribution = {(): 1.0}
     for _ in range(NEW_TOKENS):
         longer = {}
-        for text, probability in law.items():
+        for text, probability in distribution.items():
             row = adjusted(logits[text], PROMPT, text, sampling)
             following = filtered_distribution(
                 row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
             )
             for token, share in enumerate(following):
                 longer[(*text, token)] = probability * share
-        law = longer
-    return list(law.values())
+        distribution = longer
+    return list(distribution.values())
 
 
 def p_value_of_texts(
     directory: Path,
     verify: Verify,
     proposer: type,
-    law: str,
+    name: str,
     num_requests: int = REQUESTS,
     policy: SpeculationPolicy | None = None,
 ) -> float:
-    """Test texts against their law; slots are given at random if no policy is named."""
+    """Test texts against their distribution; without a policy, slots are random."""
     policy = policy or RandomSlots(random.Random(3))
     setup = Setup(policy, lambda _: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
-    settings = {"max_tokens": NEW_TOKENS, **LAWS[law]}
+    settings = {"max_tokens": NEW_TOKENS, **SAMPLINGS[name]}
     requests = [request(str(i), PROMPT, policy, seed=i, **settings) for i in range(num_requests)]
     outcome = run(Model(directory, verify=verify), requests, setup)
     assert min(outcome.accepted, outcome.rejected) > num_requests // 5
     counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=NEW_TOKENS), 0)
     for tokens in outcome.tokens.values():
         counts[tuple(tokens)] += 1
-    return p_value(list(counts.values()), exact_law(directory, requests[0].sampling))
+    return p_value(list(counts.values()), exact_distribution(directory, requests[0].sampling))
 
 
 @pytest.mark.parametrize(
-    ("verify", "proposer", "law"),
+    ("verify", "proposer", "name"),
     [
-        *(("rejection", DrawnDrafts, law) for law in LAWS),
-        ("rejection", CertainDrafts, "top-k, top-p"),
-        ("rejection", CertainDrafts, "penalties"),
-        ("coupled", DrawnDrafts, "penalties"),
+        *(("rejection", SampledDrafts, name) for name in SAMPLINGS),
+        ("rejection", FixedDrafts, "top-k, top-p"),
+        ("rejection", FixedDrafts, "penalties"),
+        ("coupled", SampledDrafts, "penalties"),
     ],
 )
-def test_texts_have_the_law_of_the_model(
-    checkpoint: Path, verify: Verify, proposer: type, law: str
+def test_texts_have_the_distribution_of_the_model(
+    checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """Four tokens drafted, verified and batched in any way have the exact joint probabilities."""
-    assert p_value_of_texts(checkpoint, verify, proposer, law) > ALPHA
+    """Four tokens, drafted, verified and batched in any way, have the exact joint distribution."""
+    assert p_value_of_texts(checkpoint, verify, proposer, name) > ALPHA
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("proposer", [DrawnDrafts, CertainDrafts])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("proposer", [SampledDrafts, FixedDrafts])
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_many_texts_have_the_law_of_the_model(
-    checkpoint: Path, verify: Verify, proposer: type, law: str
+def test_many_texts_have_the_distribution_of_the_model(
+    checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """40 000 texts of every kind have the exact joint probabilities."""
-    assert p_value_of_texts(checkpoint, verify, proposer, law, MANY_REQUESTS) > ALPHA
+    """40 000 texts of every kind have the exact joint distribution."""
+    assert p_value_of_texts(checkpoint, verify, proposer, name, MANY_REQUESTS) > ALPHA
 
 
 @pytest.fixture
-def certain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs stay as they are, so that what `auto` takes does not depend on the machine."""
+def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep costs fixed, so that the decisions of `auto` do not depend on the machine."""
     monkeypatch.setattr(StepCostFit, "observe", lambda *_: None)
 
 
-@pytest.mark.usefixtures("certain_costs")
-@pytest.mark.parametrize("proposer", [DrawnDrafts, CertainDrafts])
-def test_rejection_has_the_law_of_the_model_under_auto(checkpoint: Path, proposer: type) -> None:
-    """What the production allocator verifies, ranked among 128 sequences at a price that leaves
-    out some slots and takes others, says nothing about the tokens that were drawn."""
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("proposer", [SampledDrafts, FixedDrafts])
+def test_rejection_keeps_the_distribution_under_auto(checkpoint: Path, proposer: type) -> None:
+    """Slots that `auto` selects among 128 sequences do not depend on the sampled tokens."""
     auto = speculation_policy("auto")
     assert p_value_of_texts(checkpoint, "rejection", proposer, "penalties", policy=auto) > ALPHA
 
 
-def looks_at_the_token(
+def rank_by_sampled_token(
     scores: DraftScores, sequence: Sequence, source: str, draft: Draft
 ) -> tuple[Draft, tuple[float, ...]]:
-    """Wrong: tokens that were drawn although they were unlikely are not worth a slot."""
+    """Wrong: unlikely sampled tokens get no slot."""
     drawn = [
         float(row[token]) for row, token in zip(draft.distributions, draft.token_ids, strict=True)
     ]
     return draft, tuple(itertools.accumulate([float(share > 0.3) for share in drawn], min))
 
 
-@pytest.mark.usefixtures("certain_costs")
-def test_ranking_slots_by_their_own_tokens_changes_the_law(
+@pytest.mark.usefixtures("fixed_costs")
+def test_ranking_slots_by_their_sampled_tokens_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above fails where evidence is the sampled token's own probability."""
-    monkeypatch.setattr(DraftScores, "found", looks_at_the_token)
-    auto, law = speculation_policy("auto"), "penalties"
-    p = p_value_of_texts(checkpoint, "rejection", DrawnDrafts, law, policy=auto)
+    """The test above detects evidence that depends on the sampled token."""
+    monkeypatch.setattr(DraftScores, "found", rank_by_sampled_token)
+    auto, name = speculation_policy("auto"), "penalties"
+    p = p_value_of_texts(checkpoint, "rejection", SampledDrafts, name, policy=auto)
     assert p < ALPHA / 10
 
 
 def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Path) -> None:
-    """In one batch with drawn drafts, greedy texts are the same either way; undrafted ones too."""
+    """Greedy texts and texts without drafts are the same with either verification."""
 
     def asked(policy: SpeculationPolicy) -> list[GenerationRequest]:
         settings = [{"temperature": i % 2, "seed": i, "max_tokens": 12} for i in range(12)]
@@ -300,21 +299,21 @@ def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Pa
     policy, rejecting = speculation_policy("fixed:4"), Model(checkpoint, verify="rejection")
     coupled = run(Model(checkpoint), asked(Off()), Setup()).tokens
     assert run(rejecting, asked(Off()), Setup()).tokens == coupled
-    drafted = run(rejecting, asked(policy), Setup(policy, lambda _: {"ngram": DrawnDrafts()}))
+    drafted = run(rejecting, asked(policy), Setup(policy, lambda _: {"ngram": SampledDrafts()}))
     assert drafted.accepted > 0
     greedy = {(one.request_id, 0) for one in asked(policy) if one.sampling.temperature == 0}
     assert greedy <= {key for key, tokens in drafted.tokens.items() if tokens == coupled[key]}
 
 
 def residual_from_p(p: torch.Tensor, rows: RowSampling, q: torch.Tensor) -> torch.Tensor:
-    """Wrong: the token behind a refusal is drawn from p, not from the residual."""
+    """Wrong: after a rejection, draw from p instead of the residual."""
     return DRAW_RESIDUAL(p, rows, torch.zeros_like(q))
 
 
 def accept_at_p(
     p: torch.Tensor, rows: RowSampling, drafts: torch.Tensor, q: torch.Tensor
 ) -> torch.Tensor:
-    """Wrong: drawn drafts are accepted as if they had not been drawn."""
+    """Wrong: accept sampled drafts as if they had not been sampled."""
     return ACCEPTS(p, rows, drafts, torch.ones_like(q))
 
 
@@ -324,10 +323,10 @@ DRAW_RESIDUAL, ACCEPTS = rejection_ref._draw_residual, rejection_ref._accepts
 @pytest.mark.parametrize(
     ("rule", "wrong"), [("_draw_residual", residual_from_p), ("_accepts", accept_at_p)]
 )
-def test_a_wrong_rule_changes_the_law_of_texts(
+def test_wrong_rejection_rule_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rule: str, wrong: object
 ) -> None:
-    """The test above fails, by far, when a rule of rejection is broken."""
+    """The tests above detect a broken rule by a wide margin."""
     monkeypatch.setattr(rejection_ref, rule, wrong)
-    law = "top-k, top-p"
-    assert p_value_of_texts(checkpoint, "rejection", DrawnDrafts, law) < ALPHA / 1000
+    name = "top-k, top-p"
+    assert p_value_of_texts(checkpoint, "rejection", SampledDrafts, name) < ALPHA / 1000

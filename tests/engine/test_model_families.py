@@ -1,4 +1,4 @@
-"""Every supported family and variant against transformers, from directories it saved."""
+"""Every supported model family and variant against transformers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ VARIANTS = {
 
 
 def random_model(variant: str) -> PreTrainedModel:
-    """A model in which every tensor matters: norms are not one, biases are not zero."""
+    """Create a random model in which every tensor matters: norms are not 1, biases are not 0."""
     family, changes = VARIANTS[variant]
     config, model = FAMILIES[family]
     torch.manual_seed(0)
@@ -122,14 +122,14 @@ def random_model(variant: str) -> PreTrainedModel:
 
 
 def oracle(directory: Path) -> PreTrainedModel:
-    """What transformers makes of the directory, in float32."""
+    """Load the directory with transformers in float32."""
     return AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )
 
 
 def check_logits(directory: Path) -> None:
-    """Compare logits of a sequence fed in uneven steps."""
+    """Compare the logits of a sequence, fed in uneven steps, with transformers."""
     model = oracle(directory)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (TOKENS,), generator=generator)
@@ -143,14 +143,14 @@ def check_logits(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
     """Logits of random models agree with transformers to 1e-4, the argmax exactly."""
     random_model(variant).save_pretrained(tmp_path)
     check_logits(tmp_path)
 
 
-def test_logits_of_the_shipped_model_are_those_of_transformers() -> None:
-    """The shipped checkpoint computes what transformers computes from it."""
+def test_logits_of_the_shipped_model_equal_transformers() -> None:
+    """The shipped checkpoint has the logits of transformers."""
     check_logits(SHIPPED_MODEL)
 
 
@@ -168,8 +168,8 @@ MARGIN = 1e-3
 
 
 @pytest.mark.parametrize("variant", GREEDY)
-def test_greedy_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    """Greedy decoding past window and original context gives the same ids, one at a time."""
+def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
+    """Greedy decoding beyond window and original context gives the same ids."""
     random_model(variant).save_pretrained(tmp_path)
     prompt = torch.randint(0, 300, (1, 30), generator=torch.Generator().manual_seed(2))
     told = oracle(tmp_path).generate(
@@ -194,17 +194,17 @@ def test_greedy_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "qwen3-bias"])
-def test_half_precision_checkpoints_convert(
+def test_half_precision_checkpoint_has_the_logits_of_float32(
     variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Weights saved in bfloat16 or float16 give the logits transformers computes in float32."""
+    """Weights saved in bfloat16 or float16 give the float32 logits of transformers."""
     random_model(variant).to(dtype).save_pretrained(tmp_path)
     check_logits(tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["llama-tied", "mistral-windows", "qwen2", "qwen3-bias"])
-def test_shards_load_like_one_file(variant: str, tmp_path: Path) -> None:
-    """A checkpoint in many shards, layers torn between them, computes the same."""
+def test_sharded_checkpoint_has_the_same_logits(variant: str, tmp_path: Path) -> None:
+    """A checkpoint of many shards, with layers split between them, has the same logits."""
     random_model(variant).save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     check_logits(tmp_path)
@@ -219,8 +219,8 @@ def rewrite_config(directory: Path, change: Callable[[dict[str, object]], None])
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "qwen2-yarn", "qwen3"])
-def test_older_names_of_the_rope_settings(variant: str, key: str, tmp_path: Path) -> None:
-    """`rope_scaling` beside `rope_theta`, as older checkpoints have them, means the same."""
+def test_older_rope_field_names_are_read(variant: str, key: str, tmp_path: Path) -> None:
+    """`rope_scaling` beside `rope_theta`, as in older checkpoints, is equivalent."""
 
     def age(config: dict[str, object]) -> None:
         settings = config.pop("rope_parameters")
@@ -244,10 +244,10 @@ SILENT = {
 
 
 @pytest.mark.parametrize("variant", SILENT)
-def test_fields_that_are_left_out_mean_what_transformers_means(
+def test_missing_config_fields_have_the_defaults_of_transformers(
     variant: str, tmp_path: Path
 ) -> None:
-    """A config without optional fields is the model that transformers takes it for."""
+    """A config without optional fields describes the model that transformers reads."""
     model = random_model("llama-multi-head" if variant == "llama" else variant)
     model.save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: [config.pop(name, None) for name in SILENT[variant]])
@@ -279,17 +279,17 @@ def rotary_buffers(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [head_as_well, another_head, head_alone, rotary_buffers])
-def test_what_tied_checkpoints_store_is_read_as_transformers_reads_it(
+def test_tied_checkpoint_variants_have_the_same_logits(
     change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
 ) -> None:
-    """A tied head stored as well, otherwise or alone, and forgotten buffers: the same logits."""
+    """A tied head that is stored too, renamed or stored alone, and unused buffers."""
     random_model("llama-tied").save_pretrained(tmp_path)
     rewrite_weights(tmp_path, change)
     check_logits(tmp_path)
 
 
-def test_the_context_of_yarn_is_the_stretched_one(tmp_path: Path) -> None:
-    """A YaRN checkpoint that names its first context serves the longer one."""
+def test_yarn_checkpoint_serves_the_extended_context(tmp_path: Path) -> None:
+    """A YaRN checkpoint that gives its original context serves the extended one."""
     random_model("qwen2-yarn").save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: config.update(max_position_embeddings=64))
     assert read_model_config(tmp_path).max_position_embeddings == 256

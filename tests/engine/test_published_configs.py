@@ -1,4 +1,4 @@
-"""The configs of published models mean the models that were published."""
+"""Configs of published models are read as their model cards describe them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ QWEN3_8B = {
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its card and its config describe it."""
+    """A published model as its card and its config describe it."""
 
     raw: dict[str, object]
     parameters: int
@@ -228,15 +228,15 @@ MODELS = {
 
 
 def parameters_of(config: ModelConfig) -> int:
-    """The weights of a checkpoint of this shape; a tied matrix counts once."""
+    """Return the parameters of a checkpoint of this shape, tied matrices counted once."""
     matrices = 1 if config.tied_embeddings else 2
     outside = config.hidden_size * (config.vocab_size * matrices + 1)
     return outside + sum(map(math.prod, layer_shapes(config).values()))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_published_config_is_the_published_model(name: str, tmp_path: Path) -> None:
-    """Parameters, KV size, context, window and rotation are those of the model's card."""
+def test_published_config_matches_the_model_card(name: str, tmp_path: Path) -> None:
+    """Parameters, KV size, context, window and rotation match the card."""
     model = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(model.raw))
     config = read_model_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Sparse self-drafting: the target's drafts cost a bounded number of keys and change nothing."""
+"""Sparse self-drafting: drafts read a bounded number of keys and do not change the text."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def long_text(model: Model, tokens: int) -> list[int]:
 
 
 class Context:
-    """A sequence whose last token is pending, and all others computed, in scattered blocks."""
+    """A sequence in scattered blocks whose last token is pending and all others are computed."""
 
     def __init__(
         self, model: Model, tokens: list[int], spare: int = 16, **sampling: object
@@ -126,13 +126,13 @@ class Context:
 
 
 def kv_of(pool: KvPool, table: list[int], tokens: int) -> torch.Tensor:
-    """Keys and values of the first tokens, copied: [strips, tokens, head_dim]."""
+    """Copy the keys and values of the first tokens: [strips, tokens, head_dim]."""
     slots = slots_of(table, range(tokens))
     return torch.cat([layer[:, slots] for layer in pool.layers])
 
 
-class Watched(Decoder):
-    """The decoder, noting what it is asked to read."""
+class RecordingDecoder(Decoder):
+    """A decoder that records its inputs."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.__dict__.update(decoder.__dict__)
@@ -144,7 +144,7 @@ class Watched(Decoder):
 
 
 def slots_read(inputs: StepInputs) -> list[int]:
-    """All slots of the one span of a step, in the order of places."""
+    """Return all slots of the single span of a step, in order."""
     (span,) = inputs.spans
     return list(
         itertools.chain(*(map(int, piece.slots) for piece in pieces_of(span, BLOCK_TOKENS)))
@@ -155,7 +155,7 @@ def slots_read(inputs: StepInputs) -> list[int]:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_the_text_is_that_without_drafts(shipped: Model, temperature: float) -> None:
+def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float) -> None:
     """Alone, in batches, in chunks and preempted, drafts of any length change no token."""
     wanted = asked(shipped, Off(), 6, temperature=temperature)
     plain = run(shipped, wanted, Setup(max_num_seqs=1)).tokens
@@ -173,10 +173,8 @@ def test_the_text_is_that_without_drafts(shipped: Model, temperature: float) -> 
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_the_text_of_a_long_context_is_that_without_drafts(
-    shipped: Model, temperature: float
-) -> None:
-    """Contexts of ten budgets and several tiles, beside sequences that n-grams draft for."""
+def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: float) -> None:
+    """Contexts of ten budgets and several tiles, beside sequences with n-gram drafts."""
     policy = speculation_policy("fixed:4")
     text = long_text(shipped, 900)
 
@@ -195,9 +193,9 @@ def test_the_text_of_a_long_context_is_that_without_drafts(
 
 @pytest.mark.parametrize("window", [32, 200])
 def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) -> None:
-    """Layers that slide read no wrong text; with windows within the latest pages none is refused.
+    """Sliding windows change no text; windows within the latest pages reject no draft.
 
-    A window longer than these shows sinks that the target has left behind.
+    A longer window sees sinks that are outside the window of the target.
     """
     config = json.loads((checkpoint_copy / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -216,10 +214,8 @@ def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) 
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_within_the_budget_every_draft_is_the_targets_own_token(
-    shipped: Model, temperature: float
-) -> None:
-    """A context that is read whole gives the bits of a verify step: nothing is refused."""
+def test_draft_within_the_budget_is_always_accepted(shipped: Model, temperature: float) -> None:
+    """A context that is read whole gives the bits of a verify step."""
     policy = speculation_policy("fixed:5")
     requests = drafted_by(NAME, asked(shipped, policy, 8, temperature=temperature))
     outcome = run(shipped, requests, setup(policy, budget=BLOCK_TOKENS * 18))
@@ -236,26 +232,26 @@ NARROW = 2 * BLOCK_TOKENS
 REQUESTS = 2000
 
 
-def law_of_texts(model: Model, one: GenerationRequest) -> list[float]:
-    """The probability of each text of `NEW_TOKENS` tokens behind the prompt, in their order."""
+def distribution_of_texts(model: Model, one: GenerationRequest) -> list[float]:
+    """Return the probability of each text of `NEW_TOKENS` tokens after the prompt, in order."""
     context, logits = Context(model, PROMPT), {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
         rows = context.runner.logits(StepPlan((context.verify(Draft(text)),))).tolist()
         logits |= {text[:length]: row for length, row in enumerate(rows)}
-    law = {(): 1.0}
+    distribution = {(): 1.0}
     for _ in range(NEW_TOKENS):
         following = {
             text: filtered_distribution(
                 adjusted(logits[text], PROMPT, text, one.sampling), one.sampling.temperature
             )
-            for text in law
+            for text in distribution
         }
-        law = {
+        distribution = {
             (*text, token): probability * following[text][token]
-            for text, probability in law.items()
+            for text, probability in distribution.items()
             for token in range(VOCAB)
         }
-    return list(law.values())
+    return list(distribution.values())
 
 
 def far_sighted(directory: Path) -> Path:
@@ -269,8 +265,8 @@ def far_sighted(directory: Path) -> Path:
     return directory
 
 
-def test_texts_keep_their_law_when_rejection_settles_the_drafts(tmp_path: Path) -> None:
-    """Drafts drawn from the law of a narrow view are settled to the law of the whole one."""
+def test_rejection_keeps_the_distribution_of_texts(tmp_path: Path) -> None:
+    """Drafts from the distribution of a narrow view give texts of the full distribution."""
     model = Model(far_sighted(write_checkpoint(tmp_path)), verify="rejection")
     policy = RandomSlots(random.Random(3))
     settings = {"max_tokens": NEW_TOKENS, "temperature": 1.1, "presence_penalty": -0.4}
@@ -282,7 +278,7 @@ def test_texts_keep_their_law_when_rejection_settles_the_drafts(tmp_path: Path) 
     counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=NEW_TOKENS), 0)
     for tokens in outcome.tokens.values():
         counts[tuple(tokens)] += 1
-    assert p_value(list(counts.values()), law_of_texts(model, requests[0])) > ALPHA
+    assert p_value(list(counts.values()), distribution_of_texts(model, requests[0])) > ALPHA
 
 
 # --- keys and values --------------------------------------------------------------------------
@@ -291,7 +287,7 @@ def test_texts_keep_their_law_when_rejection_settles_the_drafts(tmp_path: Path) 
 def confirmed_kv(
     model: Model, requests: list[GenerationRequest], how: Setup
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """After each step, the keys and values of all tokens a running sequence has computed."""
+    """Yield, after each step, the keys and values of all computed tokens of each sequence."""
     engine = Engine(model, how)
     for one in requests:
         engine.worker.submit(one)
@@ -302,10 +298,10 @@ def confirmed_kv(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_confirmed_keys_and_values_are_those_without_drafts(
+def test_confirmed_keys_and_values_equal_those_without_drafts(
     shipped: Model, temperature: float
 ) -> None:
-    """After every step, bit for bit, wherever drafts were accepted, refused or not verified."""
+    """Bit for bit after every step, whether drafts were accepted, rejected or not verified."""
     wanted = dict(confirmed_kv(shipped, asked(shipped, Off(), 4, temperature=temperature), Setup()))
     policy = RandomSlots(random.Random(7))
     requests = drafted_by(NAME, asked(shipped, policy, 4, temperature=temperature))
@@ -317,8 +313,8 @@ def test_confirmed_keys_and_values_are_those_without_drafts(
     assert compared > 4000
 
 
-def test_a_verify_step_overwrites_what_drafting_wrote(shipped: Model) -> None:
-    """Drafting leaves other bits behind the sequence than the target; verifying corrects them."""
+def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> None:
+    """Drafting leaves other bits after the sequence than the target; verifying corrects them."""
     text = long_text(shipped, 400)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 5)])
@@ -332,10 +328,8 @@ def test_a_verify_step_overwrites_what_drafting_wrote(shipped: Model) -> None:
 
 
 @pytest.mark.parametrize("verified", [0, 2])
-def test_drafts_that_are_not_verified_leave_nothing_that_is_read(
-    shipped: Model, verified: int
-) -> None:
-    """Whoever verifies fewer drafts than were computed, or none, gets the logits of the target."""
+def test_unverified_drafts_leave_nothing_that_is_read(shipped: Model, verified: int) -> None:
+    """Verifying fewer drafts than were computed, or none, gives the logits of the target."""
     text = long_text(shipped, 380)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 12)])
@@ -354,14 +348,12 @@ def test_drafts_that_are_not_verified_leave_nothing_that_is_read(
 
 
 @pytest.mark.parametrize("budget", [BUDGET, 2 * KV_TILE])
-def test_a_draft_reads_as_much_of_a_long_context_as_of_a_short_one(
-    shipped: Model, budget: int
-) -> None:
-    """KV tokens read by a chain do not grow with the context; those of a verify step do."""
+def test_tokens_read_by_drafting_do_not_grow_with_the_context(shipped: Model, budget: int) -> None:
+    """KV tokens read by a chain are bounded; those of a verify step grow with the context."""
     read, verified = [], []
     for tokens in (budget + 40, 800, 1000):
         context = Context(shipped, long_text(shipped, tokens))
-        decoder = Watched(shipped.decoder)
+        decoder = RecordingDecoder(shipped.decoder)
         proposer = proposer_of(shipped, context.pool, budget, decoder)
         (draft,) = proposer.propose([DraftRequest(context.sequence, 6)])
         assert len(draft) == len(decoder.seen) == 6
@@ -376,9 +368,12 @@ def test_a_draft_reads_as_much_of_a_long_context_as_of_a_short_one(
 
 
 @pytest.mark.parametrize("tokens", [30, 64, 65, 399, 400, 1000])
-def test_a_draft_sees_the_first_and_the_latest_pages(shipped: Model, tokens: int) -> None:
-    """Its own token is written and rotated at its true position, whatever is left out before."""
-    context, decoder = Context(shipped, long_text(shipped, tokens)), Watched(shipped.decoder)
+def test_draft_reads_the_first_and_the_latest_pages(shipped: Model, tokens: int) -> None:
+    """A draft token is written and rotated at its true position, whatever is omitted."""
+    context, decoder = (
+        Context(shipped, long_text(shipped, tokens)),
+        RecordingDecoder(shipped.decoder),
+    )
     request = DraftRequest(context.sequence, 6)
     proposer_of(shipped, context.pool, decoder=decoder).propose([request])
     table = context.sequence.block_table
@@ -396,7 +391,7 @@ def test_a_draft_sees_the_first_and_the_latest_pages(shipped: Model, tokens: int
 
 
 def test_evidence_is_the_probability_of_the_first_draft(shipped: Model) -> None:
-    """In per mille, as the drafting model has it: within the budget, as the target has it."""
+    """In per mille; within the budget it is the probability under the target."""
     evidence = []
     for tokens in (90, 100, 110, 120):
         context = Context(shipped, long_text(shipped, tokens), temperature=0.8, seed=3)
@@ -408,8 +403,8 @@ def test_evidence_is_the_probability_of_the_first_draft(shipped: Model) -> None:
     assert len(set(evidence)) > 1
 
 
-def test_only_decodes_are_drafted_for(shipped: Model) -> None:
-    """A sequence with more than one token pending gets nothing, and the others what they would."""
+def test_sequence_with_several_pending_tokens_gets_no_draft(shipped: Model) -> None:
+    """Other sequences in the same call get their usual drafts."""
     context = Context(shipped, long_text(shipped, 200))
     waiting = replace(context.sequence, key=1, num_computed=100)
     asked = [DraftRequest(one, 3) for one in (waiting, context.sequence)]
@@ -420,8 +415,8 @@ def test_only_decodes_are_drafted_for(shipped: Model) -> None:
     assert proposer.propose([]) == []
 
 
-def test_a_depth_costs_a_step_that_reads_the_budget(shipped: Model) -> None:
-    """The price of a depth is that of one token for each sequence and of its budget."""
+def test_depth_cost_is_a_step_that_reads_the_budget(shipped: Model) -> None:
+    """The cost of a depth is that of one token per sequence and of its budget."""
     cost = StepCost((4, 16), (1e-3, 2e-3), kv_token_s=1e-6, sequence_s=1e-4)
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": cost}
@@ -435,8 +430,10 @@ def test_a_depth_costs_a_step_that_reads_the_budget(shipped: Model) -> None:
 @pytest.mark.parametrize(
     ("budget", "sink"), [(0, 16), (-64, 16), (16, 16), (31, 16), (47, 17), (64, 0), (64, -1)]
 )
-def test_a_budget_holds_the_sinks_and_a_page(shipped: Model, budget: int, sink: int) -> None:
-    """Sizes that are not positive or leave no whole page for the latest tokens are refused."""
+def test_budget_without_a_page_for_latest_tokens_is_rejected(
+    shipped: Model, budget: int, sink: int
+) -> None:
+    """Sizes must be positive and leave a whole page for the latest tokens."""
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": COST}
 

@@ -17,8 +17,8 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.grammar_runs import (
-    Held,
-    Run,
+    GrammarOutput,
+    GrammarRun,
     check_held,
     regex_spec,
     run_held,
@@ -91,13 +91,13 @@ def requests(model: Model, numbers: Iterable[int], setup: Setup) -> list[Generat
 
 
 @cache
-def undrafted(model: Model, count: int) -> dict[tuple[str, int], Held]:
+def undrafted(model: Model, count: int) -> dict[tuple[str, int], GrammarOutput]:
     """The first schemas without speculation: what everything else must equal."""
     setup = Setup(Off(), max_num_seqs=48)
     return run_held(model, requests(model, range(count), setup), setup).held
 
 
-def check_mode(model: Model, mode: str, count: int, record) -> Run:
+def check_mode(model: Model, mode: str, count: int, record) -> GrammarRun:
     numbers = range(count)
     run = run_held(model, requests(model, numbers, setup_of(mode)), setup_of(mode))
     plain = undrafted(model, count)
@@ -117,7 +117,7 @@ def check_mode(model: Model, mode: str, count: int, record) -> Run:
     return run
 
 
-def check_drafts(mode: str, run: Run) -> None:
+def check_drafts(mode: str, run: GrammarRun) -> None:
     """The mode did what it is for."""
     assert run.accepted > 0
     if mode == "forced alone":

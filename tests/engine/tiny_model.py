@@ -1,4 +1,4 @@
-"""Models so small that Triton's interpreter runs them, with random weights."""
+"""Random models small enough for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXED_BLOCKS = 24
 
 
 def tiny_config(**changes: object) -> ModelConfig:
-    """Two layers, two query heads for each KV head, every width odd in some way."""
+    """Return a config of two layers with two query heads per KV head and unusual widths."""
     shape: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 40,
@@ -62,7 +62,7 @@ def tiny_weights(
     exact: bool = False,
     rounded_to: torch.dtype = torch.float32,
 ) -> Weights:
-    """Random weights, large enough for logits that differ."""
+    """Return random weights, large enough for distinct logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -88,20 +88,20 @@ def tiny_weights(
         for _ in range(config.num_layers)
     )
     embedding = random(config.vocab_size, hidden)
-    # A wide head makes laws peaked, so that drafts of a similar model are accepted now and then.
+    # A wide head makes distributions peaked, so that some drafts of a similar model are accepted.
     head = embedding if config.tied_embeddings else random(config.vocab_size, hidden)
     return Weights(embedding, layers, random(hidden), Linear(head, exact=exact, pack=False), "tiny")
 
 
 def torch_decoder(config: ModelConfig, weights: Weights) -> Decoder:
-    """The model on the operators that define all others."""
+    """Return the model on the reference operators."""
     decoder = Decoder(config, weights, POSITIONS)
     decoder.operators = TorchOperators(config, _tables(config, weights.embedding.dtype))
     return decoder
 
 
 def triton_decoder(config: ModelConfig, weights: Weights) -> Decoder:
-    """The model on the Triton kernels, wherever its weights lie."""
+    """Return the model on the Triton kernels, on the device of its weights."""
     from draftgate.backends.engine.operators.triton import triton_operators
 
     decoder = Decoder(config, weights, POSITIONS)
@@ -114,7 +114,7 @@ def _tables(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
 
 
 class LetterTokenizer:
-    """Token i is the i-th letter from `A` on: as much of a tokenizer as a worker needs."""
+    """A minimal tokenizer: token i is the i-th character from `A` on."""
 
     vocab_size = VOCAB
     texts = tuple(chr(ord("A") + token) for token in range(VOCAB))
@@ -124,7 +124,7 @@ class LetterTokenizer:
 
 
 class TinyEngine:
-    """A tiny model behind a worker, driven in the caller's thread."""
+    """A worker with a tiny model, driven in the caller's thread."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class TinyEngine:
         )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
-        """Run the requests to their end."""
+        """Run all requests to completion."""
         outcome = Outcome()
 
         def deliver(batch: list[tuple[str, Delta]]) -> None:
@@ -168,14 +168,14 @@ class TinyEngine:
 
 
 def cpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
-    """The model on the CPU's runner and torch's operators."""
+    """Return an engine with the CPU runner and the reference operators."""
     pool = KvPool(config, setup.num_blocks, weights.embedding.dtype)
     runner = Runner(torch_decoder(config, weights), pool, **of_runner)
     return TinyEngine(config, runner, setup)
 
 
 def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
-    """The model on the GPU's runner and kernels, wherever its weights lie."""
+    """Return an engine with the GPU runner and kernels, on the device of the weights."""
     from draftgate.backends.engine.gpu.runner import gpu_runner
 
     decoder = triton_decoder(config, weights)
@@ -185,9 +185,9 @@ def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner:
 
 
 def mixed_plans() -> list[StepPlan]:
-    """Prompts, then steps that mix chunks, decodes, and chains and trees to verify.
+    """Return steps that mix prompts, chunks, decodes, and chains and trees to verify.
 
-    Blocks are those of a pool of `MIXED_BLOCKS`.
+    Their blocks belong to a pool of `MIXED_BLOCKS`.
     """
     tree = Draft((11, 12, 13, 14, 15, 16, 17, 18), (ROOT, 0, ROOT, 1, 2, 0, 5, 2)).depth_first()
     table = [
@@ -215,6 +215,6 @@ def mixed_plans() -> list[StepPlan]:
 
 
 def tokens_of(count: int, seed: int = 1) -> tuple[int, ...]:
-    """Tokens that depend on the seed alone."""
+    """Return tokens that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(VOCAB, (count,), generator=generator).tolist())
