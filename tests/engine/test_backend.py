@@ -1,4 +1,4 @@
-"""The engine backend: its thread, its streams, and its memory after trouble."""
+"""The engine backend: its thread, its streams, and its memory after failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def started() -> AsyncIterator[EngineBackend]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend() -> AsyncIterator[EngineBackend]:
-    """An engine for all tests that leave it idle and whole."""
+    """An engine for all tests that leave it idle and usable."""
     async with started() as engine:
         yield engine
 
@@ -56,7 +56,7 @@ async def fresh_backend() -> AsyncIterator[EngineBackend]:
 
 
 async def collect(backend: EngineBackend, wanted: GenerationRequest) -> dict[int, list[int]]:
-    """Tokens of each choice; every choice must end exactly once."""
+    """Return the tokens of each choice; every choice must end exactly once."""
     tokens: dict[int, list[int]] = {choice: [] for choice in range(wanted.n)}
     ended: list[int] = []
     async with aclosing(backend.generate(wanted)) as deltas:
@@ -85,16 +85,16 @@ def requests(backend: EngineBackend, count: int, max_tokens: int) -> list[Genera
 
 
 async def until_free(backend: EngineBackend) -> None:
-    """Wait until nothing runs; fails by the test's own patience otherwise."""
+    """Wait until no request runs or waits."""
     async with asyncio.timeout(60):
         while backend.load().running or backend.load().waiting:  # noqa: ASYNC110 (another thread's)
             await asyncio.sleep(0.005)
 
 
-async def test_64_streams_finish_uncrossed_and_100_disconnects_leak_nothing(
+async def test_64_streams_do_not_mix_and_100_disconnects_leak_nothing(
     backend: EngineBackend,
 ) -> None:
-    """Concurrent streams equal their solo runs, and cancelled ones give all blocks back."""
+    """Concurrent streams equal their solo runs, and cancelled ones free all blocks."""
     free = backend.load().kv_blocks_free
     wanted = requests(backend, 64, 24)
     together = await asyncio.gather(*(collect(backend, one) for one in wanted))
@@ -109,15 +109,15 @@ async def test_64_streams_finish_uncrossed_and_100_disconnects_leak_nothing(
 
 
 async def disconnect(backend: EngineBackend, wanted: GenerationRequest, after: int) -> None:
-    """Read `after` deltas and leave."""
+    """Read `after` deltas and disconnect."""
     async with aclosing(backend.generate(wanted)) as deltas:
         for _ in range(after):
             if await anext(deltas, None) is None:
                 return
 
 
-async def test_a_request_longer_than_context_or_pool_is_rejected(backend: EngineBackend) -> None:
-    """What can never fit is refused with both numbers, before it is queued."""
+async def test_request_longer_than_the_context_is_rejected(backend: EngineBackend) -> None:
+    """The error names both lengths, and the request is not queued."""
     policy = speculation_policy("auto")
     with pytest.raises(RequestRejected, match=r"512 tokens, but the prompt has 600") as caught:
         backend.check(request("long", [1] * 600, policy, max_tokens=1))
@@ -126,8 +126,8 @@ async def test_a_request_longer_than_context_or_pool_is_rejected(backend: Engine
         backend.check(request("foreign", [1, 4096], policy, max_tokens=1))
 
 
-async def test_end_of_sequence_ends_with_stop(backend: EngineBackend) -> None:
-    """Every stream ends once, with a reason."""
+async def test_stream_ends_with_a_finish_reason(backend: EngineBackend) -> None:
+    """The last delta has the finish reason and the outcome."""
     prompt = backend.tokenizer.encode("x = 1\n")
     policy = speculation_policy("auto")
     async with aclosing(backend.generate(request("r", prompt, policy, max_tokens=7))) as deltas:
@@ -136,10 +136,10 @@ async def test_end_of_sequence_ends_with_stop(backend: EngineBackend) -> None:
     assert last.outcome is not None
 
 
-async def test_an_error_in_a_step_ends_every_stream_with_it(
+async def test_error_in_a_step_ends_every_stream(
     fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failing step ends open streams with one error, and later requests with the same."""
+    """A failing step ends open streams and later requests with its error."""
 
     def broken(self: Runner, plan: object) -> None:
         raise RuntimeError("the device is on fire")
@@ -151,16 +151,16 @@ async def test_an_error_in_a_step_ends_every_stream_with_it(
     assert "on fire" in str(fresh_backend.failure)
 
 
-async def test_a_missing_checkpoint_fails_the_start(tmp_path) -> None:
-    """`start` raises the loader's own error."""
+async def test_missing_checkpoint_fails_the_start(tmp_path) -> None:
+    """`start` raises the error of the loader."""
     engine = EngineBackend(WorkerConfig(model=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match="nowhere"):
         await engine.start()
     await engine.stop()
 
 
-async def test_stopping_ends_open_streams(fresh_backend: EngineBackend) -> None:
-    """A stream that is open when the backend stops ends with an error, not in silence."""
+async def test_stopping_ends_open_streams_with_an_error(fresh_backend: EngineBackend) -> None:
+    """A stream that is open when the backend stops ends with an error, not silently."""
     stream = fresh_backend.generate(requests(fresh_backend, 1, 400)[0])
     await anext(stream)
     await fresh_backend.stop()
@@ -169,8 +169,8 @@ async def test_stopping_ends_open_streams(fresh_backend: EngineBackend) -> None:
             pass
 
 
-async def test_values_beyond_a_tensor_mean_what_they_say(backend: EngineBackend) -> None:
-    """A vanishing temperature is greedy, an endless top-k is off, and the last seed is a seed."""
+async def test_extreme_sampling_values_are_honoured(backend: EngineBackend) -> None:
+    """A tiny temperature is greedy, a huge top-k is off, and the largest seed works."""
     prompt, off = held_out_prompts(backend.tokenizer, 1, most=40)[0], speculation_policy("off")
 
     async def tokens(**sampling: object) -> dict[int, list[int]]:
@@ -184,21 +184,21 @@ async def test_values_beyond_a_tensor_mean_what_they_say(backend: EngineBackend)
     assert await tokens(temperature=1e308, seed=1) != greedy
 
 
-async def test_the_engine_keeps_the_contract_of_backends() -> None:
+async def test_engine_passes_the_backend_conformance_suite() -> None:
     """The conformance suite for backends passes on the engine."""
     await check_backend(EngineBackend(SMALL))
 
 
-async def test_the_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
-    """The start-up probe found rows exact, and the numerics class says so."""
+async def test_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
+    """The startup probe finds rows exact, and the numerics class says so."""
     assert str(backend.card.numerics_class).endswith("/exact")
     assert backend.card.capabilities.exact
 
 
-async def test_an_engine_of_paused_requests_sleeps(
+async def test_engine_with_only_paused_requests_sleeps(
     backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread waits for a command instead of planning in a loop, and a pace is one."""
+    """Its thread waits for a command instead of planning in a loop, and resuming wakes it."""
     (wanted,) = requests(backend, 1, 40)
     alone = await collect(backend, wanted)
     asleep, sleep = threading.Event(), EngineLoop._sleep
@@ -218,10 +218,10 @@ async def test_an_engine_of_paused_requests_sleeps(
     assert [*first.token_ids, *rest] == alone[0]
 
 
-async def test_a_device_that_hangs_does_not_keep_the_process(
+async def test_hanging_step_does_not_block_stopping(
     fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that does not end is waited for so long only; its streams end with an error."""
+    """Stopping waits for a step for a bounded time, and its streams end with an error."""
     monkeypatch.setattr("draftgate.backends.engine.backend.STOP_S", 0.05)
     release, hangs = threading.Event(), threading.Event()
     launch = Runner.launch

@@ -1,4 +1,4 @@
-"""Proposers keep their contract: our own, and one that was written elsewhere."""
+"""Proposers keep their contract: the built-in ones, and one from another package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.engine.testing import check_draft, check_proposer
 
-ELSEWHERE = '''
-"""Drafts what came behind the last line that began alike."""
+LINE_PROPOSER = '''
+"""Drafts the continuation of the last match of two tokens."""
 
 from draftgate.backends.core.drafts import Draft
 
@@ -46,9 +46,9 @@ def build(setup):
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of its own that offers the proposer `lines`, as if it were installed."""
-    (tmp_path / "line_proposer.py").write_text(textwrap.dedent(ELSEWHERE))
+def installed_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that offers the proposer `lines`, as if it were installed."""
+    (tmp_path / "line_proposer.py").write_text(textwrap.dedent(LINE_PROPOSER))
     facts = tmp_path / "line_proposer-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: line-proposer\nVersion: 1.0\n")
@@ -58,19 +58,21 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "sparse_self"])
-def test_our_proposers_keep_the_contract(name: str) -> None:
-    """Drafts are well formed, texts are those without them, and nothing is left behind."""
+def test_built_in_proposer_keeps_the_contract(name: str) -> None:
+    """Drafts are well formed, texts equal those without drafts, and no state is kept."""
     check_proposer(name)
 
 
-def test_a_proposer_from_elsewhere_is_found_and_keeps_the_contract(elsewhere: str) -> None:
-    """Thirty lines and an entry point are all it takes."""
-    assert len(ELSEWHERE.strip().splitlines()) <= 30
-    check_proposer(elsewhere)
+def test_proposer_of_another_package_is_found_and_keeps_the_contract(
+    installed_proposer: str,
+) -> None:
+    """It takes thirty lines and an entry point."""
+    assert len(LINE_PROPOSER.strip().splitlines()) <= 30
+    check_proposer(installed_proposer)
 
 
-def test_an_unknown_proposer_is_named_with_those_there_are(elsewhere: str) -> None:
-    """The ones of other packages are among them."""
+def test_error_for_an_unknown_proposer_lists_the_known_ones(installed_proposer: str) -> None:
+    """The list includes proposers of other packages."""
     with pytest.raises(ValueError, match=r"unknown proposer 'guess'; known: ngram, .*lines"):
         check_proposer("guess")
 
@@ -79,7 +81,7 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("broken", "promise"),
+    ("broken", "rule"),
     [
         (replace(GOOD, token_ids=(1, 2, 99)), "vocabulary"),
         (replace(GOOD, parents=(-1, -1)), "parents are given"),
@@ -91,8 +93,8 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
         (Draft((1, 2, 3, 4)), "at most max_tokens"),
     ],
 )
-def test_every_broken_promise_is_named(broken: Draft, promise: str) -> None:
-    """The checks can fail, each with words of its own."""
+def test_every_broken_rule_is_named(broken: Draft, rule: str) -> None:
+    """Each check fails with its own message."""
     check_draft(GOOD, 3, 50)
-    with pytest.raises(AssertionError, match=promise):
+    with pytest.raises(AssertionError, match=rule):
         check_draft(broken, 3, 50)

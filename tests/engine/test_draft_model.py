@@ -1,4 +1,4 @@
-"""The draft model: it keeps up with its sequences in memory that is not its own."""
+"""The draft model: it keeps up with its sequences in memory borrowed from the target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COST = StepCost((1, 8), (1e-3, 2e-3))
 
 
 class Drafter:
-    """A proposer with memory of its own to look into."""
+    """A draft model proposer with its own pool."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ def sequence_of(model: Model, index: int = 0, tokens: int = 60, key: int = 0) ->
     return Sequence.for_choice(key, wanted, ResumedChoice(0, ()))
 
 
-def test_it_drafts_the_same_whatever_it_drafted_before(shipped: Model) -> None:
-    """Right drafts, wrong ones, pauses and lost pages leave the draft of a fresh proposer."""
+def test_draft_does_not_depend_on_earlier_drafts(shipped: Model) -> None:
+    """After right and wrong drafts, pauses and lost pages, drafts equal those of a new proposer."""
     rng, drafter, sequence = random.Random(0), Drafter(shipped), sequence_of(shipped)
     for _ in range(30):
         unknown = sequence_of(shipped)
@@ -86,8 +86,8 @@ def test_it_drafts_the_same_whatever_it_drafted_before(shipped: Model) -> None:
             drafter.pages.give_back(rng.randint(1, 8))
 
 
-def test_sequences_are_drafted_together_as_alone(shipped: Model) -> None:
-    """A batch of several lengths, pages interleaved, drafts what each would get by itself."""
+def test_batched_drafts_equal_drafts_alone(shipped: Model) -> None:
+    """A batch of several lengths, with interleaved pages, drafts as each sequence alone."""
     together = Drafter(shipped)
     sequences = [sequence_of(shipped, i, 30 + 17 * i, key=i) for i in range(5)]
     for turn in range(4):
@@ -100,8 +100,8 @@ def test_sequences_are_drafted_together_as_alone(shipped: Model) -> None:
             wanted.sequence.token_ids.extend((*draft.token_ids[:2], 5))
 
 
-def test_a_long_past_is_caught_up_with_step_by_step(shipped: Model) -> None:
-    """No step computes more than its share of what is missing; then the draft is the same."""
+def test_missing_tokens_are_computed_in_bounded_steps(shipped: Model) -> None:
+    """No step computes more than its bound, and the draft is the same."""
     sequence = sequence_of(shipped, tokens=200)
     drafter = Drafter(shipped, catch_up_tokens=64)
     fed = []
@@ -120,12 +120,12 @@ def test_a_long_past_is_caught_up_with_step_by_step(shipped: Model) -> None:
     assert drafted == Drafter(shipped).draft(sequence_of(shipped, tokens=200), 1)
 
 
-def test_what_is_out_of_reach_is_not_computed(shipped: Model) -> None:
-    """With windows a long past costs what they reach; drafts are those of computing all of it."""
+def test_tokens_out_of_reach_are_not_computed(shipped: Model) -> None:
+    """With windows only tokens in reach are computed, and drafts do not change."""
 
     def drafts(reach_tokens: int | None) -> list[tuple[int, ...]]:
         drafter = Drafter(shipped, window=24)
-        drafter.pool.memory.normal_(generator=torch.Generator().manual_seed(0))  # what lay there
+        drafter.pool.memory.normal_(generator=torch.Generator().manual_seed(0))  # undefined memory
         assert drafter.proposer._model.reach_tokens == 48
         drafter.proposer._model.reach_tokens = reach_tokens
         found = []
@@ -140,8 +140,8 @@ def test_what_is_out_of_reach_is_not_computed(shipped: Model) -> None:
     assert drafts(8) != drafts(None)
 
 
-def test_without_memory_there_is_no_draft(shipped: Model) -> None:
-    """Blocks of the target are never taken, and one more block later it drafts again."""
+def test_no_draft_without_free_memory(shipped: Model) -> None:
+    """Blocks of the target are never taken, and drafting resumes when a block is free."""
     drafter, table = Drafter(shipped, num_blocks=8), []
     drafter.blocks.extend(table, 8 * BLOCK_TOKENS)
     sequence = sequence_of(shipped)
@@ -156,8 +156,8 @@ def test_without_memory_there_is_no_draft(shipped: Model) -> None:
     assert drafter.blocks.num_free == 8
 
 
-def test_forgetting_gives_the_pages_back(shipped: Model) -> None:
-    """A finished sequence leaves neither pages nor a record."""
+def test_forgetting_frees_the_pages(shipped: Model) -> None:
+    """A finished sequence leaves neither pages nor state."""
     drafter, sequence = Drafter(shipped), sequence_of(shipped)
     drafter.draft(sequence)
     drafter.proposer.forget(sequence)
@@ -167,12 +167,12 @@ def test_forgetting_gives_the_pages_back(shipped: Model) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 0.45), (0.8, 0.4)])
-def test_the_shipped_draft_agrees_with_its_target(
+def test_shipped_draft_model_agrees_with_its_target(
     shipped: Model, temperature: float, least: float
 ) -> None:
-    """On held-out code far more drafts are accepted than chance would have it.
+    """On held-out code far more drafts are accepted than by chance.
 
-    The card's 66 % is per position, teacher-forced; of a chain of four fewer survive.
+    The 66 % of the model card are per position, teacher-forced; of a chain of four fewer survive.
     """
     policy = speculation_policy("fixed:4")
     prompts = held_out_prompts(shipped.tokenizer, 12)
@@ -187,8 +187,8 @@ def test_the_shipped_draft_agrees_with_its_target(
     assert outcome.accepted / (outcome.accepted + outcome.rejected) > least
 
 
-def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    """Both files are looked at before anything is served."""
+def test_draft_model_of_another_vocabulary_is_rejected(tmp_path: Path) -> None:
+    """Both tokenizers are compared while loading."""
     other = Path(shutil.copytree(SHIPPED_DRAFT, tmp_path / "draft"))
     path = other / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -200,15 +200,15 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         load_engine(WorkerConfig(device="cpu", draft_model=str(other)))
 
 
-def test_a_draft_model_must_be_there_to_be_asked_for() -> None:
-    """A model without one says how to get one."""
+def test_draft_model_proposer_needs_a_draft_model() -> None:
+    """The error names the option for a draft model."""
     config = WorkerConfig(device="cpu", model=str(SHIPPED_MODEL), proposer="draft_model")
     with pytest.raises(ValueError, match="--draft-model"):
         load_engine(config)
 
 
-def test_logits_do_not_depend_on_where_pages_lie(shipped: Model) -> None:
-    """Pages of several groups, scattered, give the bits of a run."""
+def test_logits_do_not_depend_on_the_places_of_pages(shipped: Model) -> None:
+    """Scattered pages of several groups give the bits of consecutive ones."""
     draft = shipped_draft(torch.float32)
     kv = KvPool(shipped.config, 16, torch.float32).draft_layers(draft.config)
     model = DraftModel(draft, kv, shipped.config.vocab_size)
@@ -221,8 +221,8 @@ def test_logits_do_not_depend_on_where_pages_lie(shipped: Model) -> None:
     assert torch.equal(*bits)
 
 
-def test_what_drafting_takes_teaches_what_it_costs(shipped: Model, monkeypatch) -> None:
-    """Depths of three milliseconds each are known for it, whatever was timed at start."""
+def test_measured_drafting_updates_the_cost(shipped: Model, monkeypatch) -> None:
+    """After depths of 3 ms each, the cost is 3 ms, whatever was measured at startup."""
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 3e-3)
     drafter, sequence = Drafter(shipped), sequence_of(shipped)

@@ -1,4 +1,4 @@
-"""Trees in the engine: rows, keys and values are those of the chain that was accepted."""
+"""Draft trees in the engine: rows, keys and values are those of the accepted chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREE = Draft(
     (11, 12, 13, 14, 15, 16, 17, 18),
     (ROOT, 0, ROOT, 1, 2, 0, 5, 2),
 )
-"""Three branches below the first token's sibling and its children, best first."""
+"""Several branches, best token first."""
 
 
 def path_to(draft: Draft, place: int) -> list[int]:
@@ -46,7 +46,7 @@ def table(*, scattered: bool) -> Table:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("tokens", [1, 20, 250, 255, 256, 300])
 def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
-    """Around the border of tiles too, and wherever the blocks lie."""
+    """Also around tile boundaries, and with scattered blocks."""
     runner, known = shipped_runner(BLOCKS), context(tokens)
     draft = TREE.depth_first()
     blocks = table(scattered=scattered)
@@ -63,8 +63,8 @@ def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered:
 
 
 @pytest.mark.parametrize("tokens", [20, 254])
-def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> None:
-    """Decoding behind an accepted branch gives the bits of decoding without drafts."""
+def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
+    """Decoding after an accepted branch gives the bits of decoding without drafts."""
     known, draft = context(tokens), TREE.depth_first()
     last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
     text = known + path_to(draft, last)
@@ -78,10 +78,10 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
 
     follow = [7, 8, 9]
     edges = [len(text), len(text) + 1, len(text) + 3]
-    behind = logits_in_steps(runner, blocks, text + follow, edges)
+    after = logits_in_steps(runner, blocks, text + follow, edges)
     alone = shipped_runner(BLOCKS)
     everything = logits_in_steps(alone, table(scattered=False), text + follow, [0, *edges])
-    assert torch.equal(behind, everything[len(text) :])
+    assert torch.equal(after, everything[len(text) :])
 
 
 def _walks(taken: tuple[int, ...]):
@@ -90,8 +90,8 @@ def _walks(taken: tuple[int, ...]):
     return Walks([(0, *(place + 1 for place in taken))], [(0,) * (len(taken) + 1)])
 
 
-def test_a_step_may_hold_trees_beside_everything_else() -> None:
-    """Rows of trees, chains, decodes and prefill chunks in one step are those of each alone."""
+def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:
+    """Rows have the bits that they have alone."""
     known, draft = context(40), TREE.depth_first()
     per_sequence = BLOCKS // 4
     tables = [

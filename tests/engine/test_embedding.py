@@ -1,4 +1,4 @@
-"""Embeddings of the engine: the model's own last hidden state, and the same bits in any company."""
+"""Embeddings of the engine: the last hidden state, with bits independent of the batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = [
 def embeddings(
     requests: Iterable[GenerationRequest], setup: Setup = DEFAULT, model: Model = MODEL
 ) -> tuple[dict[str, bytes], Engine, int]:
-    """What each request to embed got, the engine behind it, and preemptions."""
+    """Run requests; return the embeddings, the engine, and the number of preemptions."""
     engine = Engine(model, setup)
     worker = engine.worker
     for one in requests:
@@ -58,7 +58,7 @@ def embeddings(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, bytes]:
-    """Each text by itself, in one step, on a fresh worker."""
+    """Embed each text by itself, in one step, on a new worker."""
     found = {}
     for index, tokens in enumerate(TEXTS):
         found |= embeddings([to_embed(f"e{index}", tokens)])[0]
@@ -69,8 +69,8 @@ def every() -> list[GenerationRequest]:
     return [to_embed(f"e{index}", tokens) for index, tokens in enumerate(TEXTS)]
 
 
-def chatter(count: int, **sampling: object) -> list[GenerationRequest]:
-    """Requests that generate, with drafts, from prompts that begin as the texts do."""
+def generating_requests(count: int, **sampling: object) -> list[GenerationRequest]:
+    """Create generating requests, with drafts, whose prompts share prefixes with the texts."""
     policy = speculation_policy("fixed:3")
     return [
         request(f"g{index}", TEXTS[-1 - index % 3][: 50 + index], policy, seed=index, **sampling)
@@ -79,17 +79,21 @@ def chatter(count: int, **sampling: object) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("max_step_tokens", [16, 47, 512])
-def test_bits_are_those_of_a_text_alone_whatever_is_batched(
+def test_embedding_bits_do_not_depend_on_the_batch(
     alone: dict[str, bytes], max_step_tokens: int
 ) -> None:
-    """Among sampled and drafted sequences, in chunks of any size, a vector has the same bits."""
+    """Among sampled and drafted sequences, in chunks of any size."""
     setup = Setup(speculation_policy("fixed:3"), max_step_tokens=max_step_tokens)
-    mixed = [one for pair in zip(chatter(8, max_tokens=40), every(), strict=True) for one in pair]
+    mixed = [
+        one
+        for pair in zip(generating_requests(8, max_tokens=40), every(), strict=True)
+        for one in pair
+    ]
     assert embeddings(mixed, setup)[0] == alone
 
 
-def test_bits_do_not_depend_on_what_was_cached(alone: dict[str, bytes]) -> None:
-    """A text of which all but the end was computed for others is embedded to the same bits."""
+def test_embedding_bits_do_not_depend_on_the_prefix_cache(alone: dict[str, bytes]) -> None:
+    """A text of which all but the end is cached has the same bits."""
     engine = Engine(MODEL, Setup())
     worker = engine.worker
     for warm in (request("warm", TEXTS[-1], Off(), max_tokens=2), to_embed("e7", TEXTS[-1])):
@@ -102,22 +106,22 @@ def test_bits_do_not_depend_on_what_was_cached(alone: dict[str, bytes]) -> None:
     assert deltas[0].finish_reason is FinishReason.STOP
 
 
-def test_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
-    """A text whose blocks were taken half-way is computed again, to the same bits."""
+def test_embedding_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
+    """A preempted text is computed again to the same bits."""
     setup = Setup(max_step_tokens=24, num_blocks=30)
-    mixed = [*chatter(4, max_tokens=120), *every()]
+    mixed = [*generating_requests(4, max_tokens=120), *every()]
     found, _, preemptions = embeddings(mixed, setup)
     assert preemptions > 0
     assert found == alone
 
 
-def test_generation_is_the_same_beside_embeddings() -> None:
-    """Rows that are pooled change no token of those that are sampled."""
+def test_generation_does_not_depend_on_embeddings() -> None:
+    """Pooled rows change no token of sampled rows."""
 
     def tokens(beside: list[GenerationRequest]) -> dict[str, list[int]]:
         engine = Engine(MODEL, Setup(speculation_policy("fixed:3"), max_step_tokens=64))
         worker = engine.worker
-        for one in (*chatter(3, max_tokens=30), *beside):
+        for one in (*generating_requests(3, max_tokens=30), *beside):
             worker.submit(one)
         told: dict[str, list[int]] = {}
         for step in run_until_idle(worker, engine.runner):
@@ -133,7 +137,7 @@ def vector(embedding: bytes) -> np.ndarray:
 
 
 def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
-    """The last hidden state that transformers has for the last token."""
+    """Return the last hidden state of the last token, from transformers."""
     oracle = AutoModel.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -142,8 +146,8 @@ def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
     return state
 
 
-class Anything:
-    """A tokenizer of models without one."""
+class AnyTokenizer:
+    """A stand-in tokenizer for models without one."""
 
     vocab_size = 300
     texts = ("x",) * 300
@@ -153,16 +157,16 @@ class Anything:
 
 
 class RandomModel(Model):
-    """A random checkpoint, without a tokenizer."""
+    """A random checkpoint without a tokenizer."""
 
     def __post_init__(self) -> None:
         runner = runner_of(self.directory)
         self.config, self.decoder = runner._decoder.config, runner._decoder
-        self.tokenizer = Anything()
+        self.tokenizer = AnyTokenizer()
 
 
 @pytest.mark.parametrize("variant", ["llama-yarn", "mistral-windows", "qwen2", "qwen3-tied"])
-def test_random_models_embed_as_transformers_does(variant: str, tmp_path: Path) -> None:
+def test_embeddings_of_random_models_equal_transformers(variant: str, tmp_path: Path) -> None:
     """Within 1e-4 of `last_hidden_state` at the last token, in float32, in chunks."""
     random_model(variant).save_pretrained(tmp_path)
     tokens = [RNG.randrange(300) for _ in range(150)]
@@ -172,15 +176,17 @@ def test_random_models_embed_as_transformers_does(variant: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
-def test_the_shipped_model_embeds_as_transformers_does(index: int, alone: dict[str, bytes]) -> None:
+def test_embeddings_of_the_shipped_model_equal_transformers(
+    index: int, alone: dict[str, bytes]
+) -> None:
     """Within 1e-4, for texts of any length."""
     found = vector(alone[f"e{index}"])
     assert found.shape == (MODEL.config.hidden_size,)
     assert np.abs(found - expected(SHIPPED_MODEL, TEXTS[index]).numpy()).max() < 1e-4
 
 
-def test_a_checkpoint_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:
-    """Tensors without the prefix `model.`, as those of Qwen3-Embedding, are the decoder's."""
+def test_checkpoint_without_a_head_is_the_same_model(tmp_path: Path) -> None:
+    """Tensors without the prefix `model.`, as in Qwen3-Embedding, are those of the decoder."""
     whole, bare = tmp_path / "whole", tmp_path / "bare"
     random_model("qwen3-tied").save_pretrained(whole)
     bare.mkdir()
@@ -220,10 +226,10 @@ MODULES = [
         ([*MODULES, {"type": "sentence_transformers.models.Dense"}], LAST, "module 'Dense'"),
     ],
 )
-def test_only_last_token_pooling_is_taken_for_what_a_checkpoint_asks(
+def test_only_last_token_pooling_is_supported(
     modules: object, pooling: object, reason: str | None, tmp_path: Path
 ) -> None:
-    """What would be pooled otherwise is refused by the name of what was asked for."""
+    """Another pooling is named in the reason."""
     for name, value in (("modules.json", modules), ("1_Pooling/config.json", pooling)):
         if value is not None:
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -234,8 +240,8 @@ def test_only_last_token_pooling_is_taken_for_what_a_checkpoint_asks(
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[1]"])
-def test_damaged_modules_are_named(damage: str, tmp_path: Path) -> None:
-    """A list of modules that is none ends loading, with the file's name."""
+def test_damaged_modules_file_is_named(damage: str, tmp_path: Path) -> None:
+    """A module list of another form ends loading, with the name of the file."""
     (tmp_path / "modules.json").write_text(damage)
     with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
         unsupported_pooling(tmp_path)
@@ -245,8 +251,10 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
 
 
 @pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
-async def test_a_backend_streams_one_delta(own_process: bool, alone: dict[str, bytes]) -> None:
-    """In a thread and across the socket of an own process: the same bytes, and nothing else."""
+async def test_backend_streams_an_embedding_as_one_delta(
+    own_process: bool, alone: dict[str, bytes]
+) -> None:
+    """In a thread and in a process of its own, with the same bytes."""
     backend = EngineBackend(structs.replace(CONFIG, own_process=own_process))
     await backend.start()
     try:
@@ -261,10 +269,10 @@ async def test_a_backend_streams_one_delta(own_process: bool, alone: dict[str, b
 
 
 @pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
-async def test_a_checkpoint_that_pools_otherwise_generates_alone(
+async def test_checkpoint_with_another_pooling_only_generates(
     own_process: bool, tmp_path: Path
 ) -> None:
-    """It loads and declares no embeddings, and refuses requests for them."""
+    """It loads, declares no embeddings, and rejects requests for them."""
     for file in SHIPPED_MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "1_Pooling").mkdir()

@@ -1,4 +1,4 @@
-"""How a step for a GPU is packed: shapes, layout, masks. None of it needs a GPU."""
+"""Packing of a step for a GPU: shapes, layout and masks, without a GPU."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
     most_sequences=st.integers(1, 80),
     page_tokens=st.sampled_from([16, 24, 128]),
 )
-def test_every_step_has_a_shape_that_holds_it(
+def test_every_step_fits_its_shape(
     rows: int, sequences: int, context: int, most_sequences: int, page_tokens: int
 ) -> None:
-    """Rows, sequences and pages fit; a shape said to be captured is one of those captured."""
+    """Rows, sequences and pages fit, and a captured shape is in the list of captured ones."""
     shapes = Shapes(ROW_BUCKETS[-1], most_sequences, 40_000, page_tokens)
     sequences = min(sequences, rows, most_sequences)
     shape, captured = shapes.shape(rows, sequences, context)
@@ -44,8 +44,8 @@ def test_every_step_has_a_shape_that_holds_it(
     assert not captured or shape in set(shapes.captured())
 
 
-def test_the_largest_shape_is_captured_first() -> None:
-    """So that the memory of the first holds the others."""
+def test_largest_shape_is_captured_first() -> None:
+    """The other shapes then reuse its memory."""
     shapes = list(Shapes(ROW_BUCKETS[-1], 64, 30_000, BLOCK_TOKENS).captured())
     assert shapes == sorted(shapes, reverse=True)
     assert len(set(shapes)) == len(shapes) == 3 * len(ROW_BUCKETS)
@@ -53,8 +53,8 @@ def test_the_largest_shape_is_captured_first() -> None:
     assert not list(Shapes(0, 64, 30_000, BLOCK_TOKENS).captured())
 
 
-def test_what_is_written_on_the_host_is_read_on_the_device() -> None:
-    """Fields are aligned, do not overlap, and padding is what was asked for."""
+def test_fields_written_on_the_host_are_read_on_the_device() -> None:
+    """Fields are aligned, do not overlap, and have the requested padding."""
     layout = StepLayout(StepShape(rows=7, sequences=3, pages=5))
     memory = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
     host, fields = HostFields(layout, memory), layout.fields(memory)
@@ -71,8 +71,8 @@ def test_what_is_written_on_the_host_is_read_on_the_device() -> None:
 
 
 @given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))
-def test_masks_are_the_ancestors_of_each_row(seed: int, confirmed: int, start: int) -> None:
-    """Bits, positions and starts of any tree, whatever its blocks; a chain counts as confirmed."""
+def test_masks_hold_the_ancestors_of_each_row(seed: int, confirmed: int, start: int) -> None:
+    """Bits, positions and starts of any tree in any blocks; a chain counts as confirmed."""
     rng = Random(seed)
     size = rng.randrange(65)
     parents = tuple(rng.randrange(ROOT, place) if place else ROOT for place in range(size))
@@ -100,8 +100,8 @@ def test_masks_are_the_ancestors_of_each_row(seed: int, confirmed: int, start: i
         assert mask == before | 1 << place
 
 
-def test_a_tree_that_no_mask_holds_is_refused() -> None:
-    """64 tokens fit; the 65th does not."""
+def test_tree_larger_than_a_mask_is_rejected() -> None:
+    """64 tokens fit, 65 do not."""
 
     def packed(tokens: int) -> PackedFeeds:
         star = Draft(tuple(range(tokens)), (ROOT,) * tokens)
@@ -112,7 +112,7 @@ def test_a_tree_that_no_mask_holds_is_refused() -> None:
         packed(65)
 
 
-def test_spans_give_the_same_whether_packed_or_brought_one_by_one() -> None:
+def test_packed_spans_equal_spans_copied_one_by_one() -> None:
     """Both ways to a device agree, and padding sequences have no rows."""
     tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 2))
     works = [
@@ -138,8 +138,8 @@ def test_spans_give_the_same_whether_packed_or_brought_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_product_in_tiles_gives_a_row_the_same_bits_among_any_rows(*, wide: bool) -> None:
-    """As `--exact` multiplies on a GPU: one shape, however many rows there are."""
+def test_tiled_product_gives_a_row_the_same_bits_in_any_batch(*, wide: bool) -> None:
+    """`--exact` multiplies one shape on a GPU, whatever the number of rows."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(s, generator=generator) for s in ((48, 1000), (48,), (70, 1000)))
     linear = Linear(weight, bias, pack=False)

@@ -1,4 +1,4 @@
-"""Grammars by themselves: which tokens they allow, what they refuse, where their limits are."""
+"""Grammars: the tokens they allow, what they reject, and their limits."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def grammars(tokenizer: Tokenizer) -> LlGrammars:
 
 
 @pytest.mark.parametrize("spec", SPECS[::4], ids=lambda spec: spec.text[:40])
-def test_a_mask_allows_exactly_the_tokens_that_may_follow(
+def test_mask_allows_exactly_the_legal_tokens(
     grammars: LlGrammars, tokenizer: Tokenizer, spec: GrammarSpec
 ) -> None:
-    """At every place of a text, each token of the vocabulary is allowed if it is legal alone.
+    """At every place of a text, a mask allows the tokens that are legal one by one.
 
-    Where the text that follows is certain, only the tokenizer's own spelling is allowed.
+    If the following text is certain, only the tokenizer's own spelling is allowed.
     """
     for tokens in list(walks(grammars, spec, EOS, seed=2))[::7]:
         grammar = grammars.start(spec)
@@ -72,8 +72,8 @@ def test_a_mask_allows_exactly_the_tokens_that_may_follow(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
-def test_a_state_is_a_function_of_its_tokens(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """Masks, drafts and forced tokens asked for on the way change no later answer."""
+def test_grammar_state_depends_only_on_its_tokens(grammars: LlGrammars, spec: GrammarSpec) -> None:
+    """Earlier requests for masks, drafts and forced tokens change no later answer."""
     rng = random.Random(3)
     asked = grammars.start(spec)
     for tokens in walks(grammars, spec, EOS, seed=3):
@@ -92,8 +92,8 @@ def test_a_state_is_a_function_of_its_tokens(grammars: LlGrammars, spec: Grammar
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
-def test_masks_of_a_tree_are_those_of_its_paths(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """The mask behind a token of a tree is that of a sequence which has its path as tokens."""
+def test_masks_of_a_tree_equal_those_of_its_paths(grammars: LlGrammars, spec: GrammarSpec) -> None:
+    """The mask after a token of a tree is that of a sequence with the tokens of its path."""
     rng = random.Random(4)
     for tokens in list(walks(grammars, spec, EOS, seed=4))[::5]:
         paths: list[list[int]] = [[]]
@@ -120,10 +120,10 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: LlGrammars, spec: Gram
             assert next_mask(alone) == mask
 
 
-def test_forced_tokens_are_legal_and_spell_what_must_follow(
+def test_forced_tokens_spell_the_only_possible_text(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """What is forced is the only text there is, cut at the number asked for."""
+    """They are legal, and cut at the requested number."""
     schema = {"const": {"a long name": "and a long value", "n": 12345}}
     grammar = grammars.start(schema_spec(schema))
     whole = grammar.forced(1000)
@@ -134,8 +134,8 @@ def test_forced_tokens_are_legal_and_spell_what_must_follow(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
-def test_special_tokens_are_no_text(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """Of the special tokens only that of the end is ever allowed, whatever text would match."""
+def test_special_tokens_never_match_text(grammars: LlGrammars, spec: GrammarSpec) -> None:
+    """Only the end-of-sequence token is ever allowed, whatever text would match."""
     for tokens in walks(grammars, spec, EOS, seed=5):
         assert not set(SPECIAL) & set(tokens)
         grammar = grammars.start(spec)
@@ -145,10 +145,10 @@ def test_special_tokens_are_no_text(grammars: LlGrammars, spec: GrammarSpec) -> 
 
 
 @pytest.mark.parametrize("text", ["<|user|>", "a<|endoftext|>", "<|end|><|end|>"])
-def test_the_name_of_a_special_token_is_spelled_out(
+def test_name_of_a_special_token_is_spelled_as_text(
     grammars: LlGrammars, tokenizer: Tokenizer, text: str
 ) -> None:
-    """A text that must follow and reads like a special token is text all the same."""
+    """A forced text that reads like a special token is spelled in ordinary tokens."""
     grammar = grammars.start(schema_spec({"const": text}))
     tokens = grammar.forced(99)
     assert tokenizer.decode(tokens) == json.dumps(text)
@@ -156,15 +156,15 @@ def test_the_name_of_a_special_token_is_spelled_out(
     assert tokens_in(next_mask(grammar)) == [tokens[0]]
 
 
-def test_every_end_token_ends(tokenizer: Tokenizer) -> None:
-    """A model with several end-of-sequence tokens may draw any; one it lacks is left out."""
+def test_any_end_of_sequence_token_ends_the_text(tokenizer: Tokenizer) -> None:
+    """A model may have several; ids outside the vocabulary are ignored."""
     grammar = LlGrammars(tokenizer, {0, 3, 9999}).start(regex_spec("a"))
     grammar.accept(tokenizer.encode("a", add_special_tokens=False)[0])
     assert tokens_in(next_mask(grammar)) == [0, 3]
 
 
-def test_an_end_comes_last(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """Behind a drafted end nothing is legal, and its masks allow the end."""
+def test_nothing_is_legal_after_an_end_token(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """After a drafted end no token is legal, and masks allow only the end."""
     grammar = grammars.start(regex_spec("a+"))
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     assert grammar.legal([EOS]) == 0
@@ -176,10 +176,8 @@ def test_an_end_comes_last(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
     assert grammar.legal([a]) == 1
 
 
-def test_behind_a_token_that_is_not_allowed_comes_the_end(
-    grammars: LlGrammars, tokenizer: Tokenizer
-) -> None:
-    """A text that has left the grammar ends, and is never called whole."""
+def test_text_outside_the_grammar_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """A text that has left the grammar ends, and is never complete."""
     grammar = grammars.start(regex_spec("[0-9]*"))
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     (digit,) = tokenizer.encode("1", add_special_tokens=False)
@@ -231,10 +229,8 @@ def test_behind_a_token_that_is_not_allowed_comes_the_end(
     ],
     ids=lambda schema: str(schema)[:60],
 )  # fmt: skip
-def test_what_a_schema_asks_for_is_refused_rather_than_ignored(
-    grammars: LlGrammars, schema: object
-) -> None:
-    """What is not supported, contradicts itself or takes too long is named, and never dropped."""
+def test_unsupported_schema_is_rejected(grammars: LlGrammars, schema: object) -> None:
+    """Unsupported, contradictory and too expensive keywords are named, and never ignored."""
     with pytest.raises(RequestRejected, match=r"JSON schema.*\S") as refused:
         grammars.start(schema_spec(schema))
     assert refused.value.param == "response_format"
@@ -246,23 +242,23 @@ def test_what_a_schema_asks_for_is_refused_rather_than_ignored(
     ["(", "a(?=b)", r"(a)\1", r"\bword\b", "a" * (MOST_PATTERN_CHARACTERS + 1)],
     ids=["open", "look-around", "backreference", "border", "long"],
 )
-def test_an_expression_that_cannot_be_used_is_refused(grammars: LlGrammars, pattern: str) -> None:
-    """Malformed, unsupported and oversized expressions are refused with words."""
+def test_unusable_regular_expression_is_rejected(grammars: LlGrammars, pattern: str) -> None:
+    """Malformed, unsupported and oversized expressions are rejected with a message."""
     with pytest.raises(RequestRejected, match="regular expression") as refused:
         grammars.start(regex_spec(pattern))
     assert refused.value.param == "response_format"
 
 
 @pytest.mark.parametrize("text", ["", "{", "5", '"text"', '{"a": "\\ud800"}', '{"a":' * 500])
-def test_a_schema_that_is_no_object_is_refused(grammars: LlGrammars, text: str) -> None:
-    """Broken JSON, JSON that is no schema, and JSON nested without end are refused."""
+def test_schema_that_is_not_an_object_is_rejected(grammars: LlGrammars, text: str) -> None:
+    """Broken JSON, JSON that is no schema, and deeply nested JSON are rejected."""
     spec = schema_spec({})
     with pytest.raises(RequestRejected, match="JSON schema"):
         grammars.start(GrammarSpec(spec.kind, text))
 
 
-def test_properties_are_counted_where_that_is_sure(grammars: LlGrammars) -> None:
-    """`minProperties` up to one beyond the required ones holds; as a name it means nothing."""
+def test_min_properties_is_supported_up_to_one_optional_property(grammars: LlGrammars) -> None:
+    """A property that is named `minProperties` has no effect."""
     schema = {
         "type": "object",
         "properties": {"minProperties": {"type": "boolean"}},
@@ -277,10 +273,10 @@ def test_properties_are_counted_where_that_is_sure(grammars: LlGrammars) -> None
     assert satisfies(schema, Tokenizer(SHIPPED_MODEL).decode(text))
 
 
-def test_json_has_one_layout_unless_the_schema_asks_for_another(
+def test_json_has_one_layout_unless_the_schema_allows_others(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """`json.dumps`'s layout is forced; `x-guidance` in the schema allows any white space."""
+    """The layout of `json.dumps` is forced; `x-guidance` in the schema allows any white space."""
     schema = {"const": {"a": [1, 2]}}
     pretty = tokenizer.encode('{\n  "a": [1, 2]\n}', add_special_tokens=False)
     assert grammars.start(schema_spec(schema)).legal(pretty) == 1  # the bracket
@@ -288,10 +284,8 @@ def test_json_has_one_layout_unless_the_schema_asks_for_another(
     assert grammars.start(free).legal(pretty) == len(pretty)
 
 
-def test_special_tokens_beyond_the_vocabulary_of_the_model_are_known(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    """Tokens that were added behind the learned ones keep their ids: an end, a name, a text."""
+def test_added_tokens_are_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Tokens added after the learned ones keep their ids: an end, a marker and a text."""
     more = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     more.add_special_tokens(["<|new|>", "<|eot|>"])
     more.add_tokens(["<tool_call>", "  "])
@@ -308,10 +302,10 @@ def test_special_tokens_beyond_the_vocabulary_of_the_model_are_known(
     assert tokens_in(next_mask(grammar)) == [4097]
 
 
-def test_a_tokenizer_that_rewrites_texts_spells_them_as_they_stand(
+def test_normalising_tokenizer_spells_forced_text_unchanged(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Normal forms are for prompts: what a schema says is said, character by character."""
+    """Normalisation applies to prompts; forced text keeps every character."""
     composing = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     composing.normalizer = tokenizers.normalizers.NFKC()
     composing.save(str(tmp_path / "tokenizer.json"))
@@ -322,15 +316,15 @@ def test_a_tokenizer_that_rewrites_texts_spells_them_as_they_stand(
         assert grammar.legal(tokens) == len(tokens)
 
 
-def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
-    """An output that has to be whole needs a token that ends it."""
+def test_grammar_needs_an_end_of_sequence_token(tokenizer: Tokenizer) -> None:
+    """A grammar has to end, so a model without such a token rejects it."""
     for eos_ids in (set(), {9999}):
         with pytest.raises(RequestRejected, match="no end-of-sequence token"):
             LlGrammars(tokenizer, eos_ids).start(regex_spec("a"))
 
 
-def test_the_engine_runs_without_llguidance() -> None:
-    """It is imported for the first grammar, and its absence is a refusal with words."""
+def test_engine_runs_without_llguidance() -> None:
+    """It is imported for the first grammar, which is rejected with a message without it."""
     code = (
         "import sys; sys.modules['llguidance'] = None\n"
         "import backends.engine.load\n"
@@ -348,18 +342,18 @@ def test_the_engine_runs_without_llguidance() -> None:
     assert "llguidance" in done.stdout
 
 
-def test_a_tokenizer_of_words_is_refused(tmp_path: Path) -> None:
-    """A tokenizer without bytes is rejected with a message, not with a crash."""
+def test_tokenizer_without_bytes_is_rejected(tmp_path: Path) -> None:
+    """The request is rejected with a message, without a crash."""
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(RequestRejected, match="tokenizer does not support"):
         LlGrammars(Tokenizer(tmp_path), {0}).start(regex_spec("a"))
 
 
-def test_padding_and_truncation_of_a_tokenizer_do_not_matter(
+def test_padding_and_truncation_of_a_tokenizer_are_ignored(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """A tokenizer.json that was saved with them spells forced text like any other."""
+    """A tokenizer.json saved with them spells forced text as any other."""
     padded = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     padded.enable_truncation(2)
     padded.enable_padding(length=40)
@@ -370,8 +364,8 @@ def test_padding_and_truncation_of_a_tokenizer_do_not_matter(
     assert len(forced) > 4
 
 
-def test_a_bounded_number_of_grammars_is_remembered(tokenizer: Tokenizer) -> None:
-    """The one used longest ago goes first, and comes back when it is asked for."""
+def test_compiled_grammars_are_cached_up_to_a_bound(tokenizer: Tokenizer) -> None:
+    """The least recently used one is dropped, and compiled again on demand."""
     grammars = LlGrammars(tokenizer, {EOS})
     first, second = regex_spec("first"), regex_spec("second")
     grammars.start(first)
@@ -386,10 +380,8 @@ def test_a_bounded_number_of_grammars_is_remembered(tokenizer: Tokenizer) -> Non
     assert len(grammars._compiled) == MOST_COMPILED
 
 
-def test_where_limits_end_a_text_only_the_end_is_allowed(
-    grammars: LlGrammars, tokenizer: Tokenizer
-) -> None:
-    """A text that leads beyond the parser's limits ends there, and is not called whole."""
+def test_text_beyond_the_parser_limits_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """Only the end is allowed then, and the text is not complete."""
     spec = schema_spec({"type": "array", "items": NULL, "minItems": 100_000})
     for _ in range(2):  # what one text ran into does not harm the next
         grammar = grammars.start(spec)

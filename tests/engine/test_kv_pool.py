@@ -1,4 +1,4 @@
-"""The memory of keys and values, as the target and as a draft model see it."""
+"""The KV memory, as seen by the target and by a draft model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def draft_config(layers: int = 2, kv_heads: int = 2, head_dim: int = 32) -> Mode
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32])
-def test_draft_pages_and_target_blocks_share_bytes_without_overlap(head_dim: int) -> None:
-    """Each page written with its own number, and each block: all are read back unchanged."""
+def test_draft_pages_and_target_blocks_do_not_overlap(head_dim: int) -> None:
+    """Every page and block is written with its own number and read back unchanged."""
     draft = draft_config(head_dim=head_dim)
     pool = KvPool(TARGET, 12, torch.float32)
     view = pool.draft_layers(draft)
@@ -50,8 +50,8 @@ def test_draft_pages_and_target_blocks_share_bytes_without_overlap(head_dim: int
     assert sum(len(each.pages) for each in drafts) == 30
 
 
-def test_a_draft_uses_its_block_well() -> None:
-    """A block holds as many groups of pages as the draft's keys and values fit into it."""
+def test_block_holds_as_many_draft_pages_as_fit() -> None:
+    """The groups of a block use all of its bytes."""
     view = KvPool(TARGET, 4, torch.float32).draft_layers(draft_config())
     per_page = draft_config().kv_bytes_per_token(4) * view.page_tokens
     per_block = TARGET.kv_bytes_per_token(4) * BLOCK_TOKENS
@@ -62,14 +62,14 @@ def test_a_draft_uses_its_block_well() -> None:
     "draft",
     [draft_config(layers=7, kv_heads=8), draft_config(head_dim=64), draft_config(head_dim=24)],
 )
-def test_a_draft_that_does_not_fit_is_refused(draft: ModelConfig) -> None:
+def test_draft_model_that_does_not_fit_is_rejected(draft: ModelConfig) -> None:
     """A draft model larger than its target, or with heads that straddle blocks, is named."""
     with pytest.raises(ValueError, match=r"draft model.* does not fit"):
         KvPool(TARGET, 4, torch.float32).draft_layers(draft)
 
 
-def test_a_pool_takes_memory_when_it_is_used() -> None:
-    """A pool far larger than what is used costs address space, not memory."""
+def test_pool_takes_memory_only_when_used() -> None:
+    """A pool far larger than its used part costs address space, not memory."""
     before = resident_bytes()
     num_blocks = num_blocks_for(TARGET, 2 << 30, 4)
     pool = KvPool(TARGET, num_blocks, torch.float32)
@@ -82,8 +82,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_measured_memory_is_a_share_of_what_is_available() -> None:
-    """On a CPU the cache may take a part of the available memory, at least something."""
+def test_measured_kv_memory_is_a_share_of_available_memory() -> None:
+    """On a CPU the cache may take a positive part of the available memory."""
     cpu = torch.device("cpu")
     assert 0 < measured_kv_bytes(cpu, 0.9, 1) < available_bytes()
     assert 0 < measured_kv_bytes(cpu, 0.9, 4) < available_bytes() / 4

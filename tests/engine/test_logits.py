@@ -1,4 +1,4 @@
-"""Bias, penalties and min_tokens against a slow reading of their definition."""
+"""Bias, penalties and min_tokens against a slow reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS_IDS = frozenset({3, 17})
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
-    """Each feature in about every second request, in both directions."""
+    """Return random parameters, each set in about every second request."""
 
     def sometimes(values: list[float], neutral: float) -> float:
         return rng.choice(values) if rng.random() < 0.5 else neutral
@@ -56,7 +56,7 @@ def verifying(sequence: Sequence, draft: Draft) -> SequenceWork:
 
 
 def random_draft(rng: random.Random, most: int) -> Draft:
-    """Half of them trees, whose siblings may be equal here: penalties do not care."""
+    """Return a random draft, half of them trees; siblings may be equal here."""
     count = rng.randint(0, most)
     tokens = tuple(rng.randrange(VOCAB // 2) for _ in range(count))
     if rng.random() < 0.5:
@@ -65,7 +65,7 @@ def random_draft(rng: random.Random, most: int) -> Draft:
 
 
 def before_rows(work: SequenceWork) -> list[list[int]]:
-    """The draft tokens that stand before each row of a verify step."""
+    """Return the draft tokens that precede each row of a verify step."""
     found: list[list[int]] = [[]]
     for place, token in enumerate(work.draft.token_ids):
         found.append([*found[work.draft.parent(place) + 1], token])
@@ -73,7 +73,7 @@ def before_rows(work: SequenceWork) -> list[list[int]]:
 
 
 def random_plan(rng: random.Random, sequences: int) -> StepPlan:
-    """Verify steps and decodes, with a prefill chunk that samples nothing among them."""
+    """Return verify steps and decodes, with some prefill chunks that sample nothing."""
     work = []
     for key in range(sequences):
         sequence = random_sequence(rng, key)
@@ -107,8 +107,8 @@ def expected(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_rows_are_what_the_definition_says(case: int) -> None:
-    """Every row of a mixed step, behind drafts too, is that of a token-by-token reading."""
+def test_adjusted_rows_equal_the_reference(case: int) -> None:
+    """Every row of a mixed step, also after drafts, equals a token-by-token computation."""
     rng = random.Random(case)
     plan = random_plan(rng, 8)
     logits = random_logits(rng, plan)
@@ -118,8 +118,8 @@ def test_rows_are_what_the_definition_says(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", range(10))
-def test_a_row_behind_drafts_has_the_bits_of_a_sequence_that_drew_them(case: int) -> None:
-    """Bits of a row depend neither on the batch nor on whether tokens were drafts or drawn."""
+def test_row_after_drafts_has_the_bits_of_a_row_after_tokens(case: int) -> None:
+    """Bits depend neither on the batch nor on whether tokens are drafts."""
     rng = random.Random(100 + case)
     plan = random_plan(rng, 6)
     logits = random_logits(rng, plan)
@@ -137,7 +137,7 @@ def test_a_row_behind_drafts_has_the_bits_of_a_sequence_that_drew_them(case: int
 
 
 def test_tokens_without_bias_or_count_keep_their_bits() -> None:
-    """Penalties touch tokens of prompt, output and drafts alone; neutral ones touch nothing."""
+    """Penalties change only tokens of prompt, output and drafts; neutral ones change none."""
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 8, "a test")
     for penalty in (1.0, 1.7):
         sampling = SamplingParams(

@@ -1,4 +1,4 @@
-"""Losslessness: no proposer and no decision about drafts, batches or memory changes a token."""
+"""No proposer and no decision about drafts, batches or memory changes a token."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PROMPTS = 200
 NEW_TOKENS = 128
 TEMPERATURES = (0.0, 0.8)
 
-# Batches of any size, budgets that chunk prompts anywhere, pools so small that sequences are
-# preempted and computed again (a sequence needs up to 24 blocks).
+# Batches of different sizes, budgets that split prompts, and pools so small that sequences are
+# preempted (a sequence needs up to 24 blocks).
 BATCHINGS = {
     "fixed:1": {"max_num_seqs": 64, "max_step_tokens": 512, "num_blocks": 150},
     "fixed:2": {"max_num_seqs": 32, "max_step_tokens": 512},
@@ -43,7 +43,7 @@ BATCHINGS = {
 }
 
 
-# What is drafted with, one for each run or all of them in one batch.
+# The proposer of a run; other runs mix all of them in one batch.
 PROPOSERS = {
     "fixed:1": SpeculationMode.NGRAM,
     "fixed:2": SpeculationMode.DRAFT_MODEL,
@@ -63,6 +63,7 @@ def requests(
     policy: SpeculationPolicy,
     temperature: float,
     proposer: SpeculationMode | None = None,
+    new_tokens: int = NEW_TOKENS,
 ):
     everything = held_out_prompts(model.tokenizer, PROMPTS)
     return [
@@ -73,7 +74,7 @@ def requests(
             mode=mixed(place) if proposer is None else proposer,
             temperature=temperature,
             seed=1000 + index,
-            max_tokens=NEW_TOKENS,
+            max_tokens=new_tokens,
         )
         for place, index in enumerate(prompts)
     ]
@@ -84,17 +85,19 @@ def setup_named(name: str) -> Setup:
     return Setup(policy_named(name), proposers, **BATCHINGS[name])
 
 
-def check_all(model: Model, prompts: list[int], least_slots: int, record) -> None:
+def check_all(
+    model: Model, prompts: list[int], least_slots: int, record, new_tokens: int = NEW_TOKENS
+) -> None:
     accepted = rejected = preemptions = 0
     for temperature in TEMPERATURES:
-        undisturbed = alone(model, tuple(prompts), temperature).tokens
+        undisturbed = alone(model, tuple(prompts), temperature, new_tokens).tokens
         for name in BATCHINGS:
             policy = policy_named(name)
-            asked = requests(model, prompts, policy, temperature, PROPOSERS.get(name))
+            asked = requests(model, prompts, policy, temperature, PROPOSERS.get(name), new_tokens)
             outcome = run(model, asked, setup_named(name))
             different = [key for key in undisturbed if undisturbed[key] != outcome.tokens[key]]
             assert not different, f"{name} at {temperature} changed prompts {different}"
-            assert all(len(tokens) == NEW_TOKENS for tokens in outcome.tokens.values())
+            assert all(len(tokens) == new_tokens for tokens in outcome.tokens.values())
             assert outcome.leaked_blocks == 0
             accepted += outcome.accepted
             rejected += outcome.rejected
@@ -108,30 +111,31 @@ def check_all(model: Model, prompts: list[int], least_slots: int, record) -> Non
 
 
 @cache
-def alone(model: Model, prompts: tuple[int, ...], temperature: float) -> Outcome:
-    """Each prompt by itself, without speculation: what everything else must equal."""
+def alone(model: Model, prompts: tuple[int, ...], temperature: float, new_tokens: int) -> Outcome:
+    """Run each prompt by itself, without speculation: the expected tokens."""
     setup = Setup(Off(), max_num_seqs=1)
-    return run(model, requests(model, list(prompts), Off(), temperature), setup)
+    asked = requests(model, list(prompts), Off(), temperature, new_tokens=new_tokens)
+    return run(model, asked, setup)
 
 
 def test_some_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """10 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
+    """64 tokens for 10 prompts: every policy, batching and preemption gives the tokens of `off`."""
     prompts = random.Random(0).sample(range(PROMPTS), 10)
-    check_all(shipped, prompts, 2000, record_testsuite_property)
+    check_all(shipped, prompts, 2000, record_testsuite_property, new_tokens=64)
 
 
 @pytest.mark.long
 def test_all_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """200 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
+    """128 tokens for 200 prompts: every policy and batching gives the tokens of `off`."""
     check_all(shipped, list(range(PROMPTS)), 2000, record_testsuite_property)
 
 
-def test_choices_share_a_seed_but_not_their_noise(shipped: Model) -> None:
-    """Choices of one request differ at temperature 1, and each replays alone to the same text."""
+def test_choices_of_one_seed_have_different_noise(shipped: Model) -> None:
+    """Choices of one request differ at temperature 1, and each replays to the same text."""
     prompt = held_out_prompts(shipped.tokenizer, 1)[0]
     policy = speculation_policy("auto")
     settings = {"temperature": 1.0, "seed": 9, "max_tokens": 64}
@@ -141,8 +145,8 @@ def test_choices_share_a_seed_but_not_their_noise(shipped: Model) -> None:
     assert together.tokens == again.tokens
 
 
-def test_a_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
-    """Tokens accepted behind a stop string are not part of the output."""
+def test_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
+    """Tokens accepted after a stop string are not part of the output."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=3)
     for stop in ("\n", "):", "self."):
         outcomes = []
@@ -155,8 +159,8 @@ def test_a_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: M
         assert not any(stop in text for text in outcomes[0].text.values())
 
 
-def test_filters_are_lossless_too(shipped: Model) -> None:
-    """top-k, top-p and min-p give the same tokens with drafts as without."""
+def test_filters_are_lossless(shipped: Model) -> None:
+    """top-k, top-p and min-p give the same tokens with and without drafts."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=4)
     filters = {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "max_tokens": 64}
     outcomes = []

@@ -1,4 +1,4 @@
-"""The n-gram proposer: what it finds, that it keeps up, and that it stays small."""
+"""The n-gram proposer: its matches, its trees, its updates, and its memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def proposed(proposer: NgramProposer, sequence: Sequence, most: int) -> Draft:
 
 
 def places(text: list[int]) -> list[tuple[int, int]]:
-    """(match, end) of the latest places of the last pair, or token, by looking at everything."""
+    """Return (length, end) of the latest matches of the last pair, or token, by brute force."""
     for size in (2, 1):
         ends = [
             end
@@ -68,16 +68,16 @@ def continuation(text: list[int], end: int, length: int) -> tuple[int, ...]:
 
 
 @given(tokens)
-def test_the_index_finds_every_earlier_place(text: list[int]) -> None:
-    """Latest first among equals, longest first, as many as are compared."""
+def test_index_finds_every_match(text: list[int]) -> None:
+    """Longest first, then latest first, up to the bound."""
     index = NgramIndex()
     index.catch_up(text)
     assert [(m.length, m.end) for m in index.matches(text, text)] == places(text)
 
 
 @given(tokens, st.integers(1, 12))
-def test_without_trees_the_longest_match_is_continued(text: list[int], most: int) -> None:
-    """The draft is what followed the latest of the longest matches, repeated past the end."""
+def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
+    """The latest of the longest matches is continued, and repeated beyond the end."""
     draft = proposed(NgramProposer(trees=False), sequence_of(text), most)
     found = places(text)
     assert draft.is_chain
@@ -89,8 +89,8 @@ def test_without_trees_the_longest_match_is_continued(text: list[int], most: int
 
 
 @given(tokens, st.integers(1, 12))
-def test_a_tree_is_made_of_what_followed(text: list[int], most: int) -> None:
-    """Each branch begins a place's continuation; shares follow the lengths of matches."""
+def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
+    """Each path is a prefix of a continuation; shares follow the match lengths."""
     draft = proposed(NgramProposer(), sequence_of(text), most)
     check_draft(draft, most, 4)
     found = places(text)
@@ -107,8 +107,8 @@ def test_a_tree_is_made_of_what_followed(text: list[int], most: int) -> None:
         assert share == pytest.approx(sum(onward) / sum(through))
 
 
-def test_places_that_differ_become_branches_best_first() -> None:
-    """After `1 2` came 3 twice and 4 once: both are children, 3 the first."""
+def test_different_continuations_become_branches_best_first() -> None:
+    """After `1 2`, 3 occurred twice and 4 once: both are children, 3 first."""
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
     draft = proposed(NgramProposer(), sequence_of(text), 4)
     assert draft.token_ids[:2] == (3, 4)
@@ -117,8 +117,8 @@ def test_places_that_differ_become_branches_best_first() -> None:
 
 
 @given(tokens, st.lists(tokens, max_size=5))
-def test_it_keeps_up_with_tokens_added_between_calls(first, more) -> None:
-    """Proposing as tokens come, some at a time, gives what proposing at the end gives."""
+def test_index_follows_tokens_added_between_calls(first, more) -> None:
+    """Proposing while tokens are added gives the drafts of a new proposer."""
     proposer, sequence = NgramProposer(), sequence_of(first)
     proposed(proposer, sequence, 4)
     for some in more:
@@ -127,8 +127,8 @@ def test_it_keeps_up_with_tokens_added_between_calls(first, more) -> None:
         assert proposed(proposer, sequence, 4) == fresh
 
 
-def test_memory_is_bounded_by_the_text() -> None:
-    """A context of 100,000 tokens of real variety takes at most 150 bytes a token."""
+def test_index_memory_is_proportional_to_the_text() -> None:
+    """100,000 varied tokens take at most 150 bytes each."""
     text = [(i * i) % 4093 for i in range(100_000)]
     index = NgramIndex()
     index.catch_up(text)
@@ -138,8 +138,8 @@ def test_memory_is_bounded_by_the_text() -> None:
     assert held < 150 * len(text)
 
 
-def test_a_finished_sequence_leaves_nothing_behind() -> None:
-    """Forgetting a sequence drops its index; without a corpus its text is gone, too."""
+def test_forgetting_drops_the_index() -> None:
+    """Without a corpus the text is dropped, too."""
     proposer, sequence = NgramProposer(), sequence_of([1, 2, 1, 2, 1])
     proposed(proposer, sequence, 2)
     proposer.forget(sequence)
@@ -151,8 +151,8 @@ def test_a_finished_sequence_leaves_nothing_behind() -> None:
 # --- the corpus -----------------------------------------------------------------------------------
 
 
-def test_what_a_tenant_said_is_drafted_for_that_tenant_alone() -> None:
-    """A finished request's text is found by the next one of the tenant, and by nobody else."""
+def test_corpus_serves_only_its_tenant() -> None:
+    """The text of a finished request appears only in drafts of the same tenant."""
     proposer = NgramProposer(corpus_tokens=100)
     said = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
     proposed(proposer, said, 3)
@@ -165,8 +165,8 @@ def test_what_a_tenant_said_is_drafted_for_that_tenant_alone() -> None:
     assert len(proposer._corpora._by_tenant["a"]) == 6
 
 
-def test_a_long_match_of_its_own_is_not_looked_for_elsewhere() -> None:
-    """What the sequence itself said comes first."""
+def test_long_match_in_the_sequence_precedes_the_corpus() -> None:
+    """The corpus is not searched then."""
     proposer = NgramProposer(corpus_tokens=100)
     said = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
     proposed(proposer, said, 3)
@@ -176,8 +176,8 @@ def test_a_long_match_of_its_own_is_not_looked_for_elsewhere() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
-def test_a_corpus_keeps_the_latest_tokens(texts, most) -> None:
-    """Never more than it may; the end of the last text is always there, if it has room for it."""
+def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
+    """It never exceeds its limit, and always has the end of the last text."""
     corpora = TenantCorpora(most)
     for text in texts:
         corpora.add_text("a", text)
@@ -191,8 +191,8 @@ def test_a_corpus_keeps_the_latest_tokens(texts, most) -> None:
     assert latest[len(latest) - len(kept) :] == kept
 
 
-def test_tenants_are_bounded_too() -> None:
-    """The tenant that was silent longest is forgotten."""
+def test_least_recently_used_tenant_is_dropped() -> None:
+    """The number of tenants with a corpus is bounded."""
     corpora = TenantCorpora(10)
     for number in range(MOST_TENANTS):
         corpora.add_text(str(number), [1, 2, 3])

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same promises, and what a second process adds."""
+"""An engine in a process of its own: the same contract, and failures of the process."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_proces
 
 
 def children() -> set[int]:
-    """Processes that this one started and that have not ended."""
+    """Return the running child processes."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     return {int(pid) for found in lists for pid in found.read_text().split()}
 
 
-async def test_it_keeps_the_contract_of_backends() -> None:
-    """The conformance suite passes across the socket, and the process is gone behind it."""
+async def test_engine_process_passes_the_backend_conformance_suite() -> None:
+    """The suite passes across the socket, and the process ends afterwards."""
     before = children()
     await check_backend(EngineBackend(CONFIG))
     assert children() == before
 
 
-async def test_texts_are_those_of_an_engine_in_this_process() -> None:
-    """Where an engine runs changes no output, under a grammar neither."""
+async def test_texts_equal_those_of_an_engine_in_this_process() -> None:
+    """With and without a grammar."""
     here, there = EngineBackend(structs.replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
     await asyncio.gather(here.start(), there.start())
     try:
@@ -58,8 +58,8 @@ async def test_texts_are_those_of_an_engine_in_this_process() -> None:
         await asyncio.gather(here.stop(), there.stop())
 
 
-async def test_targets_go_there_and_the_error_of_costs_comes_back() -> None:
-    """A request with a service level runs across the socket; the load has a finite cost error."""
+async def test_service_level_and_cost_error_cross_the_socket() -> None:
+    """A request with a service level runs, and the load has a finite cost error."""
     backend = EngineBackend(CONFIG)
     await backend.start()
     try:
@@ -72,8 +72,8 @@ async def test_targets_go_there_and_the_error_of_costs_comes_back() -> None:
         await backend.stop()
 
 
-async def test_a_process_that_dies_ends_every_stream_with_an_error() -> None:
-    """Open streams and later requests fail, and the backend says why."""
+async def test_killed_process_ends_every_stream_with_an_error() -> None:
+    """Open streams and later requests fail, and the backend gives the reason."""
     before = children()
     backend = EngineBackend(CONFIG)
     await backend.start()
@@ -92,8 +92,8 @@ async def test_a_process_that_dies_ends_every_stream_with_an_error() -> None:
         await backend.stop()
 
 
-class Deaf:
-    """A process that holds its end of the socket, and reads nothing."""
+class UnresponsiveProcess:
+    """A process that holds its end of the socket and reads nothing."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end.dup()
@@ -103,9 +103,9 @@ class Deaf:
         return 0
 
 
-def test_whoever_submits_waits_for_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt larger than the socket's buffer is handed on at once: the event loop does it."""
-    monkeypatch.setattr(process, "_spawn", Deaf)
+def test_submitting_a_large_prompt_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt larger than the socket buffer is queued at once, for the event loop calls it."""
+    monkeypatch.setattr(process, "_spawn", UnresponsiveProcess)
     host = process.EngineProcess(CONFIG, EngineBackend(CONFIG))
     host.start()
     plan = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
@@ -118,23 +118,23 @@ def test_whoever_submits_waits_for_no_socket(monkeypatch: pytest.MonkeyPatch) ->
     host.join()
 
 
-async def test_a_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:
-    """`start` raises the loader's own error, as in this process."""
+async def test_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:
+    """`start` raises the error of the loader."""
     backend = EngineBackend(structs.replace(CONFIG, model=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match="nowhere"):
         await backend.start()
     await backend.stop()
 
 
-async def test_a_setting_that_does_not_fit_fails_the_start() -> None:
-    """A wrong setting is named, not reported as a broken engine."""
+async def test_invalid_setting_fails_the_start() -> None:
+    """The error names the setting."""
     backend = EngineBackend(structs.replace(CONFIG, kv_bytes=1))
     with pytest.raises(ValueError, match="kv_bytes"):
         await backend.start()
     await backend.stop()
 
 
-async def test_it_can_be_stopped_while_it_loads() -> None:
+async def test_engine_can_be_stopped_while_it_loads() -> None:
     """Stopping ends the process at once, and `start` with an error."""
     backend = EngineBackend(CONFIG)
     starting = asyncio.create_task(backend.start())
@@ -146,8 +146,10 @@ async def test_it_can_be_stopped_while_it_loads() -> None:
             await starting
 
 
-def test_the_gateway_does_not_import_torch() -> None:
-    """The process that serves streams stays small: torch is the engine's."""
-    code = "import sys, backends.engine.backend; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+def test_gateway_process_does_not_import_torch() -> None:
+    """Only the process of the engine needs torch."""
+    code = "import sys, draftgate.backends.engine.backend; print('torch' in sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "False"

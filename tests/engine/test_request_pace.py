@@ -1,4 +1,4 @@
-"""Slow readers on the real engine: at any pace the tokens are those of an undisturbed run."""
+"""Slow readers: at any pace the tokens are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REQUESTS = 10
 NEW_TOKENS = 32
 
 BATCHINGS = {
-    "roomy": {"max_num_seqs": 16, "max_step_tokens": 512, "num_blocks": 200},
-    "few seats": {"max_num_seqs": 3, "max_step_tokens": 40, "num_blocks": 200},
+    "large": {"max_num_seqs": 16, "max_step_tokens": 512, "num_blocks": 200},
+    "few sequences": {"max_num_seqs": 3, "max_step_tokens": 40, "num_blocks": 200},
     "little memory": {"max_num_seqs": 8, "max_step_tokens": 24, "num_blocks": 16},
 }
 
 
 def requests(policy: SpeculationPolicy, temperature: float) -> list:
-    """Requests of which half share a beginning that fills a block."""
+    """Create requests of which half share a prefix that fills a block."""
     return [
         request(
             str(index),
@@ -58,7 +58,7 @@ class Disturbed:
         self.engine = engine(setup)
         self.rng = rng
         self.outcome = Outcome()
-        self.resumed = 0  # sequences that had run went on after a pause
+        self.resumed = 0  # sequences resumed after they had run
         self._paces: dict[str, Pace] = {}
 
     def run(self, wanted: list) -> Outcome:
@@ -78,8 +78,8 @@ class Disturbed:
 
     def _change(self, request_id: str, pace: Pace) -> None:
         before = self._paces.get(request_id, Pace.FULL)
-        spoke = (request_id, 0) in self.outcome.tokens
-        self.resumed += spoke and before is Pace.PAUSED and pace is not Pace.PAUSED
+        started = (request_id, 0) in self.outcome.tokens
+        self.resumed += started and before is Pace.PAUSED and pace is not Pace.PAUSED
         self._paces[request_id] = pace
         self.engine.worker.set_pace(request_id, pace)
 
@@ -90,10 +90,10 @@ class Disturbed:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_any_pace_gives_the_tokens_of_an_undisturbed_run(
+def test_pace_does_not_change_tokens(
     batching: str, temperature: float, record_testsuite_property
 ) -> None:
-    """Paused and resumed at random steps, with drafts and preemptions: the same tokens."""
+    """Requests are paused and resumed at random steps, with drafts and preemptions."""
     undisturbed = engine(Setup(Off(), max_num_seqs=1)).run(requests(Off(), temperature)).tokens
     resumed = preemptions = 0
     for seed, name in enumerate(("off", "fixed:4", "auto", "random", "random", "random")):

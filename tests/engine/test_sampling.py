@@ -1,4 +1,4 @@
-"""Every sampling parameter on the shipped model: what it does, and that drafts change nothing."""
+"""Every sampling parameter on the shipped model: its effect, and that drafts change nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
     },
 }
 
-# Memory so short that sequences are preempted (one needs up to 15 blocks), prompts cut anywhere.
+# Little memory, so that sequences are preempted (one needs up to 15 blocks), and split prompts.
 BATCHINGS = {
     "fixed:8": {"max_num_seqs": 4, "max_step_tokens": 40},
     "auto": {"max_num_seqs": 6, "max_step_tokens": 200, "num_blocks": 34},
@@ -90,13 +90,13 @@ def speculating(model: Model, name: str, sampling: dict[str, object]) -> Outcome
 
 @cache
 def undisturbed(model: Model, name: str) -> Outcome:
-    """Each request by itself, without drafts: what everything else must equal."""
+    """Run each request by itself, without drafts: the expected result."""
     return run(model, requests(model, Off(), SAMPLINGS[name]), Setup(max_num_seqs=1))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_drafts_change_nothing(shipped: Model, sampling: str) -> None:
-    """Tokens, text and logprobs equal those without drafts, whatever is drafted and preempted."""
+def test_drafts_do_not_change_results(shipped: Model, sampling: str) -> None:
+    """Tokens, text and log probabilities are equal for any drafts and preemptions."""
     alone = undisturbed(shipped, sampling)
     accepted = rejected = preemptions = 0
     for name in BATCHINGS:
@@ -114,7 +114,7 @@ def test_drafts_change_nothing(shipped: Model, sampling: str) -> None:
 
 @pytest.mark.parametrize("sampling", ["repetition, greedy", "frequency and presence"])
 def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None:
-    """With a penalty there are more different tokens than with the same noise and none."""
+    """With a penalty there are more distinct tokens than without, for the same noise."""
     plain = {"temperature": SAMPLINGS[sampling]["temperature"]}
     without = run(shipped, requests(shipped, Off(), plain), Setup())
     penalised = undisturbed(shipped, sampling)
@@ -125,8 +125,8 @@ def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None
     assert different(penalised) > different(without)
 
 
-def test_a_large_bias_forces_a_token_and_a_small_one_bans_it(shipped: Model) -> None:
-    """At +100 a token is all there is; at -100 the greedy token gives way to another."""
+def test_bias_of_100_forces_or_bans_a_token(shipped: Model) -> None:
+    """At +100 only that token is sampled; at -100 the greedy token is replaced."""
 
     def tokens_with(**sampling: object) -> list[list[int]]:
         outcome = run(shipped, requests(shipped, Off(), sampling), Setup())
@@ -140,8 +140,8 @@ def test_a_large_bias_forces_a_token_and_a_small_one_bans_it(shipped: Model) -> 
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed:8"])
-def test_no_end_is_drawn_before_min_tokens(shipped: Model, policy: str) -> None:
-    """Where the end is by far the likeliest token, texts have exactly `min_tokens` tokens."""
+def test_text_does_not_end_before_min_tokens(shipped: Model, policy: str) -> None:
+    """If the end is by far the likeliest token, texts have exactly `min_tokens` tokens."""
     ends = tuple((token, 100.0) for token in sorted(shipped.config.eos_ids))
     for wanted in (0, 1, 13):
         chosen = speculation_policy(policy)
@@ -153,8 +153,8 @@ def test_no_end_is_drawn_before_min_tokens(shipped: Model, policy: str) -> None:
             assert not set(tokens[:-1]) & shipped.config.eos_ids
 
 
-def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) -> None:
-    """Values and ranks are those of the raw logits, whatever bias and penalties do to the draw."""
+def test_logprobs_are_those_of_the_raw_logits(shipped: Model) -> None:
+    """Bias and penalties change the sampled tokens, but not values and ranks."""
     asked = requests(shipped, Off(), {**SAMPLINGS["everything"], "max_tokens": 12})
     outcome = run(shipped, asked, Setup())
     runner = shipped.runner(64)
@@ -178,8 +178,8 @@ def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) 
             )
 
 
-def test_a_launched_step_can_be_fetched_after_the_next_was_launched(shipped: Model) -> None:
-    """Results belong to the step that was launched, however late they are fetched."""
+def test_step_can_be_fetched_after_the_next_launch(shipped: Model) -> None:
+    """The result is that of the fetched step."""
     runner = shipped.runner(8)
 
     def plan(key: int, token: int) -> StepPlan:

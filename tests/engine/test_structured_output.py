@@ -1,4 +1,4 @@
-"""Structured output of the shipped model: what it says is what was asked for, however drafted."""
+"""Structured output of the shipped model, with and without drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.engine.shipped_proposers import every_proposer, mixed
 SCHEMAS = 200
 MOST_TOKENS = 200
 CUT_TOKENS = 9
-"""Every fifth output is cut: a beginning is worth a test, too."""
+"""Every fifth output is cut, to test incomplete texts."""
 
 Proposers = Callable[[Engine], dict[str, Proposer]]
 
@@ -41,7 +41,7 @@ def ngrams(_: Engine) -> dict[str, Proposer]:
     return {"ngram": NgramProposer()}
 
 
-def nobody(_: Engine) -> dict[str, Proposer]:
+def no_proposers(_: Engine) -> dict[str, Proposer]:
     return {}
 
 
@@ -49,10 +49,9 @@ def hostile(engine: Engine) -> dict[str, Proposer]:
     return {"ngram": HostileProposer(engine.model.config.vocab_size, random.Random(6))}
 
 
-# Policy, who proposes, and the batch; pools so small that sequences are preempted and computed
-# again.
+# Policy, proposers and batching; the pools are so small that sequences are preempted.
 MODES: dict[str, tuple[str, Proposers, dict[str, int]]] = {
-    "forced alone": ("fixed:8", nobody, {"max_num_seqs": 16}),
+    "forced alone": ("fixed:8", no_proposers, {"max_num_seqs": 16}),
     "ngram": ("auto", ngrams, {"max_num_seqs": 16, "max_step_tokens": 120}),
     "fixed": ("fixed:5", ngrams, {"max_num_seqs": 32, "num_blocks": 90}),
     "every proposer": ("fixed:6", every_proposer, {"max_num_seqs": 16, "num_blocks": 160}),
@@ -92,7 +91,7 @@ def requests(model: Model, numbers: Iterable[int], setup: Setup) -> list[Generat
 
 @cache
 def undrafted(model: Model, count: int) -> dict[tuple[str, int], GrammarOutput]:
-    """The first schemas without speculation: what everything else must equal."""
+    """Run the first schemas without speculation: the expected outputs."""
     setup = Setup(Off(), max_num_seqs=48)
     return run_held(model, requests(model, range(count), setup), setup).held
 
@@ -118,7 +117,7 @@ def check_mode(model: Model, mode: str, count: int, record) -> GrammarRun:
 
 
 def check_drafts(mode: str, run: GrammarRun) -> None:
-    """The mode did what it is for."""
+    """Check that the mode drafted as intended."""
     assert run.accepted > 0
     if mode == "forced alone":
         assert run.drafted == run.accepted, "a forced token is certain"
@@ -128,19 +127,19 @@ def check_drafts(mode: str, run: GrammarRun) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_some_schemas_are_held_to_in_every_mode(
+def test_outputs_of_some_schemas_are_valid_in_every_mode(
     shipped: Model, mode: str, record_testsuite_property
 ) -> None:
-    """24 schemas: whole outputs are valid, cut ones could become so, and drafts change nothing."""
+    """24 schemas: outputs are valid, or completable if cut, and drafts change nothing."""
     check_drafts(mode, check_mode(shipped, mode, 24, record_testsuite_property))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_all_schemas_are_held_to_in_every_mode(
+def test_outputs_of_all_schemas_are_valid_in_every_mode(
     shipped: Model, mode: str, record_testsuite_property
 ) -> None:
-    """200 schemas: whole outputs are valid, cut ones could become so, and drafts change nothing."""
+    """200 schemas: outputs are valid, or completable if cut, and drafts change nothing."""
     check_drafts(mode, check_mode(shipped, mode, SCHEMAS, record_testsuite_property))
 
 
@@ -175,10 +174,10 @@ def person(model: Model, name: str, setup: Setup, **settings: object) -> Generat
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_sampling_settings_keep_to_the_schema(
+def test_sampling_settings_keep_outputs_valid(
     shipped: Model, mode: str, settings: dict[str, object]
 ) -> None:
-    """Choices, penalties, biases and filters: valid outputs, the same with drafts as without."""
+    """With choices, penalties, biases and filters, and equal with and without drafts."""
     off = Setup(Off(), max_num_seqs=1)
     plain = run_held(shipped, [person(shipped, "p", off, **settings)], off)
     setup = setup_of(mode)
@@ -191,8 +190,8 @@ def test_sampling_settings_keep_to_the_schema(
         assert len(held.logprobs) == (len(held.tokens) if "logprobs" in settings else 0)
 
 
-def test_a_stop_text_ends_a_format_at_the_same_token(shipped: Model) -> None:
-    """A stop text cuts the output where it first stands, with and without drafts."""
+def test_stop_string_cuts_a_structured_output_at_the_same_token(shipped: Model) -> None:
+    """The output ends at the first occurrence, with and without drafts."""
     runs = []
     for setup in (Setup(Off()), setup_of("fixed")):
         one = person(shipped, "p", setup, stop=('", "age',))
@@ -204,8 +203,8 @@ def test_a_stop_text_ends_a_format_at_the_same_token(shipped: Model) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ngram", "hostile"])
-def test_a_choice_resumed_anywhere_goes_on_in_its_format(shipped: Model, mode: str) -> None:
-    """At every cut, the rest is what the undisturbed run said, and what follows is still held."""
+def test_resumed_choice_continues_its_structured_output(shipped: Model, mode: str) -> None:
+    """Resumed at any token, the rest equals that of the undisturbed run."""
     setup = setup_of(mode)
     one = person(shipped, "p", setup, n=2)
     whole = run_held(shipped, [one], setup).held
@@ -226,8 +225,8 @@ def test_a_choice_resumed_anywhere_goes_on_in_its_format(shipped: Model, mode: s
         assert held.reason is FinishReason.STOP
 
 
-def test_an_expression_is_matched_as_a_whole(shipped: Model) -> None:
-    """What a regular expression asks for comes out, mixed with requests that ask for nothing."""
+def test_output_matches_the_whole_regular_expression(shipped: Model) -> None:
+    """In a batch with requests without a grammar."""
     setup = setup_of("ngram")
     prompt = held_out_prompts(shipped.tokenizer, 1, seed=9)[0]
     free = request("free", prompt, setup.policy, max_tokens=40)
@@ -243,8 +242,8 @@ def test_an_expression_is_matched_as_a_whole(shipped: Model) -> None:
     assert together["empty", 0].tokens == [0]
 
 
-def test_limits_of_the_parser_end_one_choice_alone(shipped: Model) -> None:
-    """A text that leads beyond them is cut, and called so; others go on."""
+def test_parser_limits_cut_only_their_own_request(shipped: Model) -> None:
+    """The text ends with reason `length`, and other requests continue."""
     setup = setup_of("ngram")
     endless = {"type": "array", "items": {"type": "null"}, "minItems": 100_000}
     cut = replace(person(shipped, "cut", setup), grammar=schema_spec(endless))

@@ -1,4 +1,4 @@
-"""Calls as a form: what masks allow is calls with arguments of their schema, and nothing else."""
+"""Grammars of tool calls: masks allow exactly calls with arguments of their schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINT = {
     "required": ["x", "y"],
     "additionalProperties": False,
 }
-MARKER = "<|user|>"  # a special token of the shipped tokenizer: nobody can spell it
+MARKER = "<|user|>"  # a special token of the shipped tokenizer, which no text spells
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def spec(schema: dict[str, object] = POINT, **form: object) -> GrammarSpec:
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(CallForm(functions, **form)).decode())
 
 
-def test_whatever_is_allowed_is_a_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """A walk at random through the masks ends in calls whose arguments satisfy their schemas."""
+def test_random_allowed_text_is_a_valid_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """A random walk through the masks ends in calls whose arguments satisfy their schemas."""
     rng = random.Random(5)
     held = spec(opened="[", between=", ", closed="]")
     names = set()
@@ -61,8 +61,10 @@ def test_whatever_is_allowed_is_a_call(grammars: LlGrammars, tokenizer: Tokenize
     assert names == {"point", "stop"}
 
 
-def test_without_a_separator_there_is_one_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """Behind the first call nothing may come but the end."""
+def test_form_without_a_separator_allows_one_call(
+    grammars: LlGrammars, tokenizer: Tokenizer
+) -> None:
+    """After the first call only the end is allowed."""
     grammar = grammars.start(spec())
     for token in tokenizer.encode('{"name": "point", "arguments": {"x": 7, "y": "a"}}'):
         assert grammar.legal([token]) == 1
@@ -71,10 +73,10 @@ def test_without_a_separator_there_is_one_call(grammars: LlGrammars, tokenizer: 
     assert tokens_in(next_mask(grammar)) == grammars._eos_ids
 
 
-def test_a_marker_is_the_token_that_the_model_knows(
+def test_marker_is_a_token_if_the_vocabulary_has_it(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """Where the vocabulary has a marker, it alone may stand there; else its letters do."""
+    """Otherwise its characters are spelled."""
     form = {"opened": f"{MARKER}\n", "closed": MARKER, "markers": (MARKER, "<none>")}
     grammar = grammars.start(spec(**form))
     assert tokens_in(next_mask(grammar)) == [tokenizer.vocabulary[MARKER]]
@@ -96,10 +98,10 @@ def test_a_marker_is_the_token_that_the_model_knows(
         {"type": "object", "x-guidance": {"lenient": True}, "uniqueItems": True, "not": {}},
     ],
 )
-def test_a_schema_that_cannot_be_kept_is_refused(
+def test_unsupported_tool_schema_is_rejected(
     grammars: LlGrammars, schema: dict[str, object]
 ) -> None:
-    """Arguments are held to the letter, or the tools are named in a refusal."""
+    """The error names the tools."""
     with pytest.raises(RequestRejected) as refused:
         grammars.start(spec(schema))
     assert refused.value.param == "tools"
