@@ -257,7 +257,7 @@ def test_many_texts_have_the_distribution_of_the_model(
 @pytest.fixture
 def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep costs fixed, so that the decisions of `auto` do not depend on the machine."""
-    monkeypatch.setattr(StepCostFit, "observe", lambda *_: None)
+    monkeypatch.setattr(StepCostFit, "add_step", lambda *_: None)
 
 
 @pytest.mark.usefixtures("fixed_costs")
