@@ -104,6 +104,7 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
     assert [draft.token_ids for draft in proposer.propose(requests)] == [(), (), (2, 3)]
 
 
+@pytest.mark.long
 def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft length and `auto` give the outputs of the run without drafts."""
     monkeypatch.setattr(speedup, "BATCHES", (1, 4))

@@ -150,6 +150,7 @@ def test_a_slower_device_scales_all_times() -> None:
         assert slow.draft[name].call_s == 2 * cost.call_s
 
 
+@pytest.mark.long
 def test_policies_of_a_cluster_get_the_same_requests() -> None:
     """Prefix-aware policies find shared prefixes, cost-aware ones spare slow workers, and runs
     repeat."""
@@ -167,6 +168,7 @@ def test_policies_of_a_cluster_get_the_same_requests() -> None:
     assert study.cell(4, "equal", 0.3) == equal
 
 
+@pytest.mark.long
 def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
     """An H200 sustains more than an H100, and a cluster's rate is the sum."""
     config = WorkerConfig(proposer="ngram", max_model_len=4096)
@@ -180,6 +182,7 @@ def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
     assert told["ttft_p50_s"] == pytest.approx(fmean(one["ttft_p50_s"] for one in told["windows"]))
 
 
+@pytest.mark.long
 def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> None:
     """JSON and page cover every requested cluster and share."""
     trace, out, html = (tmp_path / name for name in ("t.jsonl", "o.json", "o.html"))

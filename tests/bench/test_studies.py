@@ -113,6 +113,7 @@ def vars_of(config: WorkerConfig) -> dict:
     return {name: getattr(config, name) for name in names}
 
 
+@pytest.mark.long
 def test_the_capacity_command_is_reproducible(tmp_path) -> None:
     """Two runs of `draftgate bench capacity` write the same row for each combination."""
     trace = tmp_path / "lengths.csv"
@@ -181,6 +182,7 @@ def test_auto_is_compared_with_the_best_fixed_length() -> None:
     assert unsure["at_envelope"]
 
 
+@pytest.mark.long
 def test_the_policies_command_reports_every_policy_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ def test_tracing_costs_are_differences_within_a_round() -> None:
     assert on["request_us"] == pytest.approx(2250)
 
 
+@pytest.mark.long
 def test_the_tracing_study_runs(tmp_path: Path) -> None:
     """Every round measures every mode, and the result has its provenance."""
     out = tmp_path / "out.json"

@@ -235,6 +235,7 @@ async def test_forwarded_tokens_reach_the_live_page() -> None:
     assert 'reason="error"' not in metrics
 
 
+@pytest.mark.long
 async def test_slow_reader_slows_the_upstream() -> None:
     """A client that does not read stops the upstream's writing, and no byte is lost."""
     block = b'data: {"text": "' + b"z" * (64 << 10) + b'"}\n\n'
