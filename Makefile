@@ -49,6 +49,8 @@ $(SERVE): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV). The first time takes a minute, and downloads PyTorch."
 	$(pip_install) pip setuptools  # a current pip resolves three times as fast as Python's own
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[engine]'
+	@# Compiles the modules that serving imports, so that the first start need not.
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import draftgate.backends.engine.load, draftgate.gateway.cli.server'
 	@touch $@
 
 $(SETUP): $(SERVE)
