@@ -200,7 +200,7 @@ def speculation_policy(spec: str) -> SpeculationPolicy:
 
 
 def batching_policy(spec: str) -> BatchingPolicy:
-    """Build the batching policy of that name, e.g. `slack` or `fixed:512`, as above."""
+    """Return the batching policy with this name, such as `slack` or `fixed:512`."""
     return _BATCHING.build(spec)
 
 

@@ -99,7 +99,7 @@ class Drafting:
     def compute(
         self, offers: Many[DraftOffer], slots: Many[int], terms: DraftTerms
     ) -> list[DraftOffer]:
-        """Return the offers with their drafts, none longer than its slots.
+        """Return the offers with drafts that are at most as long as their slots.
 
         Args:
             slots: the most slots of each offer.

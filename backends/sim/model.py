@@ -96,7 +96,7 @@ class SimProposer:
         return self._acceptance.guess(self._name, sequence, most).agreed
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for a finished sequence."""
+        """Drop the state of a finished sequence."""
         self._tokens.forget(sequence)
         self._acceptance.forget(sequence)
 

@@ -24,9 +24,9 @@ _SETTINGS = """\
 
 Each setting is an option of `draftgate serve`, an environment variable, and a key of a YAML file,
 which `--config FILE` or `DRAFTGATE_CONFIG` names. An option overrides the variable, the variable
-overrides the file, and the file overrides the default. Unknown keys and `DRAFTGATE_*` variables are
-errors. `draftgate config show` prints the effective values and their origins (`--json` for
-programs); secrets are masked.
+overrides the file, and the file overrides the default. Unknown keys and unknown `DRAFTGATE_*`
+variables are errors. `draftgate config show` prints the effective values and their origins
+(`--json` for programs); secrets are masked.
 
 A list is a repeated option, a list in YAML, or one text with commas. Sizes take units (`512MiB`,
 `2GB`).

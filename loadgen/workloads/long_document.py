@@ -38,7 +38,7 @@ class LongDocument:
         return self._settings.spec(self.name, index, tokens, f"{document}{QUOTE}{begun}")
 
     def answer(self, index: int) -> str:
-        """Return the rest of the quotation, with which a perfect answer begins."""
+        """Return the rest of the quotation; a perfect answer starts with it."""
         _, quotation, _ = self._draw(index)
         return quotation[len(cut(quotation, BEGUN_TOKENS, self._settings.counter)) :]
 

@@ -108,7 +108,7 @@ class StepCost:
     def few_slots_s(
         self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
     ) -> list[float]:
-        """Return the same as `slots_s`, up to rounding: faster for some tens of slots."""
+        """Return the values of `slots_s` up to rounding, faster for a few dozen slots."""
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
         pair_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
         buckets, steps, last = self.token_buckets, self.step_s, len(self.token_buckets) - 1

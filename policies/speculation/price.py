@@ -64,7 +64,7 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
 
 
 def few_slots_s(step: StepView, cost: StepCost, most_slots: int) -> list[float]:
-    """Return the same as `slots_s`, up to rounding: faster for some tens of slots."""
+    """Return the values of `slots_s` up to rounding, faster for a few dozen slots."""
     if step.prefill_tokens:
         several: list[float] = slots_s(step, cost, most_slots).tolist()
         return several

@@ -41,7 +41,7 @@ class Troubles:
         self._note("goes on", worker)
 
     async def restart(self, node: NodeProcess) -> None:
-        """Restart a node that has requests; its stop must be clean."""
+        """Restart a node with open requests, and check that it exits cleanly."""
         await self._until_busy(node)
         self._note("terminated", node)
         assert await node.stop() == 0, node.told[-4000:]

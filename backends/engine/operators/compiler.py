@@ -49,7 +49,7 @@ def compiler_version() -> str | None:
 
 @lru_cache(maxsize=1)
 def library_name() -> str:
-    """Return the compiler, `-march` and a hash of the sources, all of which may change bits."""
+    """Return a name made of compiler, `-march` and source hash; each can change the results."""
     sources = hashlib.sha256()
     for path in sorted((*HERE.glob("*.c"), HERE / HEADER)):
         sources.update(path.read_bytes())
