@@ -58,7 +58,7 @@ $(SETUP): $(SERVE)
 	@touch $@
 
 # Several processes share the tests, whole files each: fixtures of a file are set up once.
-parallel = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+parallel = -n auto --maxprocesses 4 --dist loadfile
 
 test: $(SETUP) ## run the quick tests
 	$(BIN)/python -m pytest $(parallel) $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import hypothesis
 import pytest
@@ -35,22 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process whole files, except that interpreted kernel tests are distributed singly.
-
-    Those take up to a minute each, and one file has them all.
-    """
-    from xdist.scheduler.loadfile import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            scope = super()._split_scope(nodeid)
-            return nodeid if scope.endswith("test_interpreted.py") else scope
-
-    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
