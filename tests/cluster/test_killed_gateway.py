@@ -19,8 +19,8 @@ from tests.peer.harness import SLOW
 STREAMS = 4
 """Streams at each of two gateways."""
 
-TOKENS = 300
-"""Tokens that take two seconds on the simulated device, longer on a busy machine."""
+TOKENS = 900
+"""Tokens of a stream: six seconds of the simulated device, so that all streams run at once."""
 
 EXTRA = (("ignore_eos", True),)
 
