@@ -39,9 +39,10 @@ def cpu_s(pid: int) -> float:
 def _tree(pid: int) -> Iterator[int]:
     yield pid
     with suppress(OSError):  # the process has ended
-        for task in (_PROC / str(pid) / "task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from _tree(int(child))
+        for thread in (_PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):  # the thread has ended since it was listed
+                for child in (thread / "children").read_text().split():
+                    yield from _tree(int(child))
 
 
 def _ticks(pid: int) -> int:

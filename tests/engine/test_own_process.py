@@ -25,21 +25,16 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
+from tests.processes import child_pids
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
 
 
-def children() -> set[int]:
-    """Return the running child processes."""
-    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
-    return {int(pid) for found in lists for pid in found.read_text().split()}
-
-
 async def test_engine_process_passes_the_backend_conformance_suite() -> None:
     """The suite passes across the socket, and the process ends afterwards."""
-    before = children()
+    before = child_pids()
     await check_backend(EngineBackend(CONFIG))
-    assert children() == before
+    assert child_pids() == before
 
 
 async def test_texts_equal_those_of_an_engine_in_this_process() -> None:
@@ -74,11 +69,11 @@ async def test_service_level_and_cost_error_cross_the_socket() -> None:
 
 async def test_killed_process_ends_every_stream_with_an_error() -> None:
     """Open streams and later requests fail, and the backend gives the reason."""
-    before = children()
+    before = child_pids()
     backend = EngineBackend(CONFIG)
     await backend.start()
     try:
-        (child,) = children() - before
+        (child,) = child_pids() - before
         async with aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream:
             await anext(stream)
             os.kill(child, signal.SIGKILL)

@@ -8,10 +8,9 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.policies.resilience import liveness
 from tests.gateway.harness import client, events, is_idle, running, until
+from tests.processes import child_pids
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None
@@ -198,15 +198,6 @@ async def test_the_node_fails_with_its_second_engine(device: StickyError) -> Non
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 503
 
 
-def children() -> set[int]:
-    """Child processes of this process that have not ended."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # its thread has ended
-            found |= set(map(int, (task / "children").read_text().split()))
-    return found
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_streams_survive_their_engine_process(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -214,11 +205,11 @@ async def test_streams_survive_their_engine_process(
     """An engine process is killed or paused during its streams; both texts are unchanged."""
     if how is signal.SIGSTOP:
         monkeypatch.setattr(liveness, "LEAST_PATIENCE_S", 4.0)
-    before = children()
+    before = child_pids()
     body = {**TEXT, "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with two_engines(own_process=True) as (where, http):
         alone = await http.post("/v1/completions", json=body, timeout=60)
-        first, _second = sorted(children() - before)
+        first, _second = sorted(child_pids() - before)
         pieces: list[str] = []
 
         async def stream() -> list[Any]:
