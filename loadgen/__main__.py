@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m draftgate.loadgen`."""
+"""`python -m draftgate.loadgen`."""
 
 from __future__ import annotations
 

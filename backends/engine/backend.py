@@ -1,7 +1,6 @@
-"""Implements the `Backend` protocol with an engine.
+"""Implements the `Backend` protocol with an engine, between the event loop and the engine's thread.
 
-The backend passes requests and deltas between the event loop and the engine's thread. That thread
-runs in this process (`loop.py`) or in a process of its own (`process.py`).
+The engine runs in a thread here (`loop.py`) or in its own process (`process.py`).
 """
 
 from __future__ import annotations
@@ -25,47 +24,44 @@ if TYPE_CHECKING:
 
 
 class EngineHost(Protocol):
-    """The thread or process of an engine.
-
-    The host calls `loop.LoopEvents` from its own thread. Any thread may call the host's methods.
-    """
+    """The thread or process of an engine. Calls `loop.LoopEvents` from its own thread."""
 
     def start(self) -> None:
-        """Load the model and run steps. The backend calls this method once."""
+        """Load the model and run steps. Called once."""
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request."""
+        """Queue a request. Any thread."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step, unless the request has already ended."""
+        """End a request before the next step; no-op if it has ended. Any thread."""
         ...
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace before the next step, unless the request has already ended."""
+        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
         ...
 
     def stop(self) -> None:
-        """End the host after the step in progress. Further calls have no effect."""
+        """End after the step in progress. Any thread; idempotent."""
         ...
 
     def join(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until the host has ended. Call `start` first."""
+        """Wait at most `timeout` seconds until it has ended; requires `start`."""
         ...
 
 
 STOP_S: Final = 15.0
-"""Maximum wait for the step in progress, in seconds. The value exceeds `STOP_S` of `process.py`."""
+"""Time for the step in progress; exceeds `STOP_S` of `process.py`."""
 
 
 class EngineBackend:
-    """Implements `backends.base.Backend` for a local checkpoint."""
+    """Runs a checkpoint; implements `backends.base.Backend`."""
 
     recovers = False
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Store the settings. `start` loads the model."""
+        """Store the settings; `start` loads the model."""
         self._streams = DeltaStreams(on_abandon=self._abandon)
         self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -96,14 +92,14 @@ class EngineBackend:
         return self._progress
 
     async def start(self) -> None:
-        """Load and warm up the engine, and return when the engine is ready."""
+        """Load and warm up the engine; return when it is ready."""
         self._event_loop = asyncio.get_running_loop()
         self._loaded = self._event_loop.create_future()
         self._host.start()
         self._served = await self._loaded
 
     async def stop(self) -> None:
-        """Stop after the step in progress, and end open streams with an error.
+        """Stop after the step in progress; open streams end with an error.
 
         A step that never ends, e.g. on a device that hangs, lasts until the process exits.
         """
@@ -116,7 +112,7 @@ class EngineBackend:
         self._streams.fail(self._failure)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise `RequestRejected` if this engine can never run the request."""
+        """Raise `RequestRejected` if the request can never run here."""
         self._started().admission.check(request)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -140,10 +136,10 @@ class EngineBackend:
         """Return the load after the latest step."""
         return self._load
 
-    # --- the host's thread calls these methods -------------------------------------------------
+    # --- called in the host's thread -----------------------------------------------------------
 
     def loading(self, share: float) -> None:
-        """Store the progress of loading, 0 to 1."""
+        """Store the progress."""
         self._progress = share
 
     def ready(self, served: ServedModel) -> None:
@@ -151,13 +147,13 @@ class EngineBackend:
         self._on_event_loop(self._settle, served)
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """Store the load, and deliver the deltas of a step in one call."""
+        """Store the load, and deliver a step's deltas in one call."""
         self._load = load
         if batch:
             self._on_event_loop(self._streams.deliver, batch)
 
     def failed(self, error: BaseException) -> None:
-        """End all streams with the error, or let `start` raise it during loading."""
+        """End every stream, or `start`, with the error."""
         self._on_event_loop(self._fail, error)
 
     # -------------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ class EngineBackend:
         try:
             self._event_loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
         except RuntimeError:
-            # The process is exiting and has closed its event loop, so reports have no receiver.
+            # The event loop is closed, because the process is exiting; reports have no receiver.
             self._host.stop()
 
     def _settle(self, served: ServedModel) -> None:
@@ -191,15 +187,12 @@ class EngineBackend:
 
 
 def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
-    """Return the host of the engine.
-
-    The function imports torch only if the engine runs in this process.
-    """
+    """Return the host of the engine. Imports torch only if the engine runs in this process."""
     if config.own_process:
         return EngineProcess(config, events)
 
     def load(progress: Callable[[float], None]) -> LoadedEngine:
-        # The engine's thread imports torch, which takes seconds, while the gateway starts.
+        # Imported in the engine's thread: torch takes seconds, and the gateway starts meanwhile.
         from draftgate.backends.engine.load import load_engine
 
         return load_engine(config, progress)

@@ -1,7 +1,7 @@
-"""A channel for messages between a gateway's process and an engine process.
+"""One end of the socket between a gateway's process and an engine process.
 
-The length of each message (`backends.remote_worker`) precedes the message in four bytes. Either
-side ends the conversation when it closes its end.
+Each message (`backends.remote_worker`) is preceded by its length in four bytes. Either side ends
+the conversation by closing its end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ Received = TypeVar("Received", Command, Report)
 
 
 class SocketChannel(Generic[Received]):
-    """Sends and receives messages over a socket.
-
-    Any thread may send, but only one thread may receive.
-    """
+    """Messages over a socket. One thread receives; any thread may send."""
 
     def __init__(self, end: socket.socket, received: object) -> None:
-        """Take ownership of `end`. `received` is the type of the messages from the other end."""
+        """Own one end; `received` is the type of the messages from the other end."""
         self._end = end
         self._file = end.makefile("rb")
         self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message. The call blocks while the other end reads slowly.
+        """Send a message; block while the other end reads slowly.
 
         Raises:
             OSError: the other end is closed.
@@ -43,20 +40,20 @@ class SocketChannel(Generic[Received]):
             self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def __iter__(self) -> Iterator[Received]:
-        """Yield the received messages until the other end is closed."""
+        """Yield received messages until the other end is closed."""
         try:
             while len(head := self._file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
                 yield self._codec.decode(self._file.read(int.from_bytes(head, "little")))
         except (ConnectionResetError, ValueError):
-            return  # the connection ended within a message
+            return  # the connection was cut within a message
 
     def hang_up(self) -> None:
-        """Shut down both directions, which ends the iteration at both ends."""
-        with suppress(OSError):  # the socket is already shut down
+        """Shut down both directions, which wakes the receivers at both ends. Idempotent."""
+        with suppress(OSError):  # already shut down
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Call this method in the thread that receives."""
+        """Close the socket. Call it in the thread that receives."""
         self.hang_up()
         self._file.close()
         self._end.close()

@@ -1,1 +1,1 @@
-"""Compares two runs, with confidence intervals, and reports regressions."""
+"""Compares two runs: what changed, with confidence intervals, and whether that is a regression."""

@@ -1,4 +1,4 @@
-"""Summarizes a run as `summary/1`."""
+"""A run as `summary/1`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ FORMULAS = {
 
 
 def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, Any]:
-    """Return the `summary/1` of a run. `details` holds fields that may change.
+    """Return the `summary/1` of a run. `details` holds what is not part of its stable fields.
 
-    Latencies are of intact responses and count from the scheduled times. `errors` counts the other
-    responses by cause. `valid` is false if the generator did not keep up, because such a run does
-    not measure the server.
+    Latencies are of intact answers, from the scheduled instants; `errors` counts the others by
+    cause. `valid` is false if the generator did not keep up: such a run says nothing.
     """
     reasons, overall = invalid_reasons(run), attainment(run.records)
     speculation = total_speculation(run.records)
@@ -68,16 +67,15 @@ def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, 
 
 
 def schedule_s(run: LoadRun) -> float:
-    """Return the seconds of the schedule for goodput, or else of the run.
+    """Return the seconds over which goodput is taken: the schedule's, else the run's.
 
-    A closed loop has no schedule. The schedule of a trace whose requests arrive simultaneously has
-    no length.
+    A closed loop has no schedule, and that of a trace whose requests arrive at once has no length.
     """
     return run.scheduled_duration_s or run.duration_s
 
 
 def accepted_tokens_per_s(run: LoadRun) -> float | None:
-    """Return the tokens of intact responses per second, or None for an empty run."""
+    """Return the tokens of intact answers per second of the run; None if it had no length."""
     tokens = sum(completion_tokens(record) or 0 for record in intact(run.records))
     return tokens / run.duration_s if run.duration_s > 0 else None
 

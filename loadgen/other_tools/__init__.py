@@ -1,9 +1,8 @@
-"""Reports a run by the metric names and definitions of other load generators.
+"""What other load generators would report about the same run, by their names and definitions.
 
-Each tool has a module that turns the records of a run into a `ToolReport`. The definitions follow
-the sources of the named versions, and were checked against the tools' output for a server of known
-behaviour (docs/guide/load-testing.md). Reports reproduce the tools' definitions without
-corrections.
+There is one module per tool, which turns the records of a run into a `ToolReport`. The definitions
+were read in the sources of the versions named there, and checked against what the tools print about
+a server of known behaviour (docs/guide/load-testing.md). They are the tools' own, right or wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from draftgate.loadgen.types import LoadRun
 
 
 class Tool(StrEnum):
-    """The tools that `--as` accepts."""
+    """The names that `--as` takes."""
 
     VLLM = "vllm"
     GUIDELLM = "guidellm"

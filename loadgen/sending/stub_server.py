@@ -1,10 +1,9 @@
-"""A server that streams tokens on a fixed schedule, so that a client measures only its own cost.
+"""A server that streams tokens on a fixed schedule: what a generator measures there is its own.
 
 `python -m draftgate.loadgen.sending.stub_server` prints its address and streams `max_tokens`
-tokens. The first token follows after `--ttft-ms`, the others `--itl-ms` apart on an absolute
-schedule, one write each. The server implements only the HTTP/1.1 subset for a client that sends one
-request at a time per connection. It therefore uses less CPU than the client under test. `GET /cpu`
-reports its CPU time.
+tokens: the first after `--ttft-ms`, the others `--itl-ms` apart on an absolute schedule, one write
+each. It implements only as much of HTTP/1.1 as a client needs that sends one request at a time per
+connection, so that it uses less CPU than the client under test. `GET /cpu` reports how much.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _HEAD_END: Final = b"\r\n\r\n"
 
 
 class TokenPace(NamedTuple):
-    """The schedule of tokens: the first after `ttft_s`, each next token `itl_s` later."""
+    """When tokens are sent: the first after `ttft_s`, each next one `itl_s` later."""
 
     ttft_s: float
     itl_s: float
@@ -44,7 +43,7 @@ _decoder: Final = Decoder(_Body)
 
 
 class StubProtocol(asyncio.Protocol):
-    """The server side of one connection."""
+    """One connection."""
 
     _streams = 0
 

@@ -1,4 +1,4 @@
-"""The choice between replicas with and without speculation."""
+"""The choice between replicas that draft and plain ones."""
 
 from __future__ import annotations
 
@@ -26,45 +26,43 @@ DRAFTING = WorkerLoad(8, 0, 0, 0, 0.1, 0.7, ("upstream",), draft_tokens=4.0)
 PLAIN = WorkerLoad(8, 0, 0, 0, 0.0, 0.0, ())
 
 
-def choose(
+def chosen(
     request: RequestView = REQUEST,
     policy: str = "auto",
     *,
     price: float = 0.1,
-    capacity: tuple[bool, bool] = (True, True),
+    rooms: tuple[bool, bool] = (True, True),
     plain: WorkerLoad = PLAIN,
     drafting: WorkerLoad = DRAFTING,
 ):
-    """Return the choice between a speculating and a plain pool with these capacities."""
-    offer = PoolState(structs.replace(drafting, price=price), capacity[0])
-    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, capacity[1]))
+    """Return the choice; `rooms` says which pools have capacity, the speculating one first."""
+    offer = PoolState(structs.replace(drafting, price=price), rooms[0])
+    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, rooms[1]))
 
 
-@pytest.mark.parametrize("capacity", [(True, True), (False, True)])
-def test_request_without_drafts_goes_to_a_plain_replica(capacity: tuple[bool, bool]) -> None:
-    """A request without drafts uses a plain replica with capacity, regardless of the gain of
-    drafts."""
+@pytest.mark.parametrize("rooms", [(True, True), (False, True)])
+def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]) -> None:
+    """A plain replica with capacity is used, however well drafts pay."""
     for request in (
         replace(REQUEST, mode=SpeculationMode.OFF),
         replace(REQUEST, max_draft_tokens=0),
         replace(REQUEST, max_draft_tokens=3),  # the engine always drafts four
     ):
-        choice = choose(request, capacity=capacity)
+        choice = chosen(request, rooms=rooms)
         assert choice.pool is ReplicaPool.PLAIN
         assert (choice.plan.proposer, choice.plan.max_draft_tokens) == (None, 0)
         assert "asked for" in choice.plan.reason
-    assert choose(policy="off", capacity=capacity).pool is ReplicaPool.PLAIN
-    named = choose(replace(REQUEST, mode=SpeculationMode.NGRAM), capacity=capacity)
+    assert chosen(policy="off", rooms=rooms).pool is ReplicaPool.PLAIN
+    named = chosen(replace(REQUEST, mode=SpeculationMode.NGRAM), rooms=rooms)
     assert named.pool is ReplicaPool.PLAIN
     assert "no proposer 'ngram'" in named.plan.reason
 
 
 def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
-    """A drafting replica is chosen below the break-even price, and a plain replica above that
-    price."""
+    """Above that price, a plain replica is chosen."""
     means = draft_means(DRAFTING)
     even = means.accepted / means.drafted
-    paid, unpaid = choose(price=even * 0.99), choose(price=even * 1.01)
+    paid, unpaid = chosen(price=even * 0.99), chosen(price=even * 1.01)
     assert paid.pool is ReplicaPool.SPECULATING
     assert paid.plan.proposer == "upstream"
     assert paid.plan.price == even * 0.99
@@ -75,25 +73,25 @@ def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
 
 
 def test_long_enough_cap_allows_drafts() -> None:
-    """The policy allows drafts if the client's cap covers the usual length."""
-    assert choose(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
+    """Drafting is allowed if the client's cap covers the usual length."""
+    assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
 
 
 def test_policies_without_a_price_always_speculate() -> None:
-    """`fixed:K` always chooses the drafting replica."""
-    assert choose(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
-    assert choose(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
+    """With `fixed:K` the operator has already decided."""
+    assert chosen(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
+    assert chosen(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
 
 
 def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
-    """A request without drafts uses a drafting replica if no plain replica has capacity."""
-    choice = choose(replace(REQUEST, mode=SpeculationMode.OFF), capacity=(True, False))
+    """If only a drafting replica has capacity, it is used, and the reason says so."""
+    choice = chosen(replace(REQUEST, mode=SpeculationMode.OFF), rooms=(True, False))
     assert (choice.pool, choice.plan.proposer) == (ReplicaPool.SPECULATING, None)
     assert "only speculating replicas have capacity" in choice.plan.reason
 
 
 @pytest.mark.parametrize(
-    ("price", "capacity", "pool", "word"),
+    ("price", "rooms", "pool", "word"),
     [
         (0.1, (False, True), ReplicaPool.PLAIN, "only plain replicas have capacity"),
         (0.9, (True, False), ReplicaPool.SPECULATING, "only speculating replicas have capacity"),
@@ -102,27 +100,27 @@ def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
     ],
 )
 def test_capacity_decides_before_price(
-    price: float, capacity: tuple[bool, bool], pool: ReplicaPool | None, word: str
+    price: float, rooms: tuple[bool, bool], pool: ReplicaPool | None, word: str
 ) -> None:
-    """No request waits for a kind of replica while the other kind is free."""
-    choice = choose(price=price, capacity=capacity)
+    """No request waits for one kind of replica while the other is free."""
+    choice = chosen(price=price, rooms=rooms)
     assert choice.pool is pool
     assert word in choice.plan.reason
 
 
 def test_known_token_times_decide() -> None:
-    """An idle plain replica wins against a drafting replica even if drafts pay."""
+    """A drafting replica loses to an idle plain one even if its drafts pay."""
     idle = structs.replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
     busy = structs.replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
     fast = structs.replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
-    choice = choose(plain=idle, drafting=fast)
+    choice = chosen(plain=idle, drafting=fast)
     assert choice.pool is ReplicaPool.PLAIN
     assert "a token costs 32 ms in all with drafts, 20.1 ms without" in choice.plan.reason
-    assert choose(plain=busy, drafting=fast, price=0.9).pool is ReplicaPool.SPECULATING
+    assert chosen(plain=busy, drafting=fast, price=0.9).pool is ReplicaPool.SPECULATING
 
 
 class _Replica:
-    """An engine whose steps take `fixed_s` plus `token_s` per token, with or without drafts."""
+    """An engine whose steps take a + c x tokens, with or without drafts."""
 
     def __init__(self, fixed_s: float, token_s: float, drafted: float, accepted: float) -> None:
         self.fixed_s, self.token_s = fixed_s, token_s
@@ -154,9 +152,9 @@ class _Replica:
 def test_split_between_replicas_is_nearly_optimal(
     clients: int, chance: float, drafted: int, knee_tokens: float, draw
 ) -> None:
-    """The throughput of one replica of each kind is close to that of the best split.
+    """With one replica of each kind, throughput is near the best split.
 
-    The throughput is within 5%, or 10% for few clients, and never below that of one pool.
+    It is within 5%, or 10% for few clients, and never below that of one pool.
     """
     token_s = 0.02 / knee_tokens
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
@@ -165,14 +163,11 @@ def test_split_between_replicas_is_nearly_optimal(
         if fast.running + slow.running == clients:  # one request ends and another starts
             gone = fast if draw.random() * clients < fast.running else slow
             gone.running -= 1
-        offers = (PoolState(replica.load(), has_capacity=True) for replica in (fast, slow))
+        offers = (PoolState(one.load(), has_capacity=True) for one in (fast, slow))
         choice = choose_pool(REQUEST, AUTO, *offers)
         (slow if choice.pool is ReplicaPool.PLAIN else fast).running += 1
     got = fast.rate(fast.running) + slow.rate(slow.running)
-    rates = [
-        fast.rate(drafting_clients) + slow.rate(clients - drafting_clients)
-        for drafting_clients in range(clients + 1)
-    ]
+    rates = [fast.rate(there) + slow.rate(clients - there) for there in range(clients + 1)]
     assert got >= (0.95 if clients >= 20 else 0.9) * max(rates)
     assert got >= 0.999 * max(rates[0], rates[-1])
 
@@ -191,21 +186,20 @@ def test_plan_and_pool_agree(
     drafted: float,
     mode: SpeculationMode,
     cap: int | None,
-    capacity: tuple[bool, bool],
+    rooms: tuple[bool, bool],
 ) -> None:
-    """Plain replicas receive no draft plan, and the better pool is chosen when both have
-    capacity."""
+    """Plain replicas get no draft plan, and with free capacity the better pool is chosen."""
     request = replace(REQUEST, mode=mode, max_draft_tokens=cap)
     load = structs.replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
-    choice = choose(request, price=price, capacity=capacity, drafting=load)
+    choice = chosen(request, price=price, rooms=rooms, drafting=load)
     assert choice.plan.mode is mode
     if choice.pool is ReplicaPool.PLAIN:
         assert choice.plan.proposer is None
     willing = mode is SpeculationMode.AUTO and (cap is None or cap >= drafted)
     speculates = willing and drafts_pay(price, draft_means(load))
-    if all(capacity):
+    if all(rooms):
         assert choice.pool is (ReplicaPool.SPECULATING if speculates else ReplicaPool.PLAIN)
-    elif any(capacity):
-        assert choice.pool is (ReplicaPool.SPECULATING if capacity[0] else ReplicaPool.PLAIN)
+    elif any(rooms):
+        assert choice.pool is (ReplicaPool.SPECULATING if rooms[0] else ReplicaPool.PLAIN)
     else:
         assert choice.pool is None
