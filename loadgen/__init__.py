@@ -1,1 +1,1 @@
-"""Load generator: sends load to a server over HTTP, checks every stream, and reports."""
+"""Load generator: sends requests to a server over HTTP, checks every stream, and reports."""

@@ -1,4 +1,4 @@
-"""`python -m draftgate.loadgen`."""
+"""Runs the command line as `python -m draftgate.loadgen`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print in plain text: help pages, and the reasons of errors."""
+"""Plain-text help pages and error messages for commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typer.core import TyperCommand, TyperGroup
 C = TypeVar("C", bound=Callable[..., Any])
 
 _PLACEHOLDERS: Final = {"str": "TEXT", "list[str]": "TEXT", "path": "FILE"}
-"""What stands for a value; all other types are numbers."""
+"""Placeholders for values in help pages, for each Python type that is not a number."""
 
 
 def reason(error: BaseException) -> str:
-    """Return what an error says to a user: no class name, no error number, never nothing."""
+    """Return an error message for users, never empty, without class name and error number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
@@ -25,7 +25,7 @@ def reason(error: BaseException) -> str:
 class HelpCommand(TyperCommand):
     """A command whose help lists its options by their `rich_help_panel`.
 
-    Rich would double the time that a page takes to load, and needs more than ASCII.
+    Rich would double the time to load a help page, and its output is not limited to ASCII.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -37,7 +37,7 @@ class HelpCommand(TyperCommand):
                 panel = getattr(parameter, "rich_help_panel", None) or "Options"
                 if parameter.param_type_name == "argument":
                     panel, name = "Arguments", name.partition(" ")[0].upper()
-                # Typer shows the types of Python: <int range>.
+                # Typer would show Python's types, such as <int range>.
                 name = re.sub(r"<(.*)>", lambda match: _PLACEHOLDERS.get(match[1], "NUMBER"), name)
                 panels.setdefault(panel, []).append((name, text))
         for panel, rows in panels.items():
@@ -66,8 +66,8 @@ class PlainTyper(typer.Typer):
         """Make an empty group.
 
         Args:
-            text: its help.
-            options: of Typer.
+            text: the help text of the group.
+            options: further options of Typer.
         """
         super().__init__(
             **{"cls": HelpGroup, **options},
@@ -79,5 +79,5 @@ class PlainTyper(typer.Typer):
         )
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[C], C]:
-        """Add a command, as Typer does."""
+        """Add a command, as `typer.Typer.command` does."""
         return super().command(name, **{"cls": HelpCommand, **options})

@@ -1,14 +1,14 @@
-"""The events of a run as JSON lines, from which every report can be made again.
+"""Stores the events of a run as JSON lines, from which every report can be rebuilt.
 
     {"format": "loadgen-events/1", "settings": {...}}
     {"record": {"index": 0, "class": "code", ..., "chunks": [[at_s, tokens, characters], ...]}}
     {"end": {"duration_s": ..., "health": {...}, ...}}
     {"lossless": {...}}
 
-A line is written when a request ends, so a run that crashes leaves what was known. Its file lacks
-the end, and its last line may be incomplete. Instants are seconds from the start of the run.
-Prompts and answers are not kept, only their lengths and SHA-256. The files are smaller and hold no
-user's text, and still show whether two runs had the same requests and answers.
+The writer adds a line when a request ends, so a run that crashes leaves all completed requests. The
+file of such a run has no end line, and its last line may be incomplete. Times are seconds from the
+start of the run. The file holds only lengths and SHA-256 digests of prompts and responses. It is
+small, holds no user text, and still shows whether two runs had the same requests and responses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RECORD_FIELDS: Final = (
     *("scheduled_s", "sent_s", "end_s", "verdict", "detail", "finish_reasons", "usage", "metrics"),
     *("status", "connect_s", "stream_id", "empty_s"),
 )
-"""Fields of `RequestSpec` and `Record` that are stored as they are."""
+"""Fields of `RequestSpec` and `Record` that are stored unchanged."""
 
 
 class Header(Struct, kw_only=True):
@@ -62,13 +62,13 @@ class Header(Struct, kw_only=True):
 
 
 class RecordLine(Struct, omit_defaults=True):
-    """A request and its outcome; fields as in `loadgen.types`, unless described here.
+    """A request and its outcome, with the fields of `loadgen.types` unless described here.
 
     Attributes:
-        chunks: for each its instant, its tokens if reported, and its characters.
-        asked_sha256: of the prompt, messages or inputs, as JSON.
-        answers_sha256: of the text of each choice.
-        hops: for a flow of several requests, a line of each.
+        chunks: the time, the tokens if reported, and the characters of each chunk.
+        asked_sha256: the digest of the prompt, messages or inputs, as JSON.
+        answers_sha256: the digest of the text of each choice.
+        hops: a line for each request of a flow, if the flow has several.
     """
 
     index: int
@@ -103,7 +103,7 @@ class RecordLine(Struct, omit_defaults=True):
 
 
 class End(Struct):
-    """What is known when the run is over; fields as in `LoadRun`."""
+    """The outcome of a completed run, with the fields of `LoadRun`."""
 
     duration_s: float
     scheduled_duration_s: float | None
@@ -113,7 +113,7 @@ class End(Struct):
 
     @classmethod
     def of(cls, run: LoadRun) -> Self:
-        """Return the end of a run."""
+        """Return the end line of a run."""
         return cls(**{name: getattr(run, name) for name in cls.__struct_fields__})
 
 
@@ -134,7 +134,7 @@ class EventWriter:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._encoder = Encoder()
-        self._file: IO[bytes] = path.open("wb", buffering=0)  # a crash loses no complete line
+        self._file: IO[bytes] = path.open("wb", buffering=0)  # A crash loses no complete line.
         self._write(Header(settings=settings))
 
     def close(self) -> None:
@@ -146,11 +146,11 @@ class EventWriter:
         self._write(EventLine(record=_line(record)))
 
     def end(self, run: LoadRun) -> None:
-        """Write what is known when the run is over."""
+        """Write the end line of the run."""
         self._write(EventLine(end=End.of(run)))
 
     def lossless(self, check: LosslessCheck) -> None:
-        """Write the result of the replays."""
+        """Write the result of the lossless check."""
         self._write(EventLine(lossless=check))
 
     def _write(self, line: Struct) -> None:
@@ -158,18 +158,18 @@ class EventWriter:
 
 
 def read_events(path: Path) -> tuple[LoadRun, LosslessCheck | None]:
-    """Return the run of a file, and its lossless check if there was one.
+    """Return the run of an event file, and its lossless check or None.
 
-    The records hold no texts. The file may be compressed (`.gz`). A file without its end gives an
-    interrupted run whose health is unknown.
+    The records hold no texts. The file may be compressed (`.gz`). A file without an end line gives
+    an interrupted run with unknown health.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file has another format, or is damaged; file and line are named.
+        ValueError: the file has another format, or is damaged. The message names file and line.
     """
     lines = _content(path).split(b"\n")
     run, lossless = LoadRun(_settings(path, lines[0]), interrupted=True), None
-    last = len(lines) - 1  # empty, or incomplete
+    last = len(lines) - 1  # The last element is empty or an incomplete line.
     for number, text in enumerate(lines[1:last], 2):
         try:
             line = decode(text, type=EventLine)
@@ -182,7 +182,7 @@ def read_events(path: Path) -> tuple[LoadRun, LosslessCheck | None]:
                 setattr(run, name, value)
         if line.lossless is not UNSET:
             lossless = line.lossless
-    run.records.sort(key=lambda record: record.end_s)  # several processes write in any order
+    run.records.sort(key=lambda record: record.end_s)  # Several processes write in any order.
     if run.health is None:
         run.duration_s = max((record.end_s for record in run.records), default=0.0)
         instants = [r.planned.at_s for r in run.records if r.planned.at_s is not None]

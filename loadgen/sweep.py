@@ -1,4 +1,4 @@
-"""Runs many loads: rates x servers x modes of speculation, interleaved."""
+"""Runs loads at every combination of rate, server and speculation mode, interleaved."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import LoadRun
 
 WARM_UP_SEED: Final = 1_000_003
-"""Far from the seeds of rounds, so that no cell finds its own prompts cached."""
+"""An offset far from the seeds of rounds, so that no cell finds its own prompts in the cache."""
 
 WARM_UP_CLIENTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SweepTarget:
-    """What is compared: a server with one mode of speculation.
+    """A server with one mode of speculation, which a sweep compares with others.
 
     Attributes:
-        speculation: requested `MODE` or `MODE:K`; None leaves it to the server.
+        speculation: the requested `MODE` or `MODE:K`, or None for the server's default.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Cell:
     """One run of a sweep.
 
     Attributes:
-        round: from 1.
+        round: the number of the round, from 1.
     """
 
     target: SweepTarget
@@ -58,15 +58,15 @@ class Cell:
 
     @property
     def stem(self) -> str:
-        """The stem of its file: name, rate, round."""
+        """The stem of the cell's file name: target name, rate and round."""
         name = self.target.name.replace(":", "-").replace("/", "-")
         return f"{name}-{self.rate_rps:g}-{self.round}"
 
     def load(self, base: Load) -> Load:
-        """Return its load.
+        """Return the load of this cell.
 
-        All targets get the same requests at one rate in one round. All other cells get different
-        ones, so that no server has a prompt in its cache from an earlier cell.
+        All targets receive the same requests at one rate in one round. Different rates and rounds
+        have different requests, so that no server has a prompt in its cache from an earlier cell.
         """
         return replace(
             base,
@@ -81,13 +81,13 @@ Done = list[tuple[Cell, RunReport]]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to run.
+    """The cells to run, and what they have in common.
 
     Attributes:
-        load: of all cells, except for rate, mode of speculation and seed.
-        target: of all cells, except for the URL.
+        load: the load of all cells, except for rate, mode of speculation and seed.
+        target: the target of all cells, except for the URL.
         warm_up: uncounted requests to each target before the first round.
-        folder: for the events of each cell. Valid cells found there are not run again.
+        folder: the folder for the events of each cell. A valid cell found in it is not run again.
     """
 
     cells: tuple[Cell, ...]
@@ -101,7 +101,7 @@ def parse_targets(servers: Sequence[str], modes: Sequence[str] = ()) -> list[Swe
     """Return each server (`URL` or `NAME=URL`) with each mode of speculation, by unique names.
 
     Raises:
-        ValueError: two have the same name.
+        ValueError: two targets have the same name.
     """
     named = []
     for position, text in enumerate(servers, 1):
@@ -120,10 +120,10 @@ def parse_targets(servers: Sequence[str], modes: Sequence[str] = ()) -> list[Swe
 
 
 def parse_rates(text: str) -> list[float]:
-    """Return the positive numbers of a comma-separated list, ascending.
+    """Return the positive numbers of a comma-separated list, in ascending order.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: the text is not a list of positive numbers.
     """
     try:
         rates = sorted({float(part) for part in text.split(",")})
@@ -137,9 +137,9 @@ def parse_rates(text: str) -> list[float]:
 def shuffled_cells(
     targets: Sequence[SweepTarget], rates: Sequence[float], rounds: int, seed: int
 ) -> list[Cell]:
-    """Return all cells, round by round, each round in its own order.
+    """Return all cells, round by round, each round in its own random order.
 
-    Drift over time (the machine's heat, its neighbours) then affects all of them alike.
+    Drift over time (the machine's temperature, other processes) then affects all targets alike.
     """
     cells = list[Cell]()
     for number in range(1, rounds + 1):
@@ -150,7 +150,7 @@ def shuffled_cells(
 
 
 async def run_sweep(sweep: Sweep, console: Console) -> Done:
-    """Run the cells in their order, and return those that are done: all, or those before Ctrl-C.
+    """Run the cells in order, and return all completed cells, also after Ctrl-C.
 
     Prints a line per cell on the console.
 
@@ -182,7 +182,7 @@ async def run_sweep(sweep: Sweep, console: Console) -> Done:
 
 
 def as_dict(sweep: Sweep, done: Done) -> dict[str, Any]:
-    """Return the `sweep/1` of the cells that are done, in the order in which they were run."""
+    """Return the `sweep/1` result of the completed cells, in the order in which they ran."""
     cells = [
         {
             "name": cell.target.name,
@@ -224,7 +224,7 @@ def _path(sweep: Sweep, cell: Cell) -> Path | None:
 
 
 def _kept(sweep: Sweep, cell: Cell) -> LoadRun | None:
-    """Return the run of a cell if the folder holds it, complete, valid and of the same load."""
+    """Return the stored run of a cell if it is complete, valid and of the same load."""
     path = _path(sweep, cell)
     if path is None or not path.exists():
         return None

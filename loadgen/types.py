@@ -1,4 +1,4 @@
-"""Values that the parts of the load generator exchange. Units are in the names."""
+"""Values that the parts of the load generator exchange. Names end with the unit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service-level objective of a request. None sets no limit.
+    """The service-level objective of a request. A limit of None is not checked.
 
     Attributes:
-        ttft_s: time to the first text, from the scheduled instant.
+        ttft_s: time to the first text, from the scheduled time.
         tpot_s: mean time per token after the first.
-        latency_s: the deadline: time to the end of the answer, from the scheduled instant.
+        latency_s: the deadline, the time to the end of the response from the scheduled time.
     """
 
     ttft_s: float | None = None
@@ -32,7 +32,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A message of a chat."""
+    """A chat message."""
 
     role: str
     content: str
@@ -43,16 +43,16 @@ class RequestSpec:
     """A request to send: a completion, a chat completion or embeddings.
 
     Attributes:
-        prompt: the text to continue; None when `messages` or `inputs` are given.
-        messages: the chat so far; empty when `prompt` is given.
-        inputs: the texts to embed; empty for completions and chats.
+        prompt: the text to continue, or None if `messages` or `inputs` are given.
+        messages: the chat so far, empty if `prompt` is given.
+        inputs: the texts to embed, empty for completions and chats.
         class_name: the workload's class of request, by which reports group.
         tenant: the tenant that sends the request.
         session: requests of one session share a prefix or are turns of one conversation.
-        extra: further fields of the body, sent as they are (temperature, speculation, ...).
-        hop: the name of this request in its flow; empty for a flow of one request.
-        facts: outcomes that a flow knows when it builds the request and reports count, by name.
-            They are never sent.
+        extra: further fields of the body, sent unchanged (temperature, speculation, ...).
+        hop: the name of this request in its flow, empty for a flow of one request.
+        facts: outcomes by name that a flow knows when it builds the request. Reports count these
+            facts, and the client never sends them.
     """
 
     prompt: str | None
@@ -98,7 +98,7 @@ class RequestSpec:
 
 @runtime_checkable
 class Flow(Protocol):
-    """Builds the requests that serve one user action, each from the answers before it.
+    """A builder of the requests for one user action, each from the responses before it.
 
     A flow holds no state, so that a plan can be sent again.
     """
@@ -109,15 +109,15 @@ class Flow(Protocol):
         """Return the next request, or None when the flow is complete.
 
         Args:
-            request: the planned request, which states what the user asks.
-            answered: the records of the requests so far, in order, failed ones included.
-            elapsed_s: seconds since the user asked.
+            request: the planned request, which states the user's question.
+            answered: the records of the requests so far, in order, including failed requests.
+            elapsed_s: seconds since the user sent the question.
         """
         ...
 
 
 class Single:
-    """The flow of one request: the planned request itself."""
+    """A flow of one request, the planned request itself."""
 
     def next(
         self, request: RequestSpec, answered: Sequence[Record], elapsed_s: float
@@ -131,14 +131,14 @@ SINGLE: Final = Single()
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A user action in the plan. Most are one HTTP request.
+    """A user action in the plan. Most actions are one HTTP request.
 
     Attributes:
         index: its position in the plan, from 0.
         at_s: when to send it, in seconds from the start of the run. None in a closed loop, where a
-            client sends its next request when it has an answer.
-        request: what the user asks, and the user's SLO.
-        flow: builds the HTTP requests that answer it.
+            client sends its next request after the previous response.
+        request: the user's question and SLO.
+        flow: the builder of the HTTP requests for this action.
     """
 
     index: int
@@ -152,9 +152,9 @@ class TextChunk:
     """A chunk that carried content.
 
     Attributes:
-        at_s: when it was read, in seconds from the start of the run.
-        tokens: how many tokens it carried, if the server reports usage continuously.
-        characters: length of its text over all choices; 0 for embeddings.
+        at_s: when the client read it, in seconds from the start of the run.
+        tokens: the number of its tokens, if the server reports usage continuously.
+        characters: the length of its text over all choices, 0 for embeddings.
     """
 
     at_s: float
@@ -164,25 +164,25 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The outcome of a planned request. Instants are seconds from the start of the run.
+    """The outcome of a planned request. All times are seconds from the start of the run.
 
-    For a flow of several requests the answer is that of the last one, the verdict is the first
-    fault of any, and `hops` holds a record of each.
+    The record of a flow with several requests has the text of the last request and the first fault
+    of any request. Its `hops` hold the record of each request.
 
     Attributes:
-        scheduled_s: when it was due; latencies count from here. In a closed loop, when its client
-            became free; for a later hop, when the hop before it ended.
-        sent_s: when its first byte was handed to the network.
+        scheduled_s: when the request was due, from which latencies count. In a closed loop this is
+            when its client became free, and for a later hop when the previous hop ended.
+        sent_s: when the client handed its first byte to the network.
         chunks: the chunks with content, in order.
-        end_s: when the answer ended.
+        end_s: when the response ended.
         verdict: a `loadgen.checking.audit.Verdict`: `ok` or the first fault.
-        detail: the fault in words.
+        detail: a description of the fault.
         texts, finish_reasons: one per choice.
-        usage, metrics: what the server reported, if it did.
-        status: the HTTP status, if there was an answer.
-        connect_s: time spent on opening a connection before sending; 0 if one was open.
-        stream_id: the last id that the chunks carried; empty if none did.
-        vectors: embeddings as little-endian float32, one per input; not kept in `hops`.
+        usage, metrics: as the server reported them, or None.
+        status: the HTTP status, or None without a response.
+        connect_s: time spent on opening a connection before sending, 0 if a connection was open.
+        stream_id: the last id in the chunks, or empty.
+        vectors: embeddings as little-endian float32, one per input, not kept in `hops`.
         empty_s: when chunks with empty text arrived. Only the metrics of other tools use them.
     """
 
@@ -206,20 +206,20 @@ class Record:
 
     @property
     def http_records(self) -> tuple[Record, ...]:
-        """One record per HTTP request."""
+        """The record of each HTTP request."""
         return self.hops or (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """How well the load generator kept up with its schedule.
+    """How well the load generator kept to its schedule.
 
     Attributes:
-        max_lag_s, p99_lag_s: how far requests were sent behind schedule.
+        max_lag_s, p99_lag_s: the delay between the scheduled and the actual sending of requests.
         cpu_share: CPU seconds of the process per second of the run.
-        loop_stall_s: longest time for which the event loop did not run.
-        processes: with several processes, the health of each, None for one that died. The values
-            above are then the worst of them.
+        loop_stall_s: the longest time for which the event loop did not run.
+        processes: the health of each of several processes, None for a process that died. The values
+            above are then the worst over all processes.
     """
 
     max_lag_s: float
@@ -234,11 +234,11 @@ class LoadRun:
     """The result of a run.
 
     Attributes:
-        settings: the command's flags, and what the server reported (model, version).
-        records: in order of their end.
-        duration_s: from the start to the end of the last request.
-        scheduled_duration_s: length of the schedule; None in a closed loop.
-        health: None if the run ended before it was known.
+        settings: the command's flags, and the model and version that the server reported.
+        records: the records in the order in which the requests ended.
+        duration_s: the time from the start to the end of the last request.
+        scheduled_duration_s: the length of the schedule, or None in a closed loop.
+        health: None if the run ended before its health was known.
         interrupted: whether the run stopped before its plan was complete.
         lost: a description of each sending process that died.
     """

@@ -1,5 +1,4 @@
-"""The decisions of the gateway and of its workers, as functions of their arguments.
+"""Decisions: values in, values out. No clock, randomness, I/O or device.
 
-These modules use no clock, randomness, I/O or device. Third-party policies implement `protocols`,
-and `testing` checks them.
+Third-party policies implement `protocols`, and `testing` checks them.
 """

@@ -1,6 +1,7 @@
-"""Implements the `Backend` protocol with an engine, between the event loop and the engine's thread.
+"""Implements the `Backend` protocol with an engine.
 
-The engine runs in a thread here (`loop.py`) or in its own process (`process.py`).
+The backend passes requests and deltas between the event loop and the engine's thread. That thread
+runs in this process (`loop.py`) or in a process of its own (`process.py`).
 """
 
 from __future__ import annotations
@@ -24,44 +25,47 @@ if TYPE_CHECKING:
 
 
 class EngineHost(Protocol):
-    """The thread or process of an engine. Calls `loop.LoopEvents` from its own thread."""
+    """The thread or process of an engine.
+
+    The host calls `loop.LoopEvents` from its own thread. Any thread may call the host's methods.
+    """
 
     def start(self) -> None:
-        """Load the model and run steps. Called once."""
+        """Load the model and run steps. The backend calls this method once."""
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Any thread."""
+        """Queue a request."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; no-op if it has ended. Any thread."""
+        """End a request before the next step, unless the request has already ended."""
         ...
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
+        """Change a request's pace before the next step, unless the request has already ended."""
         ...
 
     def stop(self) -> None:
-        """End after the step in progress. Any thread; idempotent."""
+        """End the host after the step in progress. Further calls have no effect."""
         ...
 
     def join(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until it has ended; requires `start`."""
+        """Wait at most `timeout` seconds until the host has ended. Call `start` first."""
         ...
 
 
 STOP_S: Final = 15.0
-"""Time for the step in progress; exceeds `STOP_S` of `process.py`."""
+"""Maximum wait for the step in progress, in seconds. The value exceeds `STOP_S` of `process.py`."""
 
 
 class EngineBackend:
-    """Runs a checkpoint; implements `backends.base.Backend`."""
+    """Implements `backends.base.Backend` for a local checkpoint."""
 
     recovers = False
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Store the settings; `start` loads the model."""
+        """Store the settings. `start` loads the model."""
         self._streams = DeltaStreams(on_abandon=self._abandon)
         self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -92,14 +96,14 @@ class EngineBackend:
         return self._progress
 
     async def start(self) -> None:
-        """Load and warm up the engine; return when it is ready."""
+        """Load and warm up the engine, and return when the engine is ready."""
         self._event_loop = asyncio.get_running_loop()
         self._loaded = self._event_loop.create_future()
         self._host.start()
         self._served = await self._loaded
 
     async def stop(self) -> None:
-        """Stop after the step in progress; open streams end with an error.
+        """Stop after the step in progress, and end open streams with an error.
 
         A step that never ends, e.g. on a device that hangs, lasts until the process exits.
         """
@@ -112,7 +116,7 @@ class EngineBackend:
         self._streams.fail(self._failure)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise `RequestRejected` if the request can never run here."""
+        """Raise `RequestRejected` if this engine can never run the request."""
         self._started().admission.check(request)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -136,10 +140,10 @@ class EngineBackend:
         """Return the load after the latest step."""
         return self._load
 
-    # --- called in the host's thread -----------------------------------------------------------
+    # --- the host's thread calls these methods -------------------------------------------------
 
     def loading(self, share: float) -> None:
-        """Store the progress."""
+        """Store the progress of loading, 0 to 1."""
         self._progress = share
 
     def ready(self, served: ServedModel) -> None:
@@ -147,13 +151,13 @@ class EngineBackend:
         self._on_event_loop(self._settle, served)
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """Store the load, and deliver a step's deltas in one call."""
+        """Store the load, and deliver the deltas of a step in one call."""
         self._load = load
         if batch:
             self._on_event_loop(self._streams.deliver, batch)
 
     def failed(self, error: BaseException) -> None:
-        """End every stream, or `start`, with the error."""
+        """End all streams with the error, or let `start` raise it during loading."""
         self._on_event_loop(self._fail, error)
 
     # -------------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ class EngineBackend:
         try:
             self._event_loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
         except RuntimeError:
-            # The event loop is closed, because the process is exiting; reports have no receiver.
+            # The process is exiting and has closed its event loop, so reports have no receiver.
             self._host.stop()
 
     def _settle(self, served: ServedModel) -> None:
@@ -187,12 +191,15 @@ class EngineBackend:
 
 
 def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
-    """Return the host of the engine. Imports torch only if the engine runs in this process."""
+    """Return the host of the engine.
+
+    The function imports torch only if the engine runs in this process.
+    """
     if config.own_process:
         return EngineProcess(config, events)
 
     def load(progress: Callable[[float], None]) -> LoadedEngine:
-        # Imported in the engine's thread: torch takes seconds, and the gateway starts meanwhile.
+        # The engine's thread imports torch, which takes seconds, while the gateway starts.
         from draftgate.backends.engine.load import load_engine
 
         return load_engine(config, progress)

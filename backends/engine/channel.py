@@ -1,7 +1,7 @@
-"""One end of the socket between a gateway's process and an engine process.
+"""A channel for messages between a gateway's process and an engine process.
 
-Each message (`backends.remote_worker`) is preceded by its length in four bytes. Either side ends
-the conversation by closing its end.
+The length of each message (`backends.remote_worker`) precedes the message in four bytes. Either
+side ends the conversation when it closes its end.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ Received = TypeVar("Received", Command, Report)
 
 
 class SocketChannel(Generic[Received]):
-    """Messages over a socket. One thread receives; any thread may send."""
+    """Sends and receives messages over a socket.
+
+    Any thread may send, but only one thread may receive.
+    """
 
     def __init__(self, end: socket.socket, received: object) -> None:
-        """Own one end; `received` is the type of the messages from the other end."""
+        """Take ownership of `end`. `received` is the type of the messages from the other end."""
         self._end = end
         self._file = end.makefile("rb")
         self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message; block while the other end reads slowly.
+        """Send a message. The call blocks while the other end reads slowly.
 
         Raises:
             OSError: the other end is closed.
@@ -40,20 +43,20 @@ class SocketChannel(Generic[Received]):
             self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def __iter__(self) -> Iterator[Received]:
-        """Yield received messages until the other end is closed."""
+        """Yield the received messages until the other end is closed."""
         try:
             while len(head := self._file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
                 yield self._codec.decode(self._file.read(int.from_bytes(head, "little")))
         except (ConnectionResetError, ValueError):
-            return  # the connection was cut within a message
+            return  # the connection ended within a message
 
     def hang_up(self) -> None:
-        """Shut down both directions, which wakes the receivers at both ends. Idempotent."""
-        with suppress(OSError):  # already shut down
+        """Shut down both directions, which ends the iteration at both ends."""
+        with suppress(OSError):  # the socket is already shut down
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Call it in the thread that receives."""
+        """Close the socket. Call this method in the thread that receives."""
         self.hang_up()
         self._file.close()
         self._end.close()

@@ -22,30 +22,36 @@ from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""The supported dtypes, by their names in safetensors."""
+"""The supported dtypes by their names in safetensors."""
 
 BASE_PREFIX: Final = "model."
 BARE_EMBEDDING: Final = "embed_tokens.weight"
-"""Tensors have the prefix if the checkpoint was saved with an LM head. Embedding models are often
-saved without one, e.g. Qwen3-Embedding; `Checkpoint` adds the prefix to their names."""
+"""Name of the embedding in a checkpoint without `BASE_PREFIX`.
+
+Checkpoints with an LM head prefix their tensor names with `BASE_PREFIX`. Many embedding models,
+e.g. Qwen3-Embedding, omit the prefix. `Checkpoint` adds the prefix to such names.
+"""
 
 MAPPED_BYTES: Final = 1 << 17
-"""Tensors of at least this size get their own mapping: glibc's initial mmap threshold."""
+"""Minimum size in bytes of a tensor that gets its own mapping: glibc's initial mmap threshold."""
 
 HASH_PIECE_BYTES: Final = 1 << 26
-"""Pieces of a file are hashed in parallel, because SHA-256 on one core (1.5 GB/s on an AMD EPYC
-Zen 4, 2026-11-21) is slower than a fast disk. The hash depends on this size."""
+"""Size in bytes of the pieces of a file that several threads hash in parallel.
+
+SHA-256 on one core (1.5 GB/s on an AMD EPYC Zen 4, 2026-11-21) is slower than a fast disk. The hash
+depends on this size.
+"""
 
 HASH_THREADS: Final = 4
-"""More threads would take cores from the loading that runs at the same time."""
+"""Number of threads that hash. More threads would take cores from the concurrent loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it.
+    """The description of a tensor in the header of its file.
 
     Attributes:
-        stored_name: its name in the file.
+        stored_name: the tensor's name in the file.
     """
 
     path: Path
@@ -55,18 +61,21 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file; the dtype must be one of `STORED_DTYPES`."""
+        """Size of the tensor in the file. The dtype must be one of `STORED_DTYPES`."""
         return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
 class Checkpoint:
-    """The tensors in the weight files of a directory. Reads each header once, and no weights."""
+    """The tensors in the weight files of a directory.
+
+    A checkpoint reads each header once, and no weights.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the index does not fit the files.
+            CheckpointError: a file is missing or damaged, or the index does not match the files.
         """
         self._directory = directory
         self.tensors: Final[Mapping[str, StoredTensor]] = _stored_tensors(directory)
@@ -77,7 +86,7 @@ class Checkpoint:
         return sum(math.prod(stored.shape) for stored in self.tensors.values())
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Check that tensors exist with these shapes and supported dtypes; return their bytes.
+        """Check that tensors exist with these shapes and supported dtypes, and return their bytes.
 
         Raises:
             CheckpointError: a check failed. The message names the file and the tensor.
@@ -102,14 +111,14 @@ class Checkpoint:
 class TensorReader:
     """Copies tensors out of the files and converts them to one dtype.
 
-    Files stay mapped while the reader is open, and until then the process is charged for all pages
-    that it has read. Use one reader per layer.
+    Files stay mapped while the reader is open. Until the reader closes, all pages that it has read
+    count as memory of the process. Use one reader per layer.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, on_read: Callable[[int], None]
     ) -> None:
-        """Open nothing yet; `on_read` receives the number of bytes that each copy read."""
+        """Open no file yet. `on_read` receives the number of bytes of each copied tensor."""
         self._tensors = checkpoint.tensors
         self._dtype = dtype
         self._on_read = on_read
@@ -126,7 +135,7 @@ class TensorReader:
         self._open.close()
 
     def read(self, names: Iterable[str]) -> Tensor:
-        """Return the tensors, stacked along their first dimension, in memory of their own.
+        """Return copies of the tensors, stacked along their first dimension.
 
         Raises:
             CheckpointError: a file was removed or damaged after its header was read.
@@ -153,15 +162,16 @@ class TensorReader:
 def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an empty tensor whose memory returns to the system when it is freed.
 
-    Most tensors are packed and then freed. On the heap, each packed copy lies next to its original,
-    and the holes would add up to a sixth of the weights (glibc, 2026-11-21).
+    The loader packs most tensors and then frees them. On the heap, each packed copy would follow
+    its original, and the resulting holes would add up to a sixth of the weights (glibc,
+    2026-11-21).
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < MAPPED_BYTES:
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Fewer page faults: a quarter of the time of a load (AMD EPYC Zen 4, 2026-11-21).
+        # Fewer page faults save a quarter of the load time (AMD EPYC Zen 4, 2026-11-21).
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -169,7 +179,8 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def checkpoint_hash(directory: Path) -> str:
     """Return 12 hex digits that identify a checkpoint by the contents of its files.
 
-    It is the SHA-256 over the SHA-256 of each `HASH_PIECE_BYTES` of `config.json` and the weights.
+    The value is the SHA-256 over the SHA-256 of each `HASH_PIECE_BYTES` of `config.json` and the
+    weights.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -200,7 +211,6 @@ def _piece_digest(piece: tuple[Path, int]) -> bytes:
 
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Read the headers of all files."""
     weight_map = _weight_map(directory)
     tensors = {}
     for path in sorted(set(weight_map.values())):
@@ -219,7 +229,10 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor; one file takes precedence over shards, as in transformers."""
+    """Return the file of each tensor.
+
+    A single file takes precedence over shards, as in transformers.
+    """
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.is_file():
@@ -234,7 +247,10 @@ def _weight_map(directory: Path) -> dict[str, Path]:
 
 
 def _shard(index: Path, tensor: str, file: object) -> Path:
-    """Return the path of a shard; an untrusted index must not point outside the directory."""
+    """Return the path of a shard.
+
+    An untrusted index must not name a file outside the directory.
+    """
     if not isinstance(file, str) or file in {"", ".."} or Path(file).name != file:
         shown = reprlib.repr(file)
         raise CheckpointError(f"{index}: tensor {tensor}: {shown} is not a file of the checkpoint")

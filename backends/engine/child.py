@@ -1,6 +1,7 @@
 """The engine process: `python -m backends.engine.child FD`, started by `process.py`.
 
-The engine's thread runs as in the gateway's process, but its events are sent over the socket.
+The process runs the same engine thread as the gateway's process, but sends the thread's events over
+the socket.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 STOP_S: Final = 5.0
-"""Time for the step in progress after the gateway has closed its end."""
+"""Maximum wait in seconds for the step in progress after the gateway has closed its end."""
 
 
 class Reports:
-    """Sends the reports of the engine's thread; implements `loop.LoopEvents`."""
+    """Implements `loop.LoopEvents`: sends the reports of the engine's thread over a channel."""
 
     def __init__(self, channel: SocketChannel[Command]) -> None:
-        """Send reports over this channel."""
+        """Send the reports over this channel."""
         self._channel = channel
 
     def loading(self, share: float) -> None:
-        """Report the progress of loading."""
+        """Report the progress of loading, 0 to 1."""
         self._send(Loading(share))
 
     def ready(self, served: ServedModel) -> None:
@@ -52,7 +53,7 @@ class Reports:
         self._send(Ready(served.card))
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """Send a step's deltas."""
+        """Send the deltas of a step and the load after the step."""
         self._send(Update(batch, load))
 
     def failed(self, error: BaseException) -> None:
@@ -60,12 +61,12 @@ class Reports:
         self._send(Failed(type(error).__name__, str(error)))
 
     def _send(self, message: Report) -> None:
-        with suppress(OSError):  # the gateway is gone; the main thread notices it as well
+        with suppress(OSError):  # the main thread also notices that the gateway has ended
             self._channel.send(message)
 
 
 def main() -> None:
-    """Load and run until the gateway closes its end."""
+    """Load the model and run steps until the gateway closes its end."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     channel = SocketChannel[Command](socket.socket(fileno=int(sys.argv[1])), Command)
     commands = iter(channel)
@@ -82,7 +83,7 @@ def main() -> None:
             loop.set_pace(command.id, command.pace)
     loop.stop()
     loop.join(STOP_S)
-    os._exit(0)  # even during loading, which cannot be interrupted otherwise
+    os._exit(0)  # nothing else can interrupt a load
 
 
 def _start(config: WorkerConfig, reports: Reports) -> EngineLoop:

@@ -1,4 +1,4 @@
-"""The shape of a model, read from `config.json` of a Hugging Face checkpoint."""
+"""Reads the shape of a model from `config.json` of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class _Family:
     """The features of an architecture, and the defaults of its config.
 
     Attributes:
-        biases: (queries, keys and values; attention output) where the architecture fixes them;
-            None if `attention_bias` sets them.
-        mlp_bias: `mlp_bias` may be set.
-        qk_norm: queries and keys are normalised per head.
-        windows: `all` layers slide if `sliding_window` is set, `some` as the Qwen fields say, or
-            `none`.
-        defaults: values of absent fields, as in `transformers`; a null field is not absent.
+        biases: whether queries, keys and values have a bias, and whether the attention output has
+            one. None if `attention_bias` sets both.
+        mlp_bias: whether `mlp_bias` may be set.
+        qk_norm: whether each head normalises its queries and keys.
+        windows: `all` if `sliding_window` applies to all layers, `some` if the Qwen fields select
+            the layers, or `none`.
+        defaults: values of absent fields, as in `transformers`. A null field is not absent.
     """
 
     biases: tuple[bool, bool] | None
@@ -85,16 +85,16 @@ class ModelConfig:
     """The shape of a decoder.
 
     Attributes:
-        head_dim: width of one attention head; not always `hidden_size / num_heads`.
-        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
-        max_position_embeddings: the longest context, including its extension by YaRN.
-        windows: for each layer, the number of tokens that a token attends to, itself included;
-            None for all.
-        qkv_bias: the projections of queries, keys and values have a bias.
-        output_bias: the projection of the attention's output has a bias.
-        mlp_bias: all products of the MLP have a bias.
-        qk_norm: queries and keys are normalised per head before they are rotated.
-        tied_embeddings: the LM head is the embedding.
+        head_dim: width of one attention head, which can differ from `hidden_size / num_heads`.
+        num_kv_heads: key and value heads. Each serves `num_heads / num_kv_heads` query heads.
+        max_position_embeddings: the longest context in tokens, including its extension by YaRN.
+        windows: for each layer, the number of tokens that a token attends to, itself included.
+            None means all tokens.
+        qkv_bias: whether the projections of queries, keys and values have a bias.
+        output_bias: whether the projection of the attention's output has a bias.
+        mlp_bias: whether all products of the MLP have a bias.
+        qk_norm: whether each head normalises its queries and keys before their rotation.
+        tied_embeddings: whether the LM head is the embedding.
     """
 
     vocab_size: int
@@ -122,11 +122,11 @@ class ModelConfig:
 
     @property
     def known_eos_ids(self) -> frozenset[int]:
-        """End tokens that are in the vocabulary; some checkpoints name others as well."""
+        """End tokens that are in the vocabulary. Some checkpoints also list others."""
         return frozenset(token for token in self.eos_ids if 0 <= token < self.vocab_size)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of one token's keys and values over all layers."""
+        """Return the bytes that the keys and values of a token take in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
 
@@ -148,7 +148,6 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _family(fields: Fields) -> _Family:
-    """Return the family of a supported model; raise `CheckpointError` for others."""
     architectures = fields.get("architectures") or ["(none named)"]
     name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(name, str) or name not in FAMILIES:
@@ -213,7 +212,6 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
 
 
 def _windows(fields: Fields, family: _Family, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer."""
     if family.windows == "none":
         return (None,) * layers
     if family.windows == "all":
@@ -250,7 +248,8 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
 def _rope(fields: Fields) -> tuple[Rope, int]:
     """Return the rotation and the longest context.
 
-    The settings are in `rope_parameters` (newer) or in `rope_scaling` and `rope_theta`.
+    Newer checkpoints have the settings in `rope_parameters`, older ones in `rope_scaling` and
+    `rope_theta`.
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     settings = fields.section(name)
@@ -274,13 +273,13 @@ def _rope(fields: Fields) -> tuple[Rope, int]:
         return Rope(theta), positions
     if kind == "linear":
         return Rope(theta, LinearScaling(settings.number("factor"))), positions
-    # If a checkpoint has both, the top-level field takes precedence, as in transformers.
+    # The top-level field takes precedence if a checkpoint has both, as in transformers.
     holder = fields if "original_max_position_embeddings" in fields else settings
     original = holder.count("original_max_position_embeddings", positions)
     if kind == "llama3":
         return Rope(theta, _llama3(settings, original)), positions
     yarn = _yarn(settings, original, positions)
-    # In some published YaRN checkpoints the field holds the context before its extension.
+    # The field of some published YaRN checkpoints holds the context before its extension.
     return Rope(theta, yarn), max(positions, int(original * yarn.factor))
 
 
@@ -308,7 +307,9 @@ def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:
 
 
 def _eos_ids(path: Path) -> frozenset[int]:
-    """Return the end tokens in a file. `generation_config.json` may list more than the config.
+    """Return the end tokens in a file.
+
+    `generation_config.json` may list more tokens than `config.json`.
 
     Raises:
         CheckpointError: `eos_token_id` holds something other than token ids.

@@ -1,7 +1,7 @@
 """The instruction set of CPU code: the machine's best, or a lower one from `DRAFTGATE_CPU_ISA`.
 
 The variable limits torch, oneDNN, MKL and the compiled operators alike, so that any machine can
-test a lower instruction set. Does not import torch.
+test a lower instruction set. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ISAS: Final = {
     "avx2": Isa("AVX2", "avx2", "AVX2", "x86-64-v3"),
     "avx512": Isa("AVX512_CORE_BF16", "avx512", "AVX512", "x86-64-v4"),
 }
-"""Instruction sets by their names in `DRAFTGATE_CPU_ISA`. None of them uses AMX."""
+"""Instruction sets by their names in `DRAFTGATE_CPU_ISA`. No instruction set includes AMX."""
 
 
 def limit_cpu_isa() -> None:
     """Set the variables that the libraries read at their first use.
 
-    An unknown name is ignored here and reported by `requested_isa`.
+    `requested_isa` reports an unknown name, which this function ignores.
     """
     isa = ISAS.get(os.environ.get(VARIABLE, ""))
     if isa is not None:
@@ -44,7 +44,7 @@ def limit_cpu_isa() -> None:
 
 
 def requested_isa() -> str | None:
-    """Return the name in the environment; None for the machine's best.
+    """Return the instruction set that `DRAFTGATE_CPU_ISA` names, or None for the machine's best.
 
     Raises:
         ValueError: the name is unknown.

@@ -1,4 +1,7 @@
-"""Typed access to the fields of a checkpoint's JSON file; errors name file and field."""
+"""Reads the fields of a checkpoint's JSON file with type checks.
+
+An error names the file and the field.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any, Final
 from draftgate.backends.errors import CheckpointError
 
 MOST: Final = 1 << 24
-"""Upper bound on counts. Real models are far below it; a larger count means a damaged file."""
+"""Upper bound on counts. A larger count means that the file is damaged."""
 
 
 class Fields:
-    """The fields of one JSON object. A field that is null counts as missing."""
+    """The fields of a JSON object. A null field counts as missing."""
 
     def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = "") -> None:
         """Wrap `raw`, an object of `file` at the dotted path `prefix`."""
@@ -26,7 +29,7 @@ class Fields:
         return self._raw.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return a field unchecked; None if it is missing."""
+        """Return the unchecked value of a field, or None if the field is missing."""
         return self._raw.get(name)
 
     def error(self, name: str, problem: str) -> CheckpointError:
@@ -34,7 +37,7 @@ class Fields:
         return CheckpointError(f"{self._file}: {self._prefix}{name} {problem}")
 
     def section(self, name: str) -> Fields:
-        """Return a field that must be an object; an empty object if it is missing."""
+        """Return a field that must be an object, or an empty object if the field is missing."""
         value = {} if self._raw.get(name) is None else self._raw[name]
         if not isinstance(value, Mapping):
             raise self.error(name, f"must be an object, not {reprlib.repr(value)}")
@@ -48,10 +51,10 @@ class Fields:
     def count(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST
     ) -> int:
-        """Return a field that must be a whole number from `least` to `most`.
+        """Return a field that must be an integer from `least` to `most`.
 
         Raises:
-            CheckpointError: if it is another value, or missing without a default.
+            CheckpointError: the field has another value, or is missing and has no default.
         """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -63,7 +66,7 @@ class Fields:
         """Return a field that must be a finite number greater than `above`.
 
         Raises:
-            CheckpointError: if it is another value, or missing without a default.
+            CheckpointError: the field has another value, or is missing and has no default.
         """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -76,7 +79,7 @@ class Fields:
         """Return a field that must be true or false.
 
         Raises:
-            CheckpointError: if it is another value.
+            CheckpointError: the field has another value.
         """
         value = self._value(name, default)
         if not isinstance(value, bool):

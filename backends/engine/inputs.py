@@ -23,12 +23,12 @@ class AttentionSpan(NamedTuple):
     """Consecutive rows of a step, and the slots that they attend to.
 
     Attributes:
-        rows: number of rows; they follow those of the previous spans.
-        start: position of the first row; the positions of the others are consecutive. A row sees
-            its own position and all earlier ones, the step's own keys and values included.
-        pages: the sequence's page table; an `array` of 64-bit numbers is read without a copy.
-        tail_start: positions from here on use the slots in `tail` instead of the pages.
-        tail: slots; empty for most sequences.
+        rows: number of rows, which follow those of the previous spans.
+        start: position of the first row. The positions of the other rows are consecutive. A row
+            sees its own position and all earlier positions, including those of this step.
+        pages: the sequence's page table. The engine reads an `array` of 64-bit numbers in place.
+        tail_start: first position that uses the slots in `tail` instead of the pages.
+        tail: slots, empty for most sequences.
     """
 
     rows: int
@@ -40,12 +40,12 @@ class AttentionSpan(NamedTuple):
 
 @dataclass(slots=True)
 class AttentionSpans:
-    """The spans of a step as columns, since creating one object per sequence costs host time.
+    """The spans of a step as columns, because one object per sequence would cost host time.
 
     Attributes:
         page_tokens: slots of a page.
         rows, starts, pages: of each span.
-        tails: `tail_start` and `tail` by the index of the span, for spans with a tail.
+        tails: `tail_start` and `tail` of the spans with a tail, by the index of the span.
     """
 
     page_tokens: int = BLOCK_TOKENS
@@ -73,12 +73,13 @@ class Feed(NamedTuple):
     """The input of one sequence to a forward pass.
 
     Attributes:
-        token_ids: one per row; keys and values are written to consecutive slots from `start` on.
+        token_ids: one per row. The step writes their keys and values to consecutive slots from
+            `start` on.
         start: position of the first token.
         pages: the sequence's page table.
-        num_samples: number of last rows whose logits are wanted.
-        positions: of the rows, for a tree; empty if they are consecutive.
-        spans: attention spans that cover all rows; empty for one span over the pages.
+        num_samples: number of rows at the end of the feed whose logits the step returns.
+        positions: positions of the rows of a tree, empty if the positions are consecutive.
+        spans: attention spans that cover all rows, empty for a single span over the pages.
     """
 
     token_ids: Many[int]
@@ -96,13 +97,13 @@ class RaggedSpans(NamedTuple):
 
     Attributes:
         query_starts: int32 [sequences + 1], the first row of each sequence, then the end of the
-            last one; padding sequences have no rows.
-        context_lens: int32 [sequences], slots in use, those of the step included.
-        tables: int32 [sequences, pages of the longest table]; entries beyond a context are not
-            read.
+            last one. Padding sequences have no rows.
+        context_lens: int32 [sequences], slots in use, including those of the step.
+        tables: int32 [sequences, pages of the longest table]. Kernels ignore entries beyond a
+            context.
         ancestors: int64 [rows], the draft tokens that a row of a tree sees, itself included, as
             bits.
-        draft_starts: int32 [sequences], tokens before a tree; the whole context without a tree.
+        draft_starts: int32 [sequences], tokens before a tree, or the whole context without a tree.
         positions: int32 [rows], the position of each row in its attention span.
         page_tokens: slots of a page.
     """
@@ -118,16 +119,16 @@ class RaggedSpans(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tensors of a step; `rows` includes padding.
+    """The tensors of a step. `rows` includes padding.
 
     Attributes:
-        token_ids, positions, slots: int64 [rows]; `slots` is where keys and values are written.
+        token_ids, positions, slots: int64 [rows]. The step writes keys and values to `slots`.
         spans: one per sequence, plus one for each branch of a tree after the first.
-        sample_rows: rows whose logits are wanted, then rows whose hidden state is wanted, padded to
-            the row tile.
-        num_samples: number of logits wanted.
-        ragged: the spans on the device, if they are already there.
-        num_pooled: number of hidden states wanted.
+        sample_rows: rows whose logits the step returns, then rows whose hidden state it returns,
+            padded to the row tile.
+        num_samples: number of rows whose logits the step returns.
+        ragged: the spans on the device, or None if the spans are still on the host.
+        num_pooled: number of rows whose hidden state the step returns.
     """
 
     token_ids: Tensor
@@ -152,12 +153,12 @@ class StepInputs:
 
 @dataclass(slots=True)
 class StepRows:
-    """Feeds as one ragged batch, without padding.
+    """Feeds as one ragged batch without padding.
 
     Attributes:
         spans: the attention spans of all rows.
         token_ids, positions, slots: of each row.
-        sample_rows: rows whose logits are wanted.
+        sample_rows: rows whose logits the step returns.
     """
 
     spans: AttentionSpans
@@ -168,7 +169,11 @@ class StepRows:
 
 
 def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
-    """Lay feeds out as one ragged batch, given the slots of a page."""
+    """Return the feeds as one ragged batch.
+
+    Args:
+        page_tokens: slots of a page.
+    """
     spans = AttentionSpans(page_tokens)
     batch = StepRows(spans)
     token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
@@ -206,12 +211,12 @@ def build_inputs(
     page_tokens: int = BLOCK_TOKENS,
     pooled_rows: Many[int] = (),
 ) -> StepInputs:
-    """Lay feeds out as one ragged batch, padded to the row tile.
+    """Return the feeds as one ragged batch, padded to the row tile.
 
     Args:
-        dump_slot: where padding rows write their keys and values.
+        dump_slot: the slot for keys and values of padding rows.
         page_tokens: slots of a page.
-        pooled_rows: rows whose hidden state is wanted.
+        pooled_rows: rows whose hidden state the step returns.
     """
     batch = lay_out(feeds, page_tokens)
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
@@ -242,7 +247,7 @@ def attention_inputs(span: AttentionSpan, rows: int) -> StepInputs:
 
 
 def feed_of(work: SequenceWork) -> Feed:
-    """Return the input of a sequence to the target in a step."""
+    """Return the target's input for a sequence in a step."""
     sequence, start, token_ids, samples, draft = work
     if not draft.token_ids:
         return Feed(token_ids, start, sequence.block_table, samples)
@@ -261,8 +266,9 @@ def slots_of(
 
 def _spans(work: SequenceWork, table: Many[int]) -> tuple[AttentionSpan, ...]:
     """Return a span for the confirmed tokens and the first branch, and one per further branch."""
-    # Each branch is read as a chain, so its rows have the bits of a chain: attention adds in the
-    # order of positions. Ancestor masks over the slots of the tree would add zeros in between.
+    # Attention reads each branch as a chain, so the rows of the branch have the bits of a chain.
+    # Attention adds in the order of positions. Ancestor masks over the slots of the tree would
+    # insert zeros into these sums.
     ends = _branch_ends(work.draft)
     spans = [AttentionSpan(len(work.token_ids) + ends[0], work.start, table)]
     for begin, end in pairwise(ends):
@@ -287,7 +293,7 @@ def _branch_ends(draft: Draft) -> list[int]:
 
 
 def _ancestors(draft: Draft, place: int) -> list[int]:
-    """Return the places on the path to a token, itself excluded."""
+    """Return the places on the path to a token, without the token's own place."""
     path = []
     while (place := draft.parent(place)) != ROOT:
         path.append(place)

@@ -1,9 +1,11 @@
 """The KV memory: one allocation, viewed as the layers of the target and of a draft model.
 
-Memory is [strips, slots, head_dim]: each layer and KV head has one strip of all slots for its keys
-and one for its values. A block is the same `BLOCK_TOKENS` slots in every strip, so a run of blocks
-is a view of any layer. A borrowed block holds pages of a draft model in the same strips
-(`core/draft_pages.py`), in as many groups as the draft's strips fit into the target's.
+The memory has the shape [strips, slots, head_dim]. Each layer and KV head has one strip of all
+slots for its keys and one for its values. A block is the same `BLOCK_TOKENS` slots in every strip,
+so a run of blocks is a view of any layer.
+
+A borrowed block holds pages of a draft model in the same strips (`core/draft_pages.py`). The number
+of groups is the target's strips divided by the draft model's strips. A block has a page per group.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch import Tensor
 from draftgate.backends.engine.config import ModelConfig
 
 BLOCK_TOKENS: Final = 16
-"""Tokens per KV block, as in other engines; small, so that a sequence wastes little memory."""
+"""Tokens per KV block, as in other engines. The block is small to limit the unused memory of a
+sequence."""
 
 KV_TILE: Final = 256
-"""KV tokens that attention multiplies at once (`operators/attention.py`)."""
+"""Number of KV tokens in one tile of attention (`operators/attention.py`)."""
 
 Layers = tuple[Tensor, ...]
 """Keys and values of each layer: [2 * num_kv_heads, slots, head_dim], keys first."""
@@ -32,11 +35,11 @@ class DraftLayers:
     """A draft model's view of the pool, over the slots of all groups.
 
     Attributes:
-        layers: page p has the slots from `p * page_tokens` on.
+        layers: keys and values. Page p has the slots from `p * page_tokens` on.
         groups: pages per block, one in each group.
-        group_pages: pages per group: those of all blocks, then slack.
+        group_pages: pages per group, including slack after the pages of all blocks.
         page_tokens: tokens of the draft model that a page holds.
-        dump_slot: where padding rows write.
+        dump_slot: the slot for keys and values of padding rows.
     """
 
     layers: Layers
@@ -49,8 +52,8 @@ class DraftLayers:
 class KvPool:
     """Keys and values of `num_blocks` blocks.
 
-    A tile of slack follows the blocks. Views of the last run may read it, masked, and padding rows
-    write to it.
+    A tile of slack follows the blocks. Masked reads of the last block may reach the slack, and
+    padding rows write to it.
     """
 
     def __init__(
@@ -62,27 +65,27 @@ class KvPool:
     ) -> None:
         self.num_blocks = num_blocks
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
-        # Zeros, because masked reads must be finite.
+        # The memory starts as zeros, because masked reads must return finite values.
         self.memory = _zeros((_strips(config), slots, config.head_dim), dtype, device)
         """[strips, slots, head_dim], all layers."""
         self.layers: Layers = self.memory.split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy keys and values between slots in every layer; all sources are read first."""
+        """Copy keys and values between slots in every layer. All reads precede all writes."""
         device = self.memory.device
         moved = self.memory.index_select(1, torch.tensor(sources, device=device))
         self.memory.index_copy_(1, torch.tensor(targets, device=device), moved)
 
     def draft_layers(self, draft: ModelConfig) -> DraftLayers:
-        """Return the view of a draft model, in the target's dtype.
+        """Return the view of a draft model in the target's dtype.
 
         Raises:
-            ValueError: if the draft model's keys and values do not fit the target's blocks.
+            ValueError: the draft model's keys and values do not fit the target's blocks.
         """
         strips, _, head_dim = self.memory.shape
         block_elements = BLOCK_TOKENS * head_dim
-        # With wider heads, the slack after the blocks would hold fewer tokens than a tile reads.
+        # The slack after the blocks holds a tile only if the draft model's heads are not wider.
         fits = _strips(draft) <= strips and draft.head_dim <= head_dim
         if not fits or block_elements % draft.head_dim:
             raise ValueError(
@@ -106,7 +109,7 @@ def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int) -> int:
     """Return the number of blocks that fit into `kv_bytes`.
 
     Raises:
-        ValueError: not even one fits.
+        ValueError: `kv_bytes` is smaller than a block.
     """
     block_bytes = config.kv_bytes_per_token(itemsize) * BLOCK_TOKENS
     if kv_bytes < block_bytes:
@@ -121,6 +124,6 @@ def _strips(config: ModelConfig) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch would write the zeros; the operating system provides zero pages on first use.
+    # torch would write the zeros. The operating system provides zero pages on first use.
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,14 +1,16 @@
 """Matrix products whose rows do not depend on the number of rows.
 
-The bits of a row must be equal whether it is computed alone, in a verify step or in a prefill
-chunk. On a CPU oneDNN guarantees this for products of at least `LEAST_ROWS` rows. For a single row
-it uses another kernel if the inner size exceeds about a thousand.
+A row must have the same bits alone, in a verify step and in a prefill chunk. On a CPU, oneDNN
+guarantees equal bits for products of at least `LEAST_ROWS` rows. For a single row, oneDNN uses
+another kernel if the inner size exceeds about a thousand.
 
-This was measured with products whose terms cancel, so that only rounding is left. They covered 80
-shapes up to 14336 inner columns and 151936 outputs, 1 and 2 threads, float32 and bfloat16, packed
-and dense weights. All of 4 to 512 rows give equal bits (AMD EPYC Zen 4, 2026-11-21). With AMX,
-bfloat16 is known to change kernels above 32 rows, hence `EXACT_ROWS`. The worker tests its own
-machine at start (`warmup.rows_are_exact`).
+This guarantee was measured with products whose terms cancel, so that only rounding remains. The
+measurement covered 80 shapes up to 14336 inner columns and 151936 outputs. The products used 1 and
+2 threads, float32 and bfloat16, and packed and dense weights. All numbers of rows from 4 to 512
+give equal bits (AMD EPYC Zen 4, 2026-11-21).
+
+With AMX, bfloat16 products change kernels above 32 rows, so `EXACT_ROWS` limits their rows. The
+worker tests its own machine at start (`warmup.rows_are_exact`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from draftgate.backends.engine.operators.products import multiplies_in_c, multip
 
 
 def _uses_amx() -> bool:
-    """Return whether oneDNN uses AMX, which its environment variable may disable."""
+    """Return whether oneDNN uses AMX, which `ONEDNN_MAX_CPU_ISA` may disable."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     supported: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public one)
     return supported and (most in {"ALL", "DEFAULT"} or "AMX" in most)
@@ -34,25 +36,29 @@ def _uses_amx() -> bool:
 USES_AMX: Final = _uses_amx()
 
 ONEDNN_BFLOAT16: Final[bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
-"""Whether oneDNN multiplies bfloat16, as with AVX-512 or AVX-NE-CONVERT. Otherwise products of the
-bfloat16 weight are computed in float32 and rounded."""
+"""Whether oneDNN multiplies bfloat16, as with AVX-512 or AVX-NE-CONVERT.
+
+Otherwise, products with a bfloat16 weight are computed in float32 and rounded.
+"""
 
 ROW_TILE: Final = 16 if USES_AMX else 1
 LEAST_ROWS: Final = 16 if USES_AMX else 4
-"""Rows of every product are padded to a multiple of `ROW_TILE`, to at least `LEAST_ROWS`, and to a
-multiple from `STAIRS`.
+"""The rows of every product are padded to a multiple of `ROW_TILE`, to at least `LEAST_ROWS`, and
+to a multiple from `STAIRS`.
 
-With matrix tiles (AMX), 16 rows are known to be exact and to cost as much as one row. Without them,
-products of 4 to 6 rows are the fastest. They read a float32 matrix of 256 MiB at 22 to 24 GB/s, one
-row at 16, 8 rows at 17 and 16 rows at 11. In bfloat16 the rates are the same (one thread of a
-Zen 4, which reads at most 30 GB/s, 2026-11-21).
+With matrix tiles (AMX), 16 rows are exact and cost as much as one row. Without AMX, products of 4
+to 6 rows are the fastest: they read a float32 matrix of 256 MiB at 22 to 24 GB/s. A single row
+reads it at 16 GB/s, 8 rows at 17 and 16 rows at 11. The bfloat16 rates are the same (one thread of
+a Zen 4, which reads at most 30 GB/s, 2026-11-21).
 """
 
 WIDENED_BYTES: Final = 1 << 20
-"""Float32 bytes of a bfloat16 weight that torch widens at once if neither oneDNN nor C can."""
+"""Float32 bytes of each part of a bfloat16 weight that torch widens if neither oneDNN nor C can
+multiply it."""
 
 PACKED_FOR: Final = 16
-"""Number of rows for which oneDNN chooses the layout of packed weights; all numbers may use it."""
+"""Number of rows for which oneDNN chooses the layout of packed weights. Products of any size may
+use the layout."""
 
 EXACT_ROWS: Final = 32
 """Maximum rows of a bfloat16 product with exact bits."""
@@ -60,30 +66,35 @@ EXACT_ROWS: Final = 32
 GPU_EXACT_ROWS: Final = 128
 """Rows of every product on a GPU with exact bits: one shape per weight, and therefore one kernel.
 
-It is the tile of a Hopper matrix instruction for two warp groups. A GPU multiplies about this many
-rows while it reads a weight (790 TFLOP/s over 4.3 TB/s in bfloat16 are 184 rows), so padding should
-cost decodes little. Prefill reads a weight once per tile. From the data sheet, not measured."""
+The value is the tile of a Hopper matrix instruction for two warp groups. A GPU can multiply 184
+rows while it reads a weight (790 TFLOP/s over 4.3 TB/s in bfloat16). Padding should therefore cost
+decodes little. Prefill reads a weight once per tile. These rates are from the data sheet, not
+measured.
+"""
 
 STAIRS: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
-"""Pairs (maximum rows, multiple): products of up to this many rows are padded to the multiple.
+"""Pairs (maximum rows, multiple): products of up to this number of rows are padded to the multiple.
 
 The multiples limit the size of two caches. For each number of rows and shape of weight, torch keeps
-a descriptor and oneDNN a kernel, 0.28 MB each. The capacity of 1,024 entries can be set only in the
-environment before torch is imported (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
-With 53 numbers of up to 512 rows a node grew for twenty minutes, until it had met them all. These
-29 take 85 MB for the five shapes of the shipped model, and as much for its draft model (AMD EPYC
-Zen 4, torch 2.13, 2026-11-21). Decodes of few rows get at most one row of padding; 65 rows get the
-most, about a quarter."""
+a descriptor and oneDNN a kernel, 0.28 MB each. Only the environment can set the capacity of 1,024
+entries, before the import of torch (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
+
+The 53 possible numbers of up to 512 rows made the memory of a node grow for twenty minutes. The
+current 29 numbers take 85 MB for the five shapes of the shipped model, and the same for its draft
+model (AMD EPYC Zen 4, torch 2.13, 2026-11-21). Decodes of few rows get at most one row of padding.
+A product of 65 rows gets the largest share, about a quarter.
+"""
 
 MOST_ROWS: Final = STAIRS[-1][0]
-"""Longer products are split into parts of this many rows, so that they need no further kernels.
+"""Longer products are split into parts of this size, so that they need no further kernels.
 
 The time per row is within 2% of that of 512 rows, for weights of 256 x 1024 to 768 x 2304. Parts of
-64 rows take up to 5% longer (one thread of a Zen 4, 2026-11-21)."""
+64 rows take up to 5% longer (one thread of a Zen 4, 2026-11-21).
+"""
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows of a product including padding; 0 for 0."""
+    """Return the number of rows of a product including padding, or 0 for no rows."""
     whole, rest = divmod(rows, MOST_ROWS)
     if not rest:
         return rows
@@ -92,10 +103,10 @@ def padded_rows(rows: int) -> int:
 
 
 PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)}))
-"""All numbers of rows that a product on a CPU may have."""
+"""All possible numbers of rows of a product on a CPU."""
 
 
-# Private operators of torch: the public ones pack the weight again in every call.
+# The public operators of torch would pack the weight again in every call.
 _pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
 _product: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
@@ -114,14 +125,14 @@ class Linear:
         """Take a weight of shape [out_features, in_features].
 
         Args:
-            weight: the caller may free it if it is packed, because packing copies it.
+            weight: a matrix that the caller may free if `pack` is true, because packing copies it.
             bias: [out_features].
-            exact: limit bfloat16 products to `EXACT_ROWS` rows, which slows prefill (by about a
-                tenth for a step of 256 tokens on Zen 4); float32 needs no limit. On a GPU all
-                products have `GPU_EXACT_ROWS` rows.
-            pack: copy the weight into the fastest layout. Without it the weight is used as it is,
-                so that a tied embedding is stored once. The bits are the same, but the product
-                takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 times for 32 (Zen 4).
+            exact: whether to limit bfloat16 products on a CPU to `EXACT_ROWS` rows. The limit slows
+                prefill, by about a tenth for a step of 256 tokens (Zen 4). float32 needs no limit.
+                On a GPU all exact products have `GPU_EXACT_ROWS` rows.
+            pack: whether to copy the weight into the fastest layout. Without the copy, a tied
+                embedding is stored once and the bits are the same. The product then takes 1.8 to
+                2.5 times as long for 4 rows, and 1.3 to 1.5 times for 32 (Zen 4).
         """
         self.out_features, self.in_features = weight.shape
         on_gpu, rounds = weight.device.type == "cuda", weight.dtype is torch.bfloat16
@@ -131,7 +142,7 @@ class Linear:
         packed = self._native and pack
         if packed:
             self._weight = _pack(self._weight, PACKED_FOR)
-        # A float32 product reads the weight once in C, and twice in oneDNN.
+        # C reads the weight once for a float32 product, oneDNN twice.
         self._in_c = on_cpu and rounds and not packed and multiplies_in_c(self.in_features)
         self._widens = on_cpu and not self._native
         self._bias = bias
@@ -144,21 +155,21 @@ class Linear:
         return library_name() if self._in_c else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features]; see `padded_rows`."""
+        """Return [rows, out_features] for x of [rows, in_features]."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:
         """Return the product in float32, even if the weight and x are bfloat16.
 
-        In bfloat16 it is the sum of two bfloat16 numbers, the rounded product and its rounding
-        error. A second product that subtracts the first before rounding returns this error. The
-        relative error is 2^-17 instead of 2^-9, for twice the time. A float32 copy of the weight
-        takes as long and twice the memory; widening tiles of the weight takes three times as long.
+        A bfloat16 product is computed as the sum of two bfloat16 numbers: the rounded product and
+        its rounding error. A second product that subtracts the first before rounding returns this
+        error. The relative error falls from 2^-9 to 2^-17, for twice the time. A float32 copy of
+        the weight would take the same time and twice the memory. Widening tiles of the weight would
+        take three times as long.
         """
         return self._in_parts(self._multiply_wide, x)
 
     def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Multiply at most `_most_rows` rows at a time."""
         if self._tile_rows is not None:
             return _in_tiles(multiply, x, self._tile_rows)
         if self._most_rows is None or len(x) <= self._most_rows:
@@ -190,14 +201,14 @@ class Linear:
 
 
 def _widened_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the float32 product of bfloat16 tensors; widens one part of the weight at a time."""
+    """Return the float32 product of bfloat16 tensors. Widen one part of the weight at a time."""
     x = x.float()
     parts = weight.split(max(1, WIDENED_BYTES // (4 * weight.shape[1])))
     return torch.cat([_product(x, part.float(), None, "none", [], "") for part in parts], 1)
 
 
 def _in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, tile_rows: int) -> Tensor:
-    """Multiply tiles of `tile_rows` rows; the last one is padded with zeros."""
+    """Multiply tiles of `tile_rows` rows, and pad the last tile with zeros."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % tile_rows))
     tiles = [multiply(tile) for tile in padded.split(tile_rows)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]

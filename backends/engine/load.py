@@ -1,4 +1,4 @@
-"""Build a warm worker from its configuration: weights, memory, exact bits, step costs."""
+"""Builds a warm worker from its configuration: weights, memory, exact bits, step costs."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ from draftgate.policies.registry import batching_policy, speculation_policy
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
 LOADED_SHARE, PROBED_SHARE = (end for end, _ in PHASES[:2])
-"""Progress when the weights are read, and when exact bits are probed."""
+"""Progress after the weights are read, and after the probe for exact bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A loaded worker: the sans-I/O core, the device that runs its steps, and the served model.
+    """A loaded worker: the sans-I/O core, the runner of its steps, and the served model.
 
     Attributes:
         proposers: by name, cheapest first.
@@ -80,15 +80,17 @@ class LoadedEngine:
 def load_engine(
     config: WorkerConfig, progress: Callable[[float], None] = lambda _share: None
 ) -> LoadedEngine:
-    """Load, warm up and measure a worker, in the thread that will use it.
+    """Load, warm up and measure a worker.
+
+    Call this function in the thread that runs the worker's steps.
 
     Args:
-        config: what to load.
+        config: the worker's settings.
         progress: called with the completed share, 0 to 1.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ValueError: a setting does not fit, such as `kv_bytes` below one block.
+        ValueError: a setting is invalid, such as `kv_bytes` below the size of a block.
     """
     draft_directory = _draft_directory(config)
     _check(config, has_draft=draft_directory is not None)
@@ -116,7 +118,7 @@ def load_engine(
     cache = _cache(device, numerics(exact=config.exact), most_tokens, most_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
-        exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
+        exact = exactness(runner, model, dtype, most_tokens, device, required=config.exact)
         progress(PROBED_SHARE)
         cost = _step_cost(runner, device, most_tokens, most_sequences)
     else:
@@ -154,7 +156,10 @@ def _step_cost(
 
 
 def _cache(device: torch.device, *key: object) -> StartupCache | None:
-    """Return the cache of a CPU's measurements; None on a GPU, because measuring warms it up."""
+    """Return the cache of a CPU's measurements.
+
+    A GPU has no cache, because the timed steps also warm it up.
+    """
     if device.type != "cpu":
         return None
     return StartupCache(__version__, source_hash(), *key)
@@ -182,10 +187,10 @@ def _check(config: WorkerConfig, *, has_draft: bool) -> None:
 
 
 def _prepared_device(config: WorkerConfig) -> torch.device:
-    """Return the device to compute on, after all settings that precede its first use.
+    """Return the device after applying all settings that must precede its first use.
 
     Raises:
-        ValueError: this machine has no such device, or not the instruction set asked for.
+        ValueError: this machine lacks the device or the requested instruction set.
     """
     check_cpu_isa()
     if config.threads is not None:
@@ -212,11 +217,11 @@ def runner_for(
     Args:
         max_num_seqs: maximum sequences of a step.
         max_model_len: maximum tokens of a context.
-        captured: capture a GPU's steps as CUDA graphs.
+        captured: whether to capture a GPU's steps as CUDA graphs.
     """
     if decoder.device.type != "cuda":
         return Runner(decoder, pool, verify)
-    # Triton is not installed everywhere.
+    # Some machines lack Triton.
     from draftgate.backends.engine.gpu.runner import gpu_runner
 
     runner = gpu_runner(
@@ -233,7 +238,7 @@ def _num_blocks(
     """Return the number of KV blocks to allocate.
 
     Raises:
-        ValueError: the memory is too small for one block.
+        ValueError: the memory is smaller than a block.
     """
     model, device = decoder.config, decoder.device
     kv_bytes = config.kv_bytes
@@ -242,13 +247,13 @@ def _num_blocks(
         kv_bytes = measured_kv_bytes(
             device, config.gpu_memory_utilization, config.num_workers, spare_bytes
         )
-    # No more than all sequences at full length can use.
+    # More blocks than all sequences use at full length would stay empty.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
 
 
 def _compiled(decoder: Decoder) -> Decoder:
-    """Compile a CPU's products now rather than during steps; return the decoder."""
+    """Compile a CPU's products before the first step, and return the decoder."""
     if decoder.device.type == "cpu":
         decoder.compile_products()
     return decoder
@@ -257,9 +262,10 @@ def _compiled(decoder: Decoder) -> Decoder:
 def _largest_step_bytes(
     config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """Return the memory that the largest step takes on a GPU: CUDA graphs need as much again.
+    """Return the peak memory of the largest step on a GPU, in bytes.
 
-    On a CPU return 0: the KV cache takes only a share of the available memory.
+    CUDA graphs need the same amount again. On a CPU the result is 0, because the KV cache takes
+    only a share of the available memory.
     """
     if decoder.device.type != "cuda":
         return 0
@@ -279,19 +285,19 @@ def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
     """Return the tokenizer.
 
     Raises:
-        CheckpointError: it is missing or damaged, or has ids beyond the model's vocabulary.
+        CheckpointError: the tokenizer is missing or damaged, or has ids beyond the model's
+            vocabulary.
     """
     tokenizer = Tokenizer(directory)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"{directory / 'tokenizer.json'}: the tokenizer's largest id is "
-            f"{tokenizer.vocab_size - 1}, but config.json says vocab_size {model.vocab_size}"
+            f"{tokenizer.vocab_size - 1}, but config.json has vocab_size {model.vocab_size}"
         )
     return tokenizer
 
 
 def _draft_directory(config: WorkerConfig) -> Path | None:
-    """Return the directory of the draft model; None without one."""
     if config.draft_model is None:
         return SHIPPED_DRAFT if config.model is None else None
     return find_checkpoint(config.draft_model)
@@ -307,10 +313,11 @@ def _draft_weights(
     """Load the draft model.
 
     Args:
-        window: attention window of each layer in tokens; None keeps the model's own.
+        window: attention window of each layer in tokens, or None for the model's own windows.
 
     Raises:
-        CheckpointError: it cannot be loaded, or its vocabulary differs from the target's.
+        CheckpointError: the draft model cannot be loaded, or its vocabulary differs from the
+            target's.
     """
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
@@ -325,7 +332,7 @@ def _draft_weights(
 
 
 def _window(config: WorkerConfig) -> int | None:
-    """Return the attention window of the draft model in tokens; None is unlimited."""
+    """Return the attention window of the draft model in tokens, or None for no limit."""
     if config.draft_window_tokens is not None or config.draft_model is not None:
         return config.draft_window_tokens
     return SHIPPED_DRAFT_WINDOW
@@ -339,7 +346,7 @@ def _worker(
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:
-    """Return the size of an embedding; 0 if the checkpoint pools in an unsupported way."""
+    """Return the size of an embedding, or 0 for an unsupported pooling."""
     return model.hidden_size if pools_last_token(directory) else 0
 
 
@@ -355,7 +362,7 @@ def _card(
 ) -> ModelCard:
     embedding_size = _embedding_size(model, directory)
     capabilities = Capabilities(
-        exact=exact and config.verify == "coupled",  # otherwise a text depends on its drafts
+        exact=exact and config.verify == "coupled",  # with rejection, a text depends on its drafts
         embeddings=embedding_size > 0,
         embedding_size=embedding_size,
         formats=True,

@@ -7,13 +7,13 @@
     z = -inf                                     end-of-sequence tokens before min_tokens
 
 r is the repetition penalty (CTRL, arXiv 1909.05858), f and p are OpenAI's frequency and presence
-penalties. For a row, the drafts that precede it belong to the output. The row of a draft token
-therefore has the logits that a sequence without drafts would have after that token, and drafts do
-not change the distribution.
+penalties. In each row, the drafts that precede the row count as output. The row of a draft token
+therefore has the same logits as a sequence without drafts after that token. Drafts do not change
+the distribution.
 
-Everything is computed from the tokens in each step. No state is kept that preemption, resume or a
-rejected draft could make stale. Only tokens with a bias or a count are read and written, once for
-all rows of a step and element by element, so bits do not depend on the batch.
+Each step computes all changes from the tokens. No state is kept that preemption, resume or a
+rejected draft could make stale. The functions read and write only tokens with a bias or a count,
+once for all rows of a step. They work element by element, so bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.transfer import to_device
 
 _KEPT_PROMPTS: Final = 64
-"""Prompts whose distinct tokens are cached, about the sequences of a batch."""
+"""Number of prompts whose distinct tokens are cached, about the sequences of a batch."""
 
 _Tokens = npt.NDArray[np.int64]
 _Values = npt.NDArray[np.float64]
@@ -44,9 +44,9 @@ class _Changes(NamedTuple):
 
     Attributes:
         tokens: [m] ascending, all different.
-        bias: [rows, m]; added first.
-        repetition: [rows, m]; divides positive logits and multiplies negative ones; 1 is off.
-        penalty: [rows, m]; subtracted last; inf forbids the token.
+        bias: [rows, m], added first.
+        repetition: [rows, m], divides positive logits and multiplies negative logits. 1 is off.
+        penalty: [rows, m], subtracted last. Infinity forbids the token.
     """
 
     tokens: _Tokens
@@ -61,7 +61,8 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
     Token ids of prompts, outputs and biases must be below the vocabulary's size.
 
     Args:
-        logits: float32 [rows, vocab_size], contiguous; the rows of each sequence in order.
+        plan: the work of each sequence.
+        logits: float32 [rows, vocab_size], contiguous, with the rows of each sequence in order.
         eos_ids: tokens that end a sequence, all below the vocabulary's size.
     """
     places: list[_Tokens] = []  # indices into the flat logits
@@ -89,7 +90,8 @@ def forbid(plan: StepPlan, logits: Tensor) -> None:
     """Set the logits of tokens that a sequence's grammar does not allow to -inf, in place.
 
     Args:
-        logits: as for `adjust`.
+        plan: the work of each sequence.
+        logits: float32 [rows, vocab_size], contiguous, with the rows of each sequence in order.
     """
     first = 0
     for work in plan.work:
@@ -105,7 +107,7 @@ def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
 
     Args:
         rows: float32 [rows, vocab_size].
-        masks: one per row, from `Grammar.masks`. Tokens beyond a mask are forbidden.
+        masks: one per row, from `Grammar.masks`. A mask forbids all tokens beyond its end.
     """
     packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
@@ -120,16 +122,16 @@ def _changes_logits(work: SequenceWork) -> bool:
 
 def _forbids_ends(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
-    if sampling.ignore_eos or work.sequence.grammar is not None:  # a grammar decides when it ends
+    if sampling.ignore_eos or work.sequence.grammar is not None:  # the grammar decides the end
         return False
     return work.sequence.output_tokens < sampling.min_tokens
 
 
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
-    """Return the changes at the cost of one pass over the output, whatever the vocabulary."""
+    """Return the changes in time linear in the output, independent of the vocabulary."""
     sequence, sampling = work.sequence, work.sequence.request.sampling
     counts, repeats = sampling.counts_tokens, sampling.repetition_penalty != 1
-    # A slice copies, so take only slices that are used.
+    # A slice is a copy, so skip slices that no penalty uses.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
     drafts = _ids(work.draft.token_ids if counts else ())
     prompt = _prompt_tokens(sequence.request.prompt_ids.tobytes()) if repeats else _ids(())
@@ -150,9 +152,10 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
 
 
 def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Values:
-    """Return how often each token precedes each row, prompt excluded: [rows, m].
+    """Return the number of occurrences of each token before each row: [rows, m].
 
-    Row 0 follows the output; row i + 1 follows token i of the draft and its ancestors.
+    The prompt does not count. Row 0 follows the output. Row i + 1 follows token i of the draft and
+    its ancestors.
     """
     drawn = np.bincount(np.searchsorted(tokens, output), minlength=len(tokens))
     count = np.repeat(drawn[None].astype(np.float64), rows, axis=0)
@@ -164,7 +167,7 @@ def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Value
 
 @lru_cache(maxsize=_KEPT_PROMPTS)
 def _prompt_tokens(prompt_ids: bytes) -> _Tokens:
-    """Return the distinct tokens of a prompt, which may be long and is the same in every step."""
+    """Return the distinct tokens of a prompt. The cache saves this work in later steps."""
     return _distinct(np.frombuffer(prompt_ids, dtype=np.int64))
 
 
@@ -173,7 +176,7 @@ def _ids(tokens: Iterable[int]) -> _Tokens:
 
 
 def _distinct(tokens: _Tokens) -> _Tokens:
-    """Return the distinct tokens, ascending."""
+    """Return the distinct tokens in ascending order."""
     # `np.unique` takes three times as long.
     ordered = np.sort(tokens)
     return ordered[np.diff(ordered, prepend=-1) > 0]

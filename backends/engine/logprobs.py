@@ -1,7 +1,8 @@
 """Log probabilities of emitted tokens under the model, before bias, penalties and filters.
 
-They are computed in three stages around sampling: from the logits before anything changes them, for
-the sampled tokens on the device, and for the emitted tokens on the host.
+The computation has three stages. The first takes the log-softmax before anything changes the
+logits. The second selects the sampled tokens on the device. The third selects the emitted tokens on
+the host.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ class RowLogprobs(NamedTuple):
 
 
 def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
-    """Return the log-softmax of each sequence that asks for it: [num_samples, vocab_size].
+    """Return the log-softmax of each sequence that requests it: [num_samples, vocab_size].
 
     Args:
-        logits: float32 [rows, vocab_size], from the model; not modified.
+        plan: the work of each sequence.
+        logits: float32 [rows, vocab_size], from the model, not modified.
     """
     found: list[Tensor | None] = []
     first = 0
     for work in plan.work:
         if work.samples and work.sequence.request.sampling.logprobs is not None:
             rows = logits[first : first + work.num_samples]
-            # One row at a time: bits must not depend on the number of rows.
+            # Compute one row at a time, because bits must not depend on the number of rows.
             found.append(torch.stack([torch.log_softmax(row, dim=-1) for row in rows]))
         else:
             found.append(None)
@@ -53,10 +55,11 @@ def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
 def row_logprobs(
     plan: StepPlan, logprobs: Many[Tensor | None], tokens: Tensor
 ) -> tuple[RowLogprobs | None, ...]:
-    """Return the log probabilities that each sequence asks for.
+    """Return the log probabilities that each sequence requests.
 
     Args:
-        logprobs: from `model_logprobs`.
+        plan: the work of each sequence.
+        logprobs: the result of `model_logprobs`.
         tokens: int64 [rows], sampled in every row of the step.
     """
     found: list[RowLogprobs | None] = []
@@ -75,10 +78,13 @@ def row_logprobs(
 def emitted_logprobs(
     found: Many[RowLogprobs | None] | None, walks: Walks
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """Return the log probabilities of the emitted tokens; waits for the device if there are any.
+    """Return the log probabilities of the emitted tokens.
+
+    The function waits for the device if a sequence requests log probabilities.
 
     Args:
-        found: from `row_logprobs`; None if no sequence asks.
+        found: the result of `row_logprobs`, None if no sequence requests any.
+        walks: the rows that emit a token.
     """
     if found is None:
         return ((),) * len(walks.rows)

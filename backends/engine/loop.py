@@ -1,7 +1,7 @@
-"""The worker's thread: takes commands, runs steps and reports deltas.
+"""The worker's thread: runs commands and steps, and reports deltas.
 
-All torch calls of a worker happen in this thread. The event loop only appends commands and receives
-one batch of deltas per step.
+This thread makes all torch calls of a worker. The event loop only appends commands and receives a
+single batch of deltas per step.
 """
 
 from __future__ import annotations
@@ -26,36 +26,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
-"""Errors of loading that need no traceback: a bad model or setting, or a missing package."""
+"""Loading errors that need no traceback: a bad model or setting, or a missing package."""
 
 
 class LoopEvents(Protocol):
-    """Receives the thread's reports. Methods run in the worker's thread and must return at once."""
+    """Receives the thread's reports.
+
+    The worker's thread calls these methods, which must return immediately.
+    """
 
     def loading(self, share: float) -> None:
-        """Loading has reached this share, 0 to 1."""
+        """Report that loading has reached this share, 0 to 1."""
         ...
 
     def ready(self, served: ServedModel) -> None:
-        """The model is loaded and warm."""
+        """Report that the model is loaded and warm."""
         ...
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
-        """A step is complete, with the load after it; the batch is empty if the worker is idle."""
+        """Report the deltas of a step and the load after the step. An idle worker has no deltas."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Loading or a step failed; the thread ends."""
+        """Report that loading or a step failed. The thread ends after this call."""
         ...
 
 
 class EngineLoop(threading.Thread):
-    """Loads an engine and runs its steps until stopped."""
+    """Loads an engine and runs its steps until stopped.
+
+    Any thread may call `submit`, `cancel`, `set_pace` and `stop`.
+    """
 
     def __init__(
         self, load: Callable[[Callable[[float], None]], LoadedEngine], events: LoopEvents
     ) -> None:
-        """Store the arguments. `load` runs in the thread; its argument reports progress."""
+        """Store the arguments. The thread calls `load` with a function that reports progress."""
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
@@ -64,26 +70,26 @@ class EngineLoop(threading.Thread):
         self._stopping = False
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Any thread."""
-        came_s = time.monotonic()
-        self._command(lambda worker: worker.submit(request, came_s))
+        """Queue a request."""
+        arrived_s = time.monotonic()
+        self._queue(lambda worker: worker.submit(request, arrived_s))
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; no-op if it has ended. Any thread."""
-        self._command(lambda worker: worker.cancel(request_id))
+        """End a request before the next step, unless the request has already ended."""
+        self._queue(lambda worker: worker.cancel(request_id))
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
-        self._command(lambda worker: worker.set_pace(request_id, pace))
+        """Change a request's pace before the next step, unless the request has already ended."""
+        self._queue(lambda worker: worker.set_pace(request_id, pace))
 
     def stop(self) -> None:
-        """Let the thread end after the step in progress. Any thread; idempotent."""
+        """End the thread after the step in progress. Further calls have no effect."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def run(self) -> None:
-        """Load, then run steps until stopped. Errors are reported, never raised."""
+        """Load, then run steps until stopped. Report any error through `LoopEvents.failed`."""
         engine = None
         try:
             engine = self._load(self._events.loading)
@@ -93,13 +99,12 @@ class EngineLoop(threading.Thread):
             self._run_steps(engine)
             engine.save_costs()
         except BaseException as error:
-            # These errors of loading explain themselves: a traceback would add nothing.
+            # The messages of loading errors need no traceback.
             if engine is not None or not isinstance(error, LOADING_ERRORS):
                 logger.exception("the engine failed")
             self._events.failed(error)
 
-    def _command(self, command: Callable[[WorkerCore], None]) -> None:
-        """Queue a command for the thread."""
+    def _queue(self, command: Callable[[WorkerCore], None]) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -114,13 +119,12 @@ class EngineLoop(threading.Thread):
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
         )
         while not self._stopping:
-            self._obey(worker)
+            self._run_commands(worker)
             if not pipeline.step():
                 self._events.stepped([], worker.load())
                 self._sleep()
 
-    def _obey(self, worker: WorkerCore) -> None:
-        """Run the commands queued since the last step."""
+    def _run_commands(self, worker: WorkerCore) -> None:
         while self._commands:
             self._commands.popleft()(worker)
 

@@ -1,4 +1,4 @@
-"""The decoder: one parameterised Llama-type transformer over a ragged batch."""
+"""The decoder: a parameterised Llama-type transformer over a ragged batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.engine.weights import Weights
 
 
 class Decoder:
-    """Computes the logits of a step. The only state is the KV pool, which the caller passes."""
+    """Computes the logits of a step. Its only state is the KV pool, which the caller passes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self.config = config
@@ -25,21 +25,25 @@ class Decoder:
 
     @property
     def arithmetic(self) -> str:
-        """Library and version of the operators besides torch; part of the numerics class."""
+        """Library and version of the operators besides torch, a part of the numerics class."""
         products = (linear.library for layer in self._weights.layers for linear in layer.linears)
         return next(filter(None, (self._weights.lm_head.library, *products)), self.operators.name)
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
-        """Write the step's keys and values to `kv`; return logits, float32 [num_samples, vocab]."""
+        """Write the step's keys and values to `kv`, and return the logits of the sampled rows.
+
+        Returns:
+            float32 [num_samples, vocab_size].
+        """
         return self.sampled_logits(self.last_hidden(inputs, kv), inputs.num_samples)
 
     @torch.inference_mode()
     def compile_products(self) -> None:
-        """Multiply each weight shape once with every number of rows that a product may have.
+        """Multiply each weight shape once with every possible number of rows.
 
-        On a CPU the first product of a shape compiles its kernel. Steps then neither wait for
-        kernels nor need more memory. It takes about 0.1 s for each shipped model (idle, one thread
-        of a Zen 4, 2026-11-21).
+        On a CPU the first product of a shape compiles its kernel. After this call, steps neither
+        wait for kernels nor need more memory. The call takes about 0.1 s for each shipped model
+        (idle, one thread of a Zen 4, 2026-11-21).
         """
         dtype = self._weights.embedding.dtype
         linears = (linear for layer in self._weights.layers for linear in layer.linears)
@@ -50,23 +54,27 @@ class Decoder:
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=dtype))
 
     def sampled_logits(self, hidden: Tensor, num_samples: int) -> Tensor:
-        """Return the logits of the sampled rows of `last_hidden`: float32 [num_samples, vocab]."""
-        # Pooled rows follow the sampled ones; multiply only those that serve as padding.
+        """Return the logits of the sampled rows of `last_hidden`.
+
+        Returns:
+            float32 [num_samples, vocab_size].
+        """
+        # Pooled rows follow the sampled rows. Multiply only the pooled rows that serve as padding.
         rows = padded_rows(num_samples)
         return self.logits(hidden if len(hidden) == rows else hidden[:rows])[:num_samples]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of rows from `last_hidden`: float32 [rows, vocab_size]."""
-        if not len(hidden):  # a step of prefill chunks
+        if not len(hidden):  # a step of prefill chunks samples no row
             return hidden.new_empty(0, self.config.vocab_size).float()
         return self._weights.lm_head.float32(hidden)
 
     def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
-        """Write the step's keys and values; return the final hidden states of the sample rows.
+        """Write the step's keys and values to `kv`, and return the final hidden states.
 
         Returns:
-            [sample_rows, hidden_size], for the LM head and for pooling; [0, hidden_size] if no row
-            is wanted.
+            [sample_rows, hidden_size], for the LM head and for pooling. [0, hidden_size] if the
+            step neither samples nor pools.
         """
         ops = self.operators
         inputs = inputs.on(self.device)

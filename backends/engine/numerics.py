@@ -15,7 +15,8 @@ from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
 from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
 
 FLOAT32_PARAMETERS: Final = 50_000_000
-"""Below this, `auto` is float32 on a CPU: it is exact, and dispatch dominates the time."""
+"""For fewer weights, `auto` is float32 on a CPU: its bits are exact, and dispatch dominates the
+time."""
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -32,14 +33,17 @@ STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 CUBLAS_WORKSPACES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Workspaces of cuBLAS that are too small for it to split a sum, as in vLLM's `batch_invariant.py`
-on Hopper. cuBLAS reads them when it is first used."""
+"""Workspaces that are too small for cuBLAS to split a sum.
+
+The values are from vLLM's `batch_invariant.py` for Hopper. cuBLAS reads them at its first use.
+"""
 
 
 def choose_device(name: str, index: int = 0) -> torch.device:
-    """Return the device for a value of `--device`; `auto` is a GPU if torch finds one.
+    """Return the device for a value of `--device`. `auto` is a GPU if torch finds one.
 
     Args:
+        name: the value of `--device`.
         index: index of the GPU.
 
     Raises:
@@ -58,14 +62,15 @@ def choose_device(name: str, index: int = 0) -> torch.device:
 
 
 def fix_sums() -> None:
-    """Make cuBLAS add in a fixed order for products of one shape. Call it before cuBLAS is used.
+    """Make cuBLAS add in a fixed order for products of one shape.
 
-    A product with another number of rows may use another kernel; see `linear.GPU_EXACT_ROWS`.
+    Call this function before the first use of cuBLAS. A product with another number of rows may use
+    another kernel (`linear.GPU_EXACT_ROWS`).
     """
     os.environ.update(CUBLAS_WORKSPACES)
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
-    # No reduction in less than float32, and no split reduction.
+    # Reduce in float32, without splitting a sum.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
@@ -73,8 +78,9 @@ def fix_sums() -> None:
 def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype:
     """Return the dtype for a value of `--dtype`, a checkpoint, and a device, `cpu` or `cuda`.
 
-    On a GPU, `auto` is the dtype of most weights in the checkpoint. On a CPU it is float32 below
-    `FLOAT32_PARAMETERS`, else bfloat16 if oneDNN or C multiplies it faster than float32.
+    On a GPU, `auto` is the dtype of most weights in the checkpoint. On a CPU, `auto` is float32 for
+    models with fewer than `FLOAT32_PARAMETERS` weights. For larger models, `auto` is bfloat16 if
+    oneDNN or C multiplies it faster than float32.
 
     Raises:
         ValueError: the name is unknown, or the device does not support the dtype.
@@ -112,8 +118,8 @@ def numerics_class(
 ) -> str:
     """Return the name of the class: checkpoint, dtype, device, libraries, threads, exactness.
 
-    Workers of one class promise equal texts. If `exact`, the bits of a row do not depend on the
-    other rows of its step, and the worker has tested that.
+    Workers of one class produce equal texts. If `exact`, a test at start has shown that the bits of
+    a row do not depend on the other rows of its step.
 
     Args:
         operators: name of the operators between the products.
@@ -143,11 +149,11 @@ def _gpu(device: torch.device) -> str:
 
 
 def check_cpu_isa() -> None:
-    """Check that torch and the processor follow `DRAFTGATE_CPU_ISA`.
+    """Check that torch and the processor comply with `DRAFTGATE_CPU_ISA`.
 
     Raises:
-        ValueError: the name is unknown, the processor does not support it, or torch had started
-            to compute before it was read.
+        ValueError: the name is unknown, the processor does not support the instruction set, or
+            torch had started to compute before this process read the variable.
     """
     name = requested_isa()
     if name is None:

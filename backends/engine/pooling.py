@@ -1,11 +1,11 @@
 """Embeddings: the hidden state of the last token after the final norm.
 
-Embedding models made from decoders pool the last token, because it alone attends to all others
-(Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). The gateway normalises the embedding.
+Embedding models made from decoders pool the last token, because that token alone attends to all
+others (Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). The gateway normalises the embedding.
 
 A checkpoint in the layout of sentence-transformers lists its modules in `modules.json` and its
-pooling in `1_Pooling/config.json`. Mean pooling is not supported, because it needs the hidden
-states of all rows, including cached ones.
+pooling in `1_Pooling/config.json`. The engine does not support mean pooling, which needs the hidden
+states of all rows, including cached rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from draftgate.backends.tokenizer import read_json
 
 LAST_TOKEN: Final = "lasttoken"
 DEFAULT_MODE: Final = "mean_tokens"
-"""Mode that sentence-transformers uses if a pooling configuration names none."""
+"""Pooling mode of sentence-transformers if a configuration names none."""
 
 _FLAG: Final = "pooling_mode_"
 _POOLING: Final = "Pooling"
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def rows_to_pool(plan: StepPlan) -> list[int]:
-    """Return the rows of a step whose hidden state is wanted."""
+    """Return the rows of a step whose hidden state a request needs."""
     if not plan.pooled:
         return []
     ends = list(accumulate(work.num_tokens for work in plan.work))
@@ -42,27 +42,29 @@ def rows_to_pool(plan: StepPlan) -> list[int]:
 
 
 def select_pooled(hidden: Tensor, num_samples: int, num_pooled: int) -> Tensor | None:
-    """Return the pooled rows, which follow the sampled ones.
+    """Return the pooled rows, which follow the sampled rows.
 
     Args:
         hidden: [rows, hidden_size], from `Decoder.last_hidden`.
+        num_samples: number of sampled rows.
+        num_pooled: number of pooled rows.
 
     Returns:
-        float32 [num_pooled, hidden_size], on the same device; None if there are none.
+        float32 [num_pooled, hidden_size] on the same device, or None without pooled rows.
     """
     return hidden[num_samples : num_samples + num_pooled].float() if num_pooled else None
 
 
 def pooled_bytes(pooled: Tensor | None) -> list[bytes] | None:
-    """Return each row of a tensor in main memory as little-endian float32; None for None."""
+    """Return each row of a tensor in main memory as little-endian float32."""
     return None if pooled is None else [row.tobytes() for row in pooled.numpy().astype("<f4")]
 
 
 def pools_last_token(directory: Path) -> bool:
-    """Return whether a checkpoint's embeddings are supported; log the reason if they are not.
+    """Return whether the engine supports a checkpoint's embeddings, and log the reason otherwise.
 
     Raises:
-        CheckpointError: if a file is damaged.
+        CheckpointError: a file is damaged.
     """
     reason = unsupported_pooling(directory)
     if reason is not None:
@@ -71,7 +73,7 @@ def pools_last_token(directory: Path) -> bool:
 
 
 def unsupported_pooling(directory: Path) -> str | None:
-    """Return the reason why a checkpoint's embeddings are not supported; None if they are.
+    """Return the reason why the engine does not support a checkpoint's embeddings, or None.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -80,18 +82,17 @@ def unsupported_pooling(directory: Path) -> str | None:
     for module in _modules(directory / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _SUPPORTED:
-            return f"modules.json asks for a module {kind!r} after the pooling"
+            return f"modules.json requires a module {kind!r} after the pooling"
         if kind == _POOLING:
             pooling = str(module.get("path", pooling))
     settings = read_json(directory / pooling / "config.json", missing={_FLAG + LAST_TOKEN: True})
     modes = _modes(settings)
     if modes != [LAST_TOKEN]:
-        return f"{pooling}/config.json asks for pooling by {' and '.join(modes)}"
+        return f"{pooling}/config.json requires pooling by {' and '.join(modes)}"
     return None
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """Return the modes in a pooling configuration."""
     named = settings.get("pooling_mode")
     if isinstance(named, str):
         return [named]

@@ -1,8 +1,9 @@
-"""The gateway's side of an engine in its own process. Does not import torch.
+"""The gateway's side of an engine in its own process. This module does not import torch.
 
 Python runs one thread at a time, so an engine in the gateway's process waits for hundreds of
-streams several times within a step. In its own process it never waits for them, and the deltas of a
-step cost one message. Requests are checked here, where the tokenizer and the limits are known.
+streams several times within a step. An engine in its own process never waits for streams, and sends
+the deltas of a step as a single message. The gateway's process has the tokenizer and the limits, so
+it checks the requests.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.backends.worker_config import WorkerConfig
 
 STOP_S: Final = 10.0
-"""Time for the process to end after it was asked to; then it is killed."""
+"""Maximum wait in seconds for the process to end before the gateway kills it."""
 
 _ERRORS: Final = {error.__name__: error for error in (CheckpointError, ValueError, ImportError)}
-"""Errors that reject a model or a setting; any other error means that the engine failed."""
+"""Errors that reject a model or a setting. Any other error means that the engine failed."""
 
 
 class EngineProcess(threading.Thread):
-    """Starts the process, and reports its messages until it ends."""
+    """Starts the engine process and reports its messages until the process ends.
+
+    Any thread may call `submit`, `cancel`, `set_pace` and `stop`.
+    """
 
     def __init__(self, config: WorkerConfig, events: LoopEvents) -> None:
-        """Store the settings; the process starts in `start`."""
+        """Store the settings. `start` starts the process."""
         super().__init__(name="draftgate-engine-process", daemon=True)
         self._config = config
         self._events = events
@@ -58,35 +62,41 @@ class EngineProcess(threading.Thread):
 
     def start(self) -> None:
         """Start the process and the thread that receives its messages."""
-        own, self._its = socket.socketpair()
+        own, self._child_end = socket.socketpair()
         self._channel = SocketChannel[Report](own, Report)
         super().start()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Any thread."""
+        """Queue a request."""
         self._commands.put(Submit(request.request_id, request))
 
     def cancel(self, request_id: str) -> None:
-        """End a request before the next step; no-op if it has ended. Any thread."""
+        """End a request before the next step, unless the request has already ended."""
         self._commands.put(Cancel(request_id))
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
+        """Change a request's pace before the next step, unless the request has already ended."""
         self._commands.put(SetPace(request_id, pace))
 
     def stop(self) -> None:
-        """Let the process end, immediately if it is still loading. Any thread; idempotent."""
+        """End the process after the step in progress, or immediately during loading.
+
+        Further calls have no effect.
+        """
         self._stopping = True
         if self._channel is not None:
             self._channel.hang_up()
 
     def run(self) -> None:
-        """Start the process and report until it ends. Errors are reported, never raised."""
+        """Start the process and report its messages until it ends.
+
+        The thread reports any error through `LoopEvents.failed`.
+        """
         channel = self._channel
         assert channel is not None
-        with self._its:
-            process = _spawn(self._its)
-        sender = threading.Thread(target=self._deliver, args=(channel,), daemon=True)
+        with self._child_end:
+            process = _spawn(self._child_end)
+        sender = threading.Thread(target=self._send_commands, args=(channel,), daemon=True)
         sender.start()
         try:
             self._listen(channel)
@@ -96,7 +106,7 @@ class EngineProcess(threading.Thread):
             self._events.failed(error)
         finally:
             self._commands.put(None)
-            channel.hang_up()  # a blocked sender gets an error
+            channel.hang_up()  # unblocks the sender with an error
             sender.join()
             channel.close()
             _ended(process)
@@ -121,9 +131,9 @@ class EngineProcess(threading.Thread):
         directory = find_checkpoint(self._config.model, weights=False)
         return ServedModel(ready.card, remote_admission(ready.card, Tokenizer(directory)))
 
-    def _deliver(self, channel: SocketChannel[Report]) -> None:
-        """Send commands from a thread, because a long prompt may exceed the socket's buffer."""
-        with suppress(OSError):  # the process has ended, and `run` reports that
+    def _send_commands(self, channel: SocketChannel[Report]) -> None:
+        """Send commands in their own thread, because a long prompt may fill the socket's buffer."""
+        with suppress(OSError):  # `run` reports that the process has ended
             channel.send(Start(self._config))
             while (command := self._commands.get()) is not None:
                 channel.send(command)
@@ -132,8 +142,8 @@ class EngineProcess(threading.Thread):
 def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start the process with its end of the socket.
 
-    It gets its own session, because Ctrl-C in a terminal is meant for the gateway, which lets
-    streams end first.
+    The process gets its own session, so that Ctrl-C in a terminal reaches only the gateway. The
+    gateway then lets streams end before it stops the engine.
     """
     return subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "draftgate.backends.engine.child", str(end.fileno())],

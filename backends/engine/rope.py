@@ -22,13 +22,13 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """The scaling of Llama 3.1: stretches long waves, keeps short ones, and blends those between.
+    """The scaling of Llama 3.1: stretches long waves, keeps short waves, and blends the others.
 
     Attributes:
-        factor: factor by which long waves are stretched.
+        factor: factor that stretches long waves.
         low_freq_factor: waves with fewer turns in the original context are long.
         high_freq_factor: waves with more turns in the original context are short.
-        original_positions: context length of the original training.
+        original_positions: context length of the original training, in tokens.
     """
 
     factor: float
@@ -45,15 +45,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): like Llama 3.1, with a ramp over dimensions instead of frequencies.
+    """The scaling of YaRN (arXiv 2309.00071): a ramp over dimensions, not over frequencies.
 
     Attributes:
-        factor: factor by which long waves are stretched.
-        beta_fast: waves with more turns in the original context are kept.
-        beta_slow: waves with fewer turns in the original context are stretched completely.
-        attention_factor: multiplies cosines and sines, which softens attention.
+        factor: factor that stretches long waves.
+        beta_fast: the scaling keeps waves with more turns in the original context.
+        beta_slow: the scaling fully stretches waves with fewer turns in the original context.
+        attention_factor: factor on cosines and sines, which softens attention.
         truncate: whether the ramp begins and ends at whole dimensions.
-        original_positions: context length of the original training.
+        original_positions: context length of the original training, in tokens.
     """
 
     factor: float
@@ -71,7 +71,7 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)
-        # A ramp of no length would divide by zero.
+        # A ramp of length 0 would divide by zero.
         width = high - low or 0.001
         kept = 1 - (torch.arange(half, dtype=torch.float32) - low) / width
         return _blend(plain / self.factor, plain, kept)
@@ -87,8 +87,8 @@ def yarn_attention_factor(
 ) -> float:
     """Return the attention factor of a YaRN checkpoint that does not specify it.
 
-    It is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4). With both `mscale` values it is the
-    ratio of two such terms, the logarithms weighted by them.
+    The factor is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4). With both `mscale` values, the
+    result is the ratio of two such terms. Each value then multiplies the logarithm of its term.
     """
 
     def softening(weight: float) -> float:
@@ -120,5 +120,5 @@ class Rope:
 
 
 def _blend(stretched: Tensor, plain: Tensor, kept: Tensor) -> Tensor:
-    """Return `plain` where `kept` is 1 or more, `stretched` where it is 0 or less."""
+    """Return `plain` where `kept` is at least 1, `stretched` where it is at most 0, else a mix."""
     return torch.lerp(stretched, plain, kept.clamp(0, 1))

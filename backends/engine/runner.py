@@ -23,13 +23,13 @@ from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, walk_d
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose results are on the device, or will be.
+    """A launched step, whose results the device may still be computing.
 
     Attributes:
         tokens: int64 [sampling rows], the token of each row.
-        logprobs: one entry for each part of the plan, None where it requests none; None if no part
-            requests any.
-        started_s: `time.perf_counter` when it was launched.
+        logprobs: one entry for each part of the plan, None for parts that request none. None if no
+            part requests any.
+        started_s: `time.perf_counter` at the launch.
         pooled: the pooled rows of the plan (`pooling.select_pooled`).
     """
 
@@ -45,7 +45,7 @@ class ModelRunner(Executor, Protocol):
 
     @property
     def launcher(self) -> Launcher | None:
-        """Launches steps and fetches them later; None if the device is not asynchronous."""
+        """The launcher of asynchronous steps, None if the device is synchronous."""
         ...
 
     @property
@@ -54,21 +54,20 @@ class ModelRunner(Executor, Protocol):
         ...
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        """Return the logits of a forward pass alone: float32 [sampling rows, vocab_size]."""
         ...
 
     def forward(self, feeds: Iterable[Feed]) -> Tensor:
-        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        """Return the logits of a forward pass over feeds: float32 [sampled rows, vocab_size]."""
         ...
 
 
 class Runner:
-    """Runs steps of one model over one KV pool. Use in one thread only."""
+    """Runs steps of a model over a KV pool. Only one thread may use a runner."""
 
     launcher: Final = None
 
     def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
-        """Store the arguments."""
         self._decoder = decoder
         self._pool = pool
         self._verify = verify
@@ -80,12 +79,15 @@ class Runner:
         return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end."""
+        """Run a step and return its result."""
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue forward pass, sampling and log probabilities of a step; read nothing back."""
+        """Enqueue the forward pass, sampling and log probabilities of a step.
+
+        The method does not wait for results.
+        """
         started_s = time.perf_counter()
         feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_to_pool(plan)
         inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
@@ -103,7 +105,10 @@ class Runner:
         return LaunchedStep(plan, tokens, found, started_s, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
-        """Wait for a launched step, the only wait for the device, and walk its drafts."""
+        """Wait for a launched step, walk its drafts, and return the result.
+
+        Only this method waits for the device.
+        """
         walks = walk_drafts(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
         found = logprobs.emitted_logprobs(step.logprobs, walks)
@@ -112,12 +117,12 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
-        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        """Return the logits of a forward pass alone: float32 [sampling rows, vocab_size]."""
         return self.forward(map(feed_of, plan.work))
 
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> Tensor:
-        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        """Return the logits of a forward pass over feeds: float32 [sampled rows, vocab_size]."""
         inputs = build_inputs(feeds, self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)
 
@@ -127,7 +132,8 @@ class Runner:
         targets: list[int] = []
         for work, rows in zip(plan.work, walks.rows, strict=True):
             if work.draft.is_chain or not work.sequence.block_table:
-                # In place; or cancelled during the step, and its blocks may have a new owner.
+                # A chain needs no move. An empty block table means that the sequence was cancelled
+                # during the step, and its blocks may have a new owner.
                 continue
             places = [row - 1 for row in rows[1:]]
             moved = [(place, depth) for depth, place in enumerate(places) if place != depth]

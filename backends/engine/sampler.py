@@ -1,4 +1,4 @@
-"""Sampling of a token for every row, and the walk along drafts that finds the emitted tokens."""
+"""Samples a token for every row, and walks along drafts to find the emitted tokens."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ _MAX_TEMPERATURE = 1e38
 def draw_tokens(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
     """Return the token of every row, on the device of the logits: int64 [rows].
 
-    Either way of verification accepts a draft that equals the token of its row.
+    Both ways of verification accept a draft that equals the token of its row.
 
     Args:
-        logits: float32 [rows, vocab_size], contiguous; `num_samples` rows for each sequence.
+        plan: the work of each sequence.
+        logits: float32 [rows, vocab_size], contiguous, with `num_samples` rows for each sequence.
+        verify: the way of verification.
     """
     greedy = all(_temperature(work.sequence.request.sampling) == 0 for work in plan.work)
     # On a GPU argmax may return any of several equal logits.
@@ -67,7 +69,7 @@ class Walks(NamedTuple):
     """The emitted tokens of each sequence of a step.
 
     Attributes:
-        rows: the rows that emit a token: the first one and those of accepted drafts.
+        rows: the rows that emit a token: the first row, then the rows of accepted drafts.
         emitted: the tokens of these rows.
     """
 
@@ -76,9 +78,10 @@ class Walks(NamedTuple):
 
 
 def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
-    """Return what each sequence emits: its accepted drafts and the token after them.
+    """Return the tokens that each sequence emits: its accepted drafts and the token after them.
 
     Args:
+        plan: the work of each sequence.
         tokens: the token of every row.
     """
     if all(work.samples and not work.draft.token_ids for work in plan.work):
@@ -88,7 +91,7 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
     first = 0
     for work in plan.work:
         rows: tuple[int, ...] = (0,) if work.samples else ()
-        if work.draft.token_ids:  # mostly empty
+        if work.draft.token_ids:  # most sequences have no draft
             own = tokens[first : first + work.num_samples]
             rows = (0, *(place + 1 for place in work.draft.accepted_places(own, per_row=True)))
         walked.append(rows)
@@ -98,7 +101,7 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
 
 
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
-    """Return the sampling parameters of every row, those of drafts included."""
+    """Return the sampling parameters of every row, including the rows of drafts."""
     # `torch.tensor` takes five times as long as NumPy.
     columns = sampling_columns(plan).items()
     return RowSampling(**{name: to_device(torch.from_numpy(c), device) for name, c in columns})
@@ -106,13 +109,13 @@ def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
 
 def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
     """Return the fields of `RowSampling` as arrays in main memory."""
-    # The token after position p is drawn with the noise of position p + 1.
+    # The token after position p uses the noise of position p + 1.
     sampling = [work for work in plan.work if work.samples]
     positions: list[int] = []
     for work in sampling:
         end = work.confirmed_end
         positions.append(end)
-        if work.draft.token_ids:  # mostly empty
+        if work.draft.token_ids:  # most sequences have no draft
             positions.extend(end + depth for depth in work.draft.depths)
     repeats = [work.num_samples for work in sampling]
     params = [work.sequence.request.sampling for work in sampling]
@@ -133,13 +136,14 @@ def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
 
 def _needs_rejection(work: SequenceWork) -> bool:
     # A draft that was not sampled has all the mass of its distribution, so p/q is p. Coupled
-    # verification, which accepts it if it equals a token drawn from p, then is the same rule.
+    # verification accepts such a draft if it equals a token drawn from p, which has the same
+    # probability.
     sampled = isinstance(work.draft.distributions, Tensor)
     return sampled and _temperature(work.sequence.request.sampling) > 0
 
 
 def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Tensor:
-    """Verify sampled drafts by rejection; draw all other rows as coupled verification does."""
+    """Verify sampled drafts by rejection, and draw all other rows as coupled verification does."""
     rejectable = [work for work in plan.work if _needs_rejection(work)]
     has_draft = [
         _needs_rejection(work) and slot < work.num_drafts
@@ -169,5 +173,5 @@ def _temperature(sampling: SamplingParams) -> float:
 
 
 def _as_int64(seed: int) -> int:
-    """Return the signed integer with the bits of an unsigned 64-bit one."""
+    """Return the signed integer with the bits of an unsigned 64-bit integer."""
     return seed - (1 << 64) if seed & _SIGN_BIT else seed

@@ -1,4 +1,4 @@
-"""The facts about an engine that a gateway needs. Does not import torch."""
+"""The facts about an engine that a gateway needs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ PHASES: Final = (
     (0.85, "compiling and testing operators"),
     (1.0, "measuring step costs"),
 )
-"""Phases of loading, each with the progress at its end. Rough: with a small model measuring takes
-the longest, with a large one reading."""
+"""Phases of loading, each with the progress at its end.
+
+The values are rough. Measuring takes the longest with a small model, reading with a large model.
+"""
 
 
 def loading_phase(progress: float) -> str:
-    """Return the name of the phase at a progress of 0 to 1; empty at the end."""
+    """Return the name of the phase at a progress of 0 to 1, or an empty string at the end."""
     return next((name for end, name in PHASES if progress < end), "")
 
 
@@ -27,7 +29,8 @@ class ServedModel:
     """The model that an engine serves.
 
     Attributes:
-        admission: checks requests, and has the tokenizer.
+        card: the model card.
+        admission: the check of requests, which includes the tokenizer.
     """
 
     card: ModelCard

@@ -1,7 +1,8 @@
-"""Measurements of an earlier start on this machine, which make the next one faster.
+"""A cache of startup measurements, so that later starts on the same machine are faster.
 
-An entry is a JSON file in `$XDG_CACHE_HOME/draftgate`. Its name is a hash of everything that the
-measurements depend on; any change makes another entry. An unreadable entry counts as missing.
+An entry is a JSON file in `$XDG_CACHE_HOME/draftgate`. The name of the file is a hash of everything
+that the measurements depend on, so any change makes another entry. An unreadable entry counts as
+missing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from draftgate.policies.costs.step_cost import StepCost
 log = logging.getLogger(__name__)
 
 MAX_ENTRIES: Final = 32
-"""The oldest entries beyond this number are deleted: new versions leave old entries behind."""
+"""Maximum number of entries. The cache deletes the oldest, because every new version adds entries.
+"""
 
 
 def cache_directory() -> Path:
@@ -41,9 +43,9 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, cost: StepCost, *, exact: bool) -> Measurements:
-        """Return the measurements of these results."""
+        """Return the measurements with these results."""
         linear = (cost.kv_token_s, cost.sequence_s, cost.pair_s)
-        step_s = tuple(map(float, cost.step_s))  # a fitted table holds numbers of numpy
+        step_s = tuple(map(float, cost.step_s))  # a fitted table holds NumPy numbers
         return cls(exact, cost.token_buckets, step_s, *map(float, linear))
 
     @property
@@ -51,14 +53,14 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The step cost.
 
         Raises:
-            ValueError: the table is not one.
+            ValueError: the fields do not form a valid table.
         """
         fields = (self.token_buckets, self.step_s, self.kv_token_s, self.sequence_s, self.pair_s)
         return StepCost(*fields)
 
 
 def source_hash() -> str:
-    """Return a hash of the engine's Python sources, whose edits may change bits and costs."""
+    """Return a hash of the engine's Python sources, because edits may change bits and costs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -71,33 +73,33 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StartupCache:
-    """The entry of one key."""
+    """The cache entry of a key."""
 
     def __init__(self, *key: object) -> None:
-        """Name the entry after everything that its measurements depend on."""
+        """Derive the name of the entry from `key`: everything that the measurements depend on."""
         self._key = tuple(map(str, key))
         digest = hashlib.sha256("\0".join(self._key).encode()).hexdigest()[:20]
         self.path = cache_directory() / f"startup-{digest}.json"
 
     def read(self) -> Measurements | None:
-        """Return the measurements; None if the entry is missing, damaged or of another key."""
+        """Return the measurements, or None if the entry is missing, damaged or of another key."""
         try:
             entry = msgspec.json.decode(self.path.read_bytes(), type=_Entry)
             _ = entry.measurements.cost
-        except (OSError, ValueError):  # errors of msgspec are ValueErrors as well
+        except (OSError, ValueError):  # msgspec raises subclasses of ValueError
             return None
         return entry.measurements if entry.key == self._key else None
 
     def write(self, measurements: Measurements) -> None:
-        """Replace the entry at once; a cache that cannot be written is only logged."""
+        """Replace the entry atomically, and log an error instead of raising it."""
         content = msgspec.json.encode(_Entry(self._key, measurements))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Other workers may write the same entry. Each has its own file; the last one remains.
+            # Several workers may write the same entry to their own files. The last file remains.
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
-                made = Path(folder) / self.path.name
-                made.write_bytes(content)
-                made.replace(self.path)
+                file = Path(folder) / self.path.name
+                file.write_bytes(content)
+                file.replace(self.path)
             self._prune()
         except OSError as error:
             log.info("the start-up cache %s cannot be written: %s", self.path.parent, error)

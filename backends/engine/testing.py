@@ -1,4 +1,4 @@
-"""Conformance checks for proposers, for our tests and those of other packages."""
+"""Conformance checks for proposers, for use in the tests of Draftgate and of other packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ PROMPTS: Final = (
 NEW_TOKENS: Final = 40
 MOST_DRAFTS: Final = 5
 KV_BYTES: Final = 8 << 20
-"""Little more than the prompts need, so that the target takes draft pages back."""
+"""Size of the KV cache in bytes, barely enough for the prompts. The target therefore takes draft
+pages back."""
 
 
 class CheckedProposer:
@@ -59,7 +60,7 @@ class CheckedProposer:
 
     def forget(self, sequence: Sequence) -> None:
         self._proposer.forget(sequence)
-        self._proposer.forget(sequence)  # idempotent
+        self._proposer.forget(sequence)  # a second call must have no effect
         self.open.discard(sequence.key)
 
 
@@ -67,7 +68,7 @@ def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
     """Check that a draft is a valid chain or tree within its bounds.
 
     Raises:
-        AssertionError: if it is not; the message names the rule.
+        AssertionError: the draft is invalid. The message names the rule.
     """
     size = len(draft)
     assert size <= max_tokens, "a draft has at most max_tokens tokens"
@@ -76,7 +77,7 @@ def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
     assert len(draft.shares) in {0, size}, "shares are given for every token or for none"
     assert all(ROOT <= parent < i for i, parent in enumerate(draft.parents)), "parents come first"
     children = [(draft.parent(place), draft.token_ids[place]) for place in range(size)]
-    assert len(set(children)) == size, "the children of one parent are different"
+    assert len(set(children)) == size, "the children of a parent are different"
     for parent in set(draft.parents):
         below = [draft.shares[i] for i in range(len(draft.shares)) if draft.parents[i] == parent]
         assert sum(below) <= 1.0 + 1e-9, "shares of siblings sum to at most 1"
@@ -86,16 +87,16 @@ def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
 def check_proposer(name: str, model: str | None = None) -> None:
     """Run a proposer on a model, and check the contract of `backends.core.proposer.Proposer`.
 
-    Texts must equal those without drafts, greedy and sampled. Requests finish and are cancelled,
-    and memory is so scarce that they are preempted. In the end the proposer must keep no state.
+    The check compares greedy and sampled texts with and without drafts. Requests end normally or by
+    cancellation, and scarce memory forces preemptions. The proposer must keep no state at the end.
 
     Args:
-        name: of the proposer, for one of another package that of its entry point.
-        model: directory of a checkpoint; None is the shipped model.
+        name: name of the proposer. For a proposer of another package, the name of its entry point.
+        model: directory of a checkpoint, or None for the shipped model.
 
     Raises:
-        AssertionError: if the proposer breaks the contract.
-        ValueError: if the name is unknown.
+        AssertionError: the proposer breaks the contract.
+        ValueError: the name is unknown.
     """
     plain = _Run(WorkerConfig(model=model, speculation="off", kv_bytes=KV_BYTES), None)
     config = WorkerConfig(
@@ -110,7 +111,7 @@ def check_proposer(name: str, model: str | None = None) -> None:
 
 
 class _Run:
-    """A worker with one checked proposer; without a name, one that does not speculate."""
+    """A worker with one checked proposer. A worker without a proposer name does not speculate."""
 
     def __init__(self, config: WorkerConfig, name: str | None) -> None:
         self._engine = load_engine(config)
@@ -123,10 +124,13 @@ class _Run:
             self._checked = proposers[name] = CheckedProposer(proposers[name], vocab_size)
 
     def texts(self, temperature: float) -> dict[str, list[int]]:
-        """Return the tokens of two rounds of all prompts, the second one from the prefix cache."""
+        """Return the tokens of two rounds of all prompts.
+
+        The second round uses the prefix cache.
+        """
         tokens: dict[str, list[int]] = {}
-        for turn in range(2):
-            for request in self._requests(temperature, turn):
+        for round_index in range(2):
+            for request in self._requests(temperature, round_index):
                 self._engine.worker.submit(request)
                 tokens[request.request_id] = []
             for step in run_until_idle(self._engine.worker, self._engine.executor):
@@ -145,21 +149,21 @@ class _Run:
                     self._engine.worker.cancel(request.request_id)
 
     def check_nothing_is_left(self) -> None:
-        """Check that memory is free, and that any draft was checked."""
+        """Check that all memory is free, and that the proposer proposed at least one draft."""
         load = self._engine.worker.load()
         assert load.kv_blocks_free == load.kv_blocks_total, "a proposer must free its KV blocks"
         assert self._checked is not None
         assert not self._checked.open, "the scheduler must call forget for finished sequences"
         assert self._checked.drafts > 0, "the proposer proposed no draft"
 
-    def _requests(self, temperature: float, turn: int) -> list[GenerationRequest]:
+    def _requests(self, temperature: float, round_index: int) -> list[GenerationRequest]:
         plan = SpeculationPlan(
             "check", self._mode, self._name, MOST_DRAFTS if self._name else 0, "a check"
         )
         tokenizer = self._engine.worker.tokenizer
         return [
             GenerationRequest(
-                f"{turn}-{index}",
+                f"{round_index}-{index}",
                 compact(tokenizer.encode(prompt)),
                 SamplingParams(NEW_TOKENS, seed=index, temperature=temperature, ignore_eos=True),
                 plan,

@@ -1,7 +1,7 @@
 """Asynchronous copies between a host and its GPU.
 
-A copy is asynchronous only from and to pinned memory. torch caches pinned memory and reuses it once
-the copies that use it are done. On a CPU these functions copy synchronously, or not at all.
+A copy is asynchronous only from and to pinned memory. torch caches pinned memory, and reuses it
+after the copies that use it have ended. On a CPU these functions copy synchronously or not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from main memory to a device, without waiting."""
+    """Copy a tensor from main memory to a device without waiting."""
     if device.type != "cuda":
         return tensor
     if not tensor.numel():
@@ -23,7 +23,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to main memory. From a GPU, wait for a later event before reading it."""
+    """Copy a tensor to main memory.
+
+    The copy from a GPU is asynchronous. Wait for a later event before you read it.
+    """
     if tensor.device.type != "cuda":
         return tensor.clone()
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
@@ -37,14 +40,14 @@ def host_memory(
 
 
 def new_event(device: torch.device) -> torch.cuda.Event:
-    """Return an event of a device's current stream for waiting and timing, not recorded yet."""
+    """Return a new event of a device's current stream, for waiting and timing."""
     if device.type == "cuda":
         return torch.cuda.Event(enable_timing=True)
     return cast("torch.cuda.Event", _HostEvent())
 
 
 class _HostEvent:
-    """Stands in for a CUDA event on a CPU, whose work is done when the call returns."""
+    """Replaces a CUDA event on a CPU, which has completed all work when a call returns."""
 
     def __init__(self) -> None:
         self._at_s = 0.0

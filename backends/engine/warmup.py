@@ -1,4 +1,4 @@
-"""Times a worker's steps before it serves, and tests that its bits are exact."""
+"""Times a worker's steps before it serves requests, and tests that its bits are exact."""
 
 from __future__ import annotations
 
@@ -38,28 +38,33 @@ TIMED_SLOTS: Final = 8
 """Draft slots of the step that times the attention of a slot."""
 
 TIMED_SEQUENCES: Final = 16
-"""Sequences of the batch that times the cost of one sequence: enough to exceed the noise."""
+"""Sequences of the batch that times the cost of a sequence, enough to exceed the noise."""
 
 TIMED_CONTEXT: Final = 2048
-"""KV tokens of the step that times reading them: eight tiles, enough to exceed the noise."""
+"""KV tokens of the step that times KV reads: eight tiles, enough to exceed the noise."""
 
 DEPTH_BUCKETS: Final = (1, 4, 16, 64)
-"""Batch sizes at which drafting one token deeper is timed."""
+"""Batch sizes at which `measure_depths` times a draft."""
 
 TIMED_RUNS: Final = 5
-"""Runs of each shape. Their median counts because other processes disturb single runs."""
+"""Runs of each shape. The median of the runs counts, because other processes disturb single runs.
+"""
 
 PROBE_VOCABULARY: Final = 32
-"""Steps are fed token ids below this; every model has that many."""
+"""Upper bound on the token ids in timed and probed steps. Every model has at least this number of
+ids."""
 
 PROBE_START: Final = KV_TILE - 24
 PROBE_TOKENS: Final = 48
 PROBE_WIDTHS: Final = (1, 5, 16, 33, 48)
-"""Block widths of the probe: single tokens, and below, at and above the row tile. The blocks cross
-the border of two KV tiles."""
+"""Block widths of the probe: single tokens, and below, at and above the row tile.
+
+The blocks cross the border of two KV tiles.
+"""
 
 PROBE_WINDOW: Final = 50
-"""Sliding windows are probed with this short one, because a model's own needs a long context."""
+"""Length of the probed sliding windows in tokens. A model's own windows would need a long context.
+"""
 
 
 def measure_step_cost(
@@ -74,6 +79,7 @@ def measure_step_cost(
     little where draft slots hardly lengthen a step.
 
     Args:
+        runner: the runner to time.
         max_tokens: maximum tokens of one sequence in the KV pool.
         max_sequences: maximum sequences with one block each in the pool.
         token_buckets: token counts to time, ascending.
@@ -89,17 +95,18 @@ def measure_step_cost(
         batch = StepPlan(tuple(_verify(1, blocks=[index]) for index in range(many)))
         alone = StepPlan((_verify(many),))
         sequence_s = max(_time_s(runner, batch) - _time_s(runner, alone), 0.0) / (many - 1)
-    # The timed steps had one sequence each.
+    # Each timed step had a single sequence.
     table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
     kv_token_s, pair_s = _attention_s(runner, min(TIMED_CONTEXT, max_tokens - TIMED_SLOTS - 1))
     return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s, pair_s)
 
 
 def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
-    """Time drafting one token deeper for several numbers of sequences, up to `most`.
+    """Time drafting one more token per sequence for several numbers of sequences.
 
     Args:
         draft: drafts one token for this number of sequences.
+        most: maximum number of sequences.
 
     Returns:
         A step cost over sequences instead of tokens.
@@ -139,7 +146,7 @@ def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float
 
 
 def rehearse(runner: ModelRunner, tokens: int) -> None:
-    """Run the step of this size that needs the most memory, with the logits of all tokens."""
+    """Run the most memory-intensive step of this size, which returns the logits of all tokens."""
     runner.execute(StepPlan((_verify(tokens),)))
 
 
@@ -150,19 +157,19 @@ def exactness(
     max_tokens: int,
     device: torch.device = CPU,
     *,
-    asked: bool,
+    required: bool,
 ) -> bool:
-    """Return whether the worker promises exact bits: in float32 on a CPU, or with `--exact`.
+    """Return whether the worker promises exact bits.
 
-    The promise is tested first.
+    The worker promises exact bits in float32 on a CPU or with `--exact`, if a test succeeds.
 
     Raises:
-        ValueError: `--exact` was given, and the test failed.
+        ValueError: the test failed although the command line has `--exact`.
     """
-    if not asked and (dtype is not torch.float32 or device.type != "cpu"):
+    if not required and (dtype is not torch.float32 or device.type != "cpu"):
         return False
     exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
-    if asked and not exact:
+    if required and not exact:
         raise ValueError(
             f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: "
             "the bits of a token depend on the rest of its step. Use --dtype float32, or start "
@@ -174,7 +181,7 @@ def exactness(
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
     """Return whether the logits of tokens are bit-identical one by one and in blocks.
 
-    The KV blocks are contiguous, in two runs that meet within a tile, or scattered.
+    The test uses KV blocks that are contiguous, in two runs that meet within a tile, and scattered.
     """
     stop = min(PROBE_START + PROBE_TOKENS, max_tokens)
     first = max(stop - PROBE_TOKENS, 0)
@@ -238,8 +245,8 @@ def _verify(
     """Return work that verifies `tokens - 1` arbitrary draft tokens.
 
     Args:
-        blocks: block table; by default the first blocks of the pool.
-        wanted: number of last rows whose logits are returned; None returns all.
+        blocks: block table. The default is the first blocks of the pool.
+        wanted: number of rows at the end whose logits the step returns, or None for all rows.
     """
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     view = RequestView(1, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint, fused and packed for the decoder."""
+"""Loads the weights of a Hugging Face checkpoint, fused and packed for the decoder."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
 TIED_COPY_BYTES: Final = 1 << 27
-"""Up to this size a tied embedding is copied into the LM head's fastest layout (1.2 to 2.5 times as
-fast, `linear.py`). A larger one is held once; the bits are the same."""
+"""Maximum size of a tied embedding that is copied into the LM head's fastest layout.
+
+The copy makes the LM head 1.2 to 2.5 times as fast (`linear.py`). A larger embedding is stored
+once. The bits are the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Queries, keys and values share one matrix, gate and up another.
+    """The weights of one layer.
 
-    `qk_norm` is [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. It
-    is None for models that do not normalise them.
+    Queries, keys and values share one matrix, and gate and up share another. `qk_norm` is
+    [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. It is None for
+    models without head norms.
     """
 
     input_norm: Tensor
@@ -75,12 +79,15 @@ def load_weights(
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
 
-    Besides the weights this takes memory for the largest matrix and for the pages of one layer. A
+    The function needs memory for the weights, the largest matrix and the pages of one layer. A
     second thread hashes the files.
 
     Args:
-        device: of the weights.
-        exact: make the rows of bfloat16 products independent of each other (`linear.py`).
+        directory: directory of the checkpoint.
+        config: shape of the model.
+        dtype: dtype of the loaded weights.
+        device: device of the loaded weights.
+        exact: whether the rows of bfloat16 products must be independent (`linear.py`).
         progress: called after each tensor with the share of bytes loaded, 0 to 1.
 
     Raises:
@@ -99,9 +106,9 @@ def load_weights(
     loader = _Loader(
         checkpoint, config, dtype, device, exact, lambda done: progress(done / total_bytes)
     )
-    with ThreadPoolExecutor(1) as beside:
-        hashed = beside.submit(checkpoint_hash, directory)
-        # Largest matrices first, because later ones reuse the memory of their packing.
+    with ThreadPoolExecutor(1) as executor:
+        hashed = executor.submit(checkpoint_hash, directory)
+        # Load the largest matrices first, because later matrices reuse the memory of their packing.
         lm_head, embedding = loader.head_and_embedding(head_name, embedding_name)
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
         final_norm = loader.tensor(FINAL_NORM)
@@ -111,8 +118,8 @@ def load_weights(
 def _matrix_names(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, str]:
     """Return the names of the embedding and of the LM head.
 
-    As in transformers, a tied checkpoint that stores one of them uses it for both, and one that
-    stores both is not tied.
+    As in transformers, a tied checkpoint that stores a single matrix uses it for both. A checkpoint
+    that stores both matrices is not tied.
     """
     if not config.tied_embeddings:
         return EMBEDDING, HEAD
@@ -132,7 +139,7 @@ class _Loader:
         exact: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Read nothing yet. `on_bytes` is called after each tensor with all bytes read so far."""
+        """Read nothing yet. `on_bytes` receives the total number of bytes after each tensor."""
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
@@ -146,10 +153,13 @@ class _Loader:
             return reader.read([name]).to(self._device)
 
     def head_and_embedding(self, head: str, embedding: str) -> tuple[Linear, Tensor]:
-        """Return the LM head and the embedding. Tied ones share memory unless a copy is cheap."""
+        """Return the LM head and the embedding.
+
+        A tied pair shares memory unless a copy is cheap.
+        """
         weight = self.tensor(head)
         tied = head == embedding
-        # C reads the weight as it is stored.
+        # C reads the weight in its stored layout.
         on_cpu, rounds = self._device.type == "cpu", self._dtype is torch.bfloat16
         in_c = on_cpu and rounds and multiplies_in_c(weight.shape[1])
         pack = not in_c and (not tied or weight.nbytes <= TIED_COPY_BYTES)

@@ -1,15 +1,15 @@
-"""Decides whether an answer arrived intact. Performs no I/O.
+"""Decides whether a response arrived intact. Performs no I/O.
 
-In an intact stream every choice has exactly one `finish_reason` and no text after it. The usage
-arrives once if it was requested, then `[DONE]`, then nothing. All chunks carry one id, which no
-other stream of the run has, and belong to a requested choice. The usage is consistent with the
-text. A stream that misses any of this is a failure, however much text arrived: a generator that
-counts cut streams as successes measures nothing.
+In an intact stream every choice has exactly one `finish_reason` and no text after it. A requested
+usage arrives once, then `[DONE]`, then nothing. All chunks belong to a requested choice and carry
+one id, which no other stream of the run has. The usage is consistent with the text. A stream that
+breaks any of these rules is a failure, no matter how much text arrived. Counting truncated streams
+as successes would overstate the server's capacity.
 
-A repeated chunk cannot be told from a repetitive answer by its text, so chunks are counted. A chunk
-with text carries at least one token. More such chunks than `completion_tokens` therefore mean that
-a chunk arrived twice, or that a proxy splits tokens and the usage describes another stream. Where
-chunks carry several tokens, only `checking.lossless` finds a repetition.
+The text alone cannot distinguish a repeated chunk from a repetitive response, so the audit counts
+chunks. A chunk with text carries at least one token. More such chunks than `completion_tokens`
+therefore mean that a chunk arrived twice, or that a proxy splits tokens and the usage describes
+another stream. If chunks carry several tokens, only `checking.lossless` finds a repetition.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Verdict(StrEnum):
 
     OK = "ok"
     NO_CONNECTION = "no_connection"
-    """The connection failed before an answer began."""
+    """The connection failed before the response began."""
     TIMEOUT = "timeout"
-    """The whole answer took too long."""
+    """The whole response took too long."""
     STALLED = "stalled"
     """The stream paused too long after some text."""
     HTTP_STATUS = "http_status"
     NO_STREAM = "no_stream"
-    """The answer was not a stream of server-sent events."""
+    """The response was not a stream of server-sent events."""
     CUT = "cut"
-    """The connection broke inside the answer."""
+    """The connection broke during the response."""
     ERROR_EVENT = "error_event"
     """The stream reported an error, as an event or as a finish reason."""
     MALFORMED = "malformed"
@@ -58,26 +58,26 @@ class Verdict(StrEnum):
     AFTER_FINISH = "after_finish"
     NO_USAGE = "no_usage"
     BAD_USAGE = "bad_usage"
-    """The usage contradicts itself or an earlier one."""
+    """The usage contradicts itself or an earlier usage."""
     TOO_LONG = "too_long"
     """More tokens than `max_tokens`."""
     NO_DONE = "no_done"
     AFTER_DONE = "after_done"
     INTERRUPTED = "interrupted"
-    """The run stopped while the request was open: not a fault, and not a success."""
+    """The run stopped while the request was open. This is neither a fault nor a success."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What any answer yields.
+    """What an audit records about any response.
 
     Attributes:
         verdict: the first fault so far.
-        detail: the fault in words.
-        usage, metrics: what the server reported, if it did.
-        finish_reasons: one per choice; None where none arrived.
-        stream_id: the last id that the chunks carried; empty if none did.
-        vectors: embeddings as little-endian float32, by input; empty unless the answer was intact.
+        detail: a description of the fault.
+        usage, metrics: as the server reported them, or None.
+        finish_reasons: one per choice, None for a choice without a finish reason.
+        stream_id: the last id in the chunks, or empty.
+        vectors: embeddings as little-endian float32, by input. Only an intact response has them.
     """
 
     verdict: Verdict = Verdict.OK
@@ -94,13 +94,13 @@ class Audit:
         return ()
 
     def fault(self, verdict: Verdict, detail: str) -> None:
-        """Record a fault. The first one is kept."""
+        """Record a fault, unless an earlier fault is recorded already."""
         if self.verdict is Verdict.OK:
             self.verdict, self.detail, self.vectors = verdict, detail, ()
 
 
 class Content(NamedTuple):
-    """What a chunk carried: characters, which may be 0, and tokens if the server counts them."""
+    """The characters (0 or more) of a chunk, and its tokens if the server counts them."""
 
     characters: int
     tokens: int | None
@@ -143,13 +143,13 @@ _decoder: Final = Decoder(_Chunk)
 
 @dataclass(slots=True)
 class StreamAudit(Audit):
-    """Follows one stream of `/v1/completions` or `/v1/chat/completions`.
+    """Checks one stream of `/v1/completions` or `/v1/chat/completions`.
 
     Attributes:
-        choices: how many were requested.
-        max_tokens: the limit per choice, if there was one.
+        choices: the number of requested choices.
+        max_tokens: the limit per choice, or None.
         wants_usage: whether `stream_options.include_usage` was set.
-        ids: the ids of all streams of the run so far; this stream adds its own.
+        ids: the ids of all streams of the run so far, to which this stream adds its own.
     """
 
     choices: int = 1
@@ -196,7 +196,7 @@ class StreamAudit(Audit):
         return None
 
     def end(self, *, cut: str | None = None) -> None:
-        """Conclude when the connection has ended, normally or with the error `cut`."""
+        """Finish the audit when the connection has ended, normally or with the error `cut`."""
         missing = [i for i, reason in enumerate(self.finish_reasons) if reason is None]
         if cut is not None:
             self.fault(Verdict.CUT, cut)
@@ -233,7 +233,7 @@ class StreamAudit(Audit):
         self.ids.add(chunk_id)
 
     def _add_choice(self, choice: _Choice) -> int:
-        """Take one choice of a chunk and return how many characters of text it has."""
+        """Check one choice of a chunk and return the number of characters in its text."""
         index, reason = choice.index, choice.finish_reason or None
         text = choice.text or ""
         if choice.delta is not None:
@@ -254,7 +254,7 @@ class StreamAudit(Audit):
 
     def _delta_text(self, delta: _Delta) -> str:
         text = delta.content or ""
-        reasoning = delta.reasoning_content or delta.reasoning  # the same under two names
+        reasoning = delta.reasoning_content or delta.reasoning  # Servers use either name.
         if reasoning or delta.tool_calls:
             self._text_only = False
             functions = [c.function for c in delta.tool_calls or () if c.function is not None]
@@ -263,12 +263,13 @@ class StreamAudit(Audit):
         return text
 
     def _add_usage(self, usage: dict[str, Any], *, alone: bool) -> int | None:
-        """Check a usage and return how many tokens it adds to the last one.
+        """Check a usage and return how many tokens it adds to the previous usage.
 
-        Returns None for several choices: servers then count per choice or over all.
+        Returns None for several choices, because servers count either per choice or over all
+        choices.
 
         Args:
-            alone: whether it came without choices, as the final usage does.
+            alone: whether the chunk had no choices, as the final usage does.
         """
         prompt, tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not (isinstance(prompt, int) and isinstance(tokens, int) and min(prompt, tokens) >= 0):
@@ -295,7 +296,7 @@ class StreamAudit(Audit):
 
 
 def _has_empty_text(choice: _Choice) -> bool:
-    """Whether a choice without characters has a text: a special token has one, a role has not."""
+    """Whether a choice has an empty text, as a special token has, rather than only a role."""
     delta = choice.delta
     return delta is None or (delta.content == "" and delta.role is None)
 
@@ -324,19 +325,19 @@ _reply_decoder: Final = Decoder(_Reply)
 
 @dataclass(slots=True)
 class VectorAudit(Audit):
-    """Checks one answer of `/v1/embeddings`.
+    """Checks one response of `/v1/embeddings`.
 
-    Every input has exactly one vector. All are finite and of one length, and the usage counts
-    tokens.
+    Every input has exactly one vector. All vectors are finite and of one length, and the usage
+    counts tokens.
 
     Attributes:
-        inputs: how many texts were sent.
+        inputs: the number of texts sent.
     """
 
     inputs: int
 
     def add(self, body: bytes) -> None:
-        """Check the body of the answer."""
+        """Check the body of the response."""
         try:
             reply = _reply_decoder.decode(body)
             if reply.error is not None or reply.data is None:
@@ -365,7 +366,7 @@ class VectorAudit(Audit):
 
 
 def _packed(embedding: str | list[float]) -> bytes:
-    """Return the bytes of a vector. Servers without base64 send numbers."""
+    """Return the bytes of a vector, from base64 or from a list of numbers."""
     if isinstance(embedding, list):
         return struct.pack(f"<{len(embedding)}f", *embedding)
     try:
@@ -375,7 +376,7 @@ def _packed(embedding: str | list[float]) -> bytes:
 
 
 def _checked(vectors: list[bytes]) -> tuple[bytes, ...]:
-    """Return the vectors.
+    """Return the vectors as bytes.
 
     Raises:
         ValueError: a vector is empty, differs in length from the others, or is not finite.

@@ -1,8 +1,8 @@
-"""Checks that speculation did not change the text: replays a sample of a run without it.
+"""Checks that speculation did not change the text by replaying a sample of a run without it.
 
-With coupled noise the text of a request is a function of its seed, whatever was drafted. The same
+With coupled noise the text of a request depends only on its seed, not on the drafts. The same
 request with `speculation: {mode: off}` and the same seed must therefore give the same text. This
-holds within one numerics class, so answers of different classes are not compared.
+guarantee covers one numerics class, so the check does not compare responses of different classes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CONFIDENCE: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer and its replay diverge.
+    """The first difference between a response and its replay.
 
     Attributes:
-        index: of the request in the plan.
-        at: the first character of the choice's text that differs.
-        run, replay: the texts around it.
+        index: the position of the request in the plan.
+        at: the first differing character of the choice's text, from 0.
+        run, replay: the texts around that character.
     """
 
     index: int
@@ -44,11 +44,11 @@ class LosslessCheck:
     """The result of the replays.
 
     Attributes:
-        compared: how many answers were compared.
-        drafted: how many of them contain draft tokens; the others prove nothing.
-        differences: the first one of each answer that differed.
-        failed: the requests whose replay failed, with the verdict in words.
-        incomparable: how many replays were of another numerics class.
+        compared: the number of compared responses.
+        drafted: how many compared responses contain draft tokens. Only these can reveal an error.
+        differences: the first difference of each response that differed.
+        failed: the requests whose replay failed, with a description of the verdict.
+        incomparable: the number of replays in another numerics class.
     """
 
     compared: int
@@ -59,15 +59,15 @@ class LosslessCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, all of it was equal, and no replay failed."""
+        """Whether at least one response was compared, all were equal, and no replay failed."""
         return self.compared > 0 and not self.differences and not self.failed
 
     @property
     def rate_bound(self) -> float | None:
-        """Upper bound for the share of answers that differ, if no compared one with drafts did.
+        """Upper bound for the share of drafted responses that differ, or None.
 
-        The exact (Clopper-Pearson) one-sided bound at 95 %: `1 - 0.05^(1/n)`. None if an answer
-        differed, or none with drafts was compared.
+        The bound is the exact (Clopper-Pearson) one-sided bound at 95 %, `1 - 0.05^(1/n)`. It is
+        None if a response differed, or if no compared response had drafts.
         """
         if self.differences or not self.drafted:
             return None
@@ -77,9 +77,9 @@ class LosslessCheck:
 async def check_lossless(
     client: OpenAIClient, records: Sequence[Record], count: int, *, seed: int = 0
 ) -> LosslessCheck:
-    """Replay `count` answers of a run, chosen by `seed`, one at a time without speculation.
+    """Replay `count` responses of a run, chosen by `seed`, one at a time without speculation.
 
-    Answers that were not intact cannot be compared and are not chosen, so there may be fewer.
+    A response that was not intact cannot be compared, so the check may replay fewer than `count`.
     """
     comparable, incomparable = list[tuple[Record, Record]](), 0
     failed = []
@@ -102,14 +102,17 @@ async def check_lossless(
 
 
 def choose(records: Sequence[Record], count: int, seed: int) -> list[Record]:
-    """Choose intact records, those with draft tokens first; the same for the same run and seed."""
+    """Choose intact records, preferring records with draft tokens.
+
+    The same run and seed give the same choice.
+    """
     intact = sorted((r for r in records if r.verdict == Verdict.OK), key=lambda r: r.planned.index)
     random.Random(seed).shuffle(intact)
     return sorted(intact, key=lambda record: _drafted(record) == 0)[:count]
 
 
 def replay_of(record: Record) -> PlannedRequest:
-    """Return the request again, without speculation, and with the seed that the server used."""
+    """Return the request without speculation, and with the seed that the server used."""
     request = record.planned.request
     seed = (record.metrics or {}).get("seed")
     again = replace(
@@ -121,7 +124,7 @@ def replay_of(record: Record) -> PlannedRequest:
 
 
 def first_difference(record: Record, replayed: Record) -> Difference | None:
-    """Return where two answers first differ in text, or else in finish reason, if at all."""
+    """Return the first difference in text or, for equal texts, in finish reason, or None."""
     ends = zip(record.finish_reasons, replayed.finish_reasons, strict=True)
     texts = zip(record.texts, replayed.texts, strict=True)
     for choice, ((run, replay), (run_end, replay_end)) in enumerate(zip(texts, ends, strict=True)):

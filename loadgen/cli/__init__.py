@@ -1,4 +1,4 @@
-"""The command line: `python -m draftgate.loadgen` and `draftgate load` are the same."""
+"""The command line of `python -m draftgate.loadgen` and `draftgate load`, which are the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftgate.loadgen.command_line import HelpGroup, PlainTyper
 
 
 class RunByDefault(HelpGroup):
-    """A group in which `run` is the default command, so that a URL may come first."""
+    """A group whose default command is `run`, so that a URL may be the first argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, "--help"}:

@@ -1,4 +1,4 @@
-"""The commands: what they run, print and write, and their exit status."""
+"""The commands of the load generator, their output and their exit status."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ INVALID: Final = 3
 REFUSED: Final = 4
 
 REFUSALS: Final = frozenset({429, 503})
-"""Statuses by which a server refuses requests that it cannot serve now. That is an answer, and not
-a broken stream."""
+"""HTTP statuses by which a server refuses requests under load. A refusal is not a broken stream."""
 
 
 def run(
@@ -94,9 +93,10 @@ def run(
 ) -> None:
     """Send load and check every stream.
 
-    Exit status: 0; 1 if a stream was not intact or a replay differed; 2 if the server cannot be
-    reached or the flags are wrong; 3 if the run is INVALID because this generator did not keep up
-    or was interrupted; 4 if the server refused requests (429, 503), and nothing worse happened.
+    The exit status is 0 on success and 1 if a stream was not intact or a replay differed. It is 2
+    if the server cannot be reached or the flags are wrong. It is 3 if the run is INVALID, because
+    this generator did not keep up or was interrupted. It is 4 if the server refused requests (429,
+    503) and no worse failure occurred.
     """
     with _explained(f"cannot load {url}"):
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
@@ -114,8 +114,8 @@ def report(
 ) -> None:
     """Report on the events of a run as `run` does, with the same exit status.
 
-    Runs of one name are points of one curve over the rate. The name is that of the file without
-    rate and round (`auto` for `auto-1.5-2.jsonl`), or given as NAME=FILE.
+    Runs with the same name are points of one curve over the rate. The name is the file name without
+    rate and round (`auto` for `auto-1.5-2.jsonl`), unless given as NAME=FILE.
     """
     with _explained("cannot report"):
         reports = [_read(named) for named in events]
@@ -135,10 +135,11 @@ def compare(
     ] = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Compare run B with run A: what changed, with bootstrap intervals.
+    """Compare run B with run A and list the changes with bootstrap intervals.
 
-    Exit status: 0; 1 if a metric worsened for certain (all are judged together, or those with a
-    `--threshold`, beyond it); 2 if the runs cannot be compared; 3 if one of them is INVALID.
+    The exit status is 1 if a metric worsened significantly, and else 0. All metrics are judged
+    together. If any `--threshold` is given, only its metrics are judged, beyond their thresholds.
+    The exit status is 2 if the runs cannot be compared, and 3 if either run is INVALID.
     """
     with _explained("cannot compare"):
         thresholds = [parse_threshold(text) for text in threshold or ()]
@@ -174,8 +175,9 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
 ) -> None:
     """Run every rate against every server and mode (`--speculation off,ngram:4`), interleaved.
 
-    Within a round the order is shuffled. At one rate all get the same requests at the same
-    instants. Ctrl-C keeps what is done. Exit status as of `run`, the worst of all cells.
+    The order within a round is random. All targets receive the same requests at the same times for
+    each rate. Ctrl-C keeps the completed cells. The exit status is the worst of all cells, as in
+    `run`.
     """
     with _explained("cannot sweep"):
         modes = request.speculation.split(",") if request.speculation else []
@@ -203,8 +205,9 @@ def search(
 ) -> None:
     """Find the highest rate at which enough requests meet their SLO.
 
-    Exit status: 0; 1 if the interval is wider than requested, or only a bound was found; 2 if the
-    server cannot be reached or the flags are wrong; 3 if this generator could not send faster.
+    The exit status is 0 on success and 1 if the interval is wider than requested or only a bound
+    was found. It is 2 if the server cannot be reached or the flags are wrong. It is 3 if this
+    generator could not send faster.
     """
     errors = Console(stderr=True)
 
@@ -251,18 +254,18 @@ def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """Return the exit status of several runs: that of the worst of them."""
+    """Return the worst exit status of several runs."""
     return max(statuses, key=(0, REFUSED, INVALID, NOT_INTACT).index, default=0)
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write a value, indented, if there is a path."""
+    """Write a value as indented JSON, if a path is given."""
     if path is not None:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def report_sweep(planned: Sweep, done: Done, html_out: Path | None) -> dict[str, Any]:
-    """Print the tables of a sweep, write its page, and return its `sweep/1`."""
+    """Print the tables of a sweep, write its page, and return its `sweep/1` result."""
     in_order = sorted(done, key=lambda one: (one[1].name, one[0].rate_rps, one[0].round))
     reports = [one for _, one in in_order]
     Console().print(render_side_by_side(reports))
@@ -304,7 +307,7 @@ def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Print an expected error as one line, and exit with the status of wrong usage."""
+    """Print an expected error on one line, and exit with the status for wrong usage."""
     try:
         yield
     except (aiohttp.ClientError, ImportError, TimeoutError, OSError, ValueError) as error:

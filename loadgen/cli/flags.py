@@ -1,4 +1,4 @@
-"""Flags that several commands share, in groups: a command takes a group as one value."""
+"""Groups of flags that several commands share. A command takes a group as one value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ R = TypeVar("R")
 def check_plotly(page: Path | None) -> Path | None:
     """Return the path of a page with plots.
 
-    Called before the run, since a missing library should not cost its results.
+    The command line checks this before the run, so that a missing library does not cost the
+    results.
 
     Raises:
         BadParameter: a page is requested, but plotly is not installed.
@@ -70,7 +71,7 @@ class OutputFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFlags:
-    """What to send, and its SLO. Most fields are those of `Load`."""
+    """Which requests to send, and their SLO. Most fields are fields of `Load`."""
 
     panel: ClassVar = "Requests"
 
@@ -118,7 +119,7 @@ class RequestFlags:
         """Return the load of these requests, with further fields of `Load`.
 
         Raises:
-            ValueError: flags contradict each other.
+            ValueError: two flags contradict each other.
         """
         values = _values(self)
         chat = values.pop("chat")
@@ -129,7 +130,7 @@ class RequestFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFlags:
-    """When to send: in an open loop or in a closed one. Fields of `Load`."""
+    """When to send requests, in an open or a closed loop. The fields are fields of `Load`."""
 
     panel: ClassVar = "Schedule"
 
@@ -158,14 +159,14 @@ class ScheduleFlags:
         """Return the load of these requests on this schedule.
 
         Raises:
-            ValueError: flags contradict each other.
+            ValueError: two flags contradict each other.
         """
         return request.load(**_values(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFlags:
-    """How to reach the server. Fields of `Target`."""
+    """How to reach the server. The fields are fields of `Target`."""
 
     panel: ClassVar = "Server"
 
@@ -176,13 +177,13 @@ class ServerFlags:
     timeout_s: Annotated[float, typer.Option(help="Time limit of one request, in seconds.")] = 300.0
 
     def target(self, url: str, **more: Any) -> Target:
-        """Return where to send, with further fields of `Target`."""
+        """Return the target at a URL, with further fields of `Target`."""
         return Target(url.rstrip("/"), **_values(self), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFlags:
-    """What a search looks for. Fields of `SearchGoal`."""
+    """The goal of a search. The fields are fields of `SearchGoal`."""
 
     panel: ClassVar = "Search"
 
@@ -199,7 +200,7 @@ class SearchFlags:
     ] = 100_000
 
     def goal(self) -> dict[str, Any]:
-        """Return fields of `SearchGoal`."""
+        """Return the fields of `SearchGoal`."""
         return _values(self)
 
 
@@ -233,11 +234,13 @@ def with_groups(command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _flags(group: type[Any]) -> list[inspect.Parameter]:
-    """Return the fields of a group as parameters, which the help shows under its name."""
+    """Return the fields of a group as parameters, listed in the help under the group's name."""
     hints = get_type_hints(group, include_extras=True)
     parameters = []
     for field in fields(group):
-        info = copy(hints[field.name].__metadata__[0])  # several commands may share it
+        info = copy(
+            hints[field.name].__metadata__[0]
+        )  # Several commands may share the option object.
         info.rich_help_panel = group.panel
         parameters.append(
             inspect.Parameter(

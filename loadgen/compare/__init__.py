@@ -1,1 +1,1 @@
-"""Compares two runs: what changed, with confidence intervals, and whether that is a regression."""
+"""Compares two runs, with confidence intervals, and reports regressions."""

@@ -1,15 +1,15 @@
-"""What changed between two runs, with intervals, and whether that is a regression.
+"""Computes the changes between two runs, with intervals, and judges regressions.
 
-For each statistic s: the change `s(B) - s(A)`, its standard error SE over stationary bootstrap
-resamples of requests (`measuring.confidence`), and the 95 % interval `change -+ t SE`. t is
-Student's with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. If both runs
-had the same requests at the same instants, a resample takes the same requests of both. The cost of
-a request is then in both and cancels. Otherwise each run is resampled by itself.
+The change of each statistic s is `s(B) - s(A)`. Its standard error SE comes from stationary
+bootstrap resamples of requests (`measuring.confidence`), and its 95 % interval is `change -+ t SE`.
+t is Student's with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. If both
+runs had the same requests at the same times, a resample takes the same requests from both runs. The
+cost of a request is then in both and cancels. Otherwise each run is resampled independently.
 
-A statistic is *worse* if it worsened by more than its threshold (without one, by more than 0), and
-*better* if it improved, each with an error of 2.5 % **over all statistics together** (Holm,
-Scandinavian Journal of Statistics 6, 1979). Of identical runs, one comparison in forty reports a
-regression, however many metrics there are.
+A statistic is *worse* if it worsened by more than its threshold, which is 0 by default. It is
+*better* if it improved. The error of either verdict is 2.5 % **over all statistics together**
+(Holm, Scandinavian Journal of Statistics 6, 1979). For identical runs one comparison in forty
+reports a regression, regardless of the number of metrics.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import LoadRun, Slo
 
 ERROR: Final = 0.025
-"""Error on either side: 95 % intervals."""
+"""Error on either side, for 95 % intervals."""
 
 LEAST_REQUESTS: Final = 20
-"""Fewer requests cannot be compared, in blocks even less."""
+"""Least requests of a run. The comparison needs even more requests if blocks are long."""
 
 CELLS: Final = 4_000_000
-"""Values of resamples held at a time: 32 MB per table."""
+"""Most values of resamples in memory, 32 MB per table."""
 
 IGNORED_SETTINGS: Final = frozenset(
     {"started", "generator", "verify_lossless", "characters_per_token"}
@@ -51,12 +51,12 @@ STATISTICS: Final = {
     "fluidity": ("mean",),
     **dict.fromkeys(("attainment", "goodput_rps", "accepted_tokens_per_s"), ("",)),
 }
-"""The statistics that can be compared, by metric."""
+"""The statistics to compare, by metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The most by which a statistic may worsen without being a regression.
+    """The largest worsening of a statistic that is not a regression.
 
     Attributes:
         relative: as a share of A's value.
@@ -77,7 +77,7 @@ def parse_threshold(text: str) -> Threshold:
     """Return the threshold `METRIC[:STATISTIC]:MOST`, e.g. `ttft_s:p90:5%`.
 
     Raises:
-        ValueError: there is no such metric or statistic, or no number.
+        ValueError: the metric or statistic is unknown, or the threshold is not a number.
     """
     key, *rest = text.split(":")
     statistics = STATISTICS.get(key)
@@ -105,12 +105,12 @@ class Change:
     """A statistic in both runs.
 
     Attributes:
-        interval: 95 % interval of `change`, for this statistic alone.
-        p_worse: chance of such a worsening if the true one were just the threshold.
-        p_better: chance of such an improvement if there were none.
-        judged: whether it counts for the verdict.
+        interval: the 95 % interval of `change`, for this statistic alone.
+        p_worse: the chance of such a worsening if the true change equals the threshold.
+        p_better: the chance of such an improvement without a true change.
+        judged: whether the statistic counts for the verdict.
         verdict: `worse`, `better` or empty, with Holm's correction over all judged statistics.
-        block: mean length of the resampled blocks, in requests.
+        block: the mean length of the resampled blocks, in requests.
     """
 
     key: str
@@ -132,7 +132,7 @@ class Change:
 
     @property
     def relative(self) -> float | None:
-        """The change as a share of A."""
+        """The change as a share of A's value."""
         return self.change / abs(self.a) if self.a else None
 
 
@@ -141,10 +141,10 @@ class Comparison:
     """The result of comparing run B with run A.
 
     Attributes:
-        requests: of A and B.
-        paired: whether both had the same requests at the same instants.
-        settings: those in which the runs differ, with both values.
-        invalid: why one of the runs, or both, cannot be used.
+        requests: the numbers of requests of A and B.
+        paired: whether both runs had the same requests at the same times.
+        settings: the settings in which the runs differ, with both values.
+        invalid: the reasons why either run is INVALID.
     """
 
     requests: tuple[int, int]
@@ -162,13 +162,13 @@ class Comparison:
 def compare(
     a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = (), seed: int = 0
 ) -> Comparison:
-    """Compare B with A. With thresholds, only those statistics are judged.
+    """Compare B with A. If thresholds are given, judge only their statistics.
 
     The same arguments give the same result.
 
     Raises:
-        ValueError: the runs cannot be compared: too few requests, different SLOs, or a threshold
-            for a metric that one of them lacks.
+        ValueError: the runs cannot be compared, because they have too few requests or different
+            SLOs, or because either run lacks the metric of a threshold.
     """
     for name, run in (("A", a), ("B", b)):
         if len(run.records) < LEAST_REQUESTS:
@@ -193,7 +193,7 @@ def compare(
 
 
 def plan_of(run: LoadRun) -> list[tuple[object, ...]]:
-    """Return the plan of a run: equal for two runs with the same requests at the same instants."""
+    """Return a value that is equal for two runs with the same requests at the same times."""
     planned = sorted((record.planned for record in run.records), key=lambda one: one.index)
     pairs = ((p, p.request) for p in planned)
     return [(p.index, p.at_s, r.class_name, r.seed, r.max_tokens, r.n) for p, r in pairs]
@@ -212,7 +212,7 @@ def differing_settings(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object
 
 
 def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
-    """Return the changes with their verdicts. The judged ones share the error."""
+    """Return the changes with their verdicts. The judged changes share the error."""
     judged = [place for place, change in enumerate(changes) if change.judged]
     verdicts = [""] * len(changes)
     for word, p_values in (
@@ -226,7 +226,7 @@ def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return corrected p-values: the i-th smallest of m times `m - i + 1`, never falling."""
+    """Return corrected p-values: the running maximum of `m - i + 1` times the i-th smallest."""
     corrected, most = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         most = max(most, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -248,7 +248,7 @@ def _changes(
         return
     ours, theirs = (m.influences()[[m.statistics.index(n) for n in names]] for m in (a, b))
     at_once = max(1, min(REPLICATES, CELLS // max(a.terms, b.terms, ours.shape[1])))
-    if paired:  # one seed, one block length and one batch size draw the same requests of both
+    if paired:  # Equal seeds, block lengths and batch sizes draw the same requests from both runs.
         first, second = (_resample(m, names, theirs - ours, seed, at_once) for m in (a, b))
     else:
         first = _resample(a, names, ours, seed, at_once)
@@ -260,7 +260,7 @@ def _changes(
 
 @dataclass(frozen=True, slots=True)
 class _Resampled:
-    """P statistics of a run, `values`, and of R resamples of it, `drawn` [R, P]."""
+    """P statistics of a run: their `values`, and `drawn` [R, P] of its R resamples."""
 
     values: Floats
     drawn: Floats
@@ -320,7 +320,7 @@ def _deviation(values: Floats) -> float:
 
 
 def _over(value: float, spread: float) -> float:
-    """Return `value / spread`. Without any spread, any difference is certain."""
+    """Return `value / spread`, or an infinite ratio for a difference without spread."""
     if spread > 0:
         return value / spread
     return copysign(inf, value) if value else 0.0

@@ -1,7 +1,7 @@
-"""Metrics as functions of how often each request counts, which is what a resample changes.
+"""Defines metrics as functions of how often each request counts, which a resample changes.
 
-Requests are in the order of their schedule. If each counts once, a measure is the value in the
-reports.
+Requests are in the order of their schedule. If each request counts once, a measure equals the value
+in the reports.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from draftgate.loadgen.types import LoadRun, Record
 
 QUANTILES: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 LEAST_BEYOND: Final = 5
-"""Requests with values beyond a percentile. With fewer it depends on single requests, of which no
-resample knows more than the run (the usual rule of thumb, n(1 - p) >= 5)."""
+"""Least requests with values beyond a percentile. With fewer, the percentile depends on single
+requests, which resampling cannot represent (the usual rule of thumb, n(1 - p) >= 5)."""
 
 HIGHER_IS_BETTER: Final = frozenset(
     {"fluidity", "attainment", "goodput_rps", "accepted_tokens_per_s"}
@@ -34,14 +34,14 @@ class Measure(Protocol):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Their names; the empty name is the metric itself."""
+        """The names of the statistics. The empty name is the metric itself."""
 
     @property
     def terms(self) -> int:
-        """How many numbers it reads per resample."""
+        """The number of values that the measure reads per resample."""
 
     def evaluate(self, counts: Counts) -> Floats:
-        """Return the statistics `[R, P]` of resamples `[R, N]`; NaN where there is no value."""
+        """Return the statistics `[R, P]` of resamples `[R, N]`, with NaN for missing values."""
 
     def influences(self) -> Floats:
         """Return what each request adds to each statistic `[P, N]`, up to a factor."""
@@ -76,9 +76,9 @@ class PercentileMeasure:
     """Percentiles (type 7) of values pooled over requests.
 
     Attributes:
-        values: ascending, `[V]`.
+        values: the values in ascending order, `[V]`.
         owners: the request of each value, `[V]`.
-        requests: N.
+        requests: the number of requests, N.
     """
 
     values: Floats
@@ -152,11 +152,11 @@ def _values(key: str, record: Record) -> Sequence[float]:
 
 
 def _rates(run: LoadRun, records: Sequence[Record]) -> dict[str, Measure]:
-    """Return attainment and rates.
+    """Return the measures of attainment and of the rates.
 
-    A rate is a ratio, too, since a resample does not last as long as the run. Each request brings
-    the time since the end before its own. For goodput in an open loop, whose schedule is given, it
-    brings the time until the next request was scheduled.
+    A rate is a ratio, because the length of a resample varies. Each request contributes the time
+    since the previous end. Goodput in an open loop uses the schedule instead, and each request
+    contributes the time until the next scheduled request.
     """
     kept = np.array([float(meets_slo(record)) for record in records])
     tokens = np.array(

@@ -1,4 +1,4 @@
-"""A comparison of two runs as a table for a terminal, and as `compare/1`."""
+"""Reports a comparison of two runs as a table for a terminal, and as `compare/1`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
-    """Return the `compare/1` of a comparison. Unknown ends of intervals are null."""
+    """Return the `compare/1` result of a comparison. Unknown ends of intervals are null."""
     return {
         "format": "compare/1",
         "valid": not comparison.invalid,

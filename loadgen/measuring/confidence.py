@@ -2,9 +2,9 @@
 
 Requests of a run wait for each other in one queue, so neighbours are correlated. The stationary
 bootstrap (Politis and Romano, JASA 89, 1994) therefore draws blocks of consecutive requests instead
-of single ones. Blocks have geometric lengths around a mean b and wrap around at the end. The mean
-length is chosen from the values themselves (Politis and White, Econometric Reviews 23, 2004;
-corrected by Patton, Politis and White, ibid. 28, 2009).
+of single requests. Blocks have geometric lengths with mean b and wrap around at the end. The mean
+length is estimated from the values (Politis and White, Econometric Reviews 23, 2004, corrected by
+Patton, Politis and White, ibid. 28, 2009).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 Z_95: Final = 1.959963984540054
-"""Quantile 0.975 of the standard normal distribution: two-sided 95 %."""
+"""Quantile 0.975 of the standard normal distribution, for two-sided 95 %."""
 
 REPLICATES: Final = 400
-"""Resamples. A standard error from R of them is itself within about 1/sqrt(2R) of its limit: 3.5 %
-here (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
+"""Number of resamples. A standard error from R resamples is within about 1/sqrt(2R) of its limit,
+here 3.5 % (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
 
 SIGNIFICANT: Final = 2.0
-"""Politis and White's c: correlations below `c sqrt(log10(n)/n)` are taken for noise."""
+"""Politis and White's c. Correlations below `c sqrt(log10(n)/n)` count as noise."""
 
 
 class Interval(NamedTuple):
-    """An interval of a share; both ends are between 0 and 1."""
+    """An interval of a share. Both ends are between 0 and 1."""
 
     low: float
     high: float
 
 
 def wilson(successes: int, trials: int, z: float = Z_95) -> Interval:
-    """Return Wilson's score interval of a share; (0, 1) without trials.
+    """Return Wilson's score interval of a share, or (0, 1) without trials.
 
-    `(p + z^2/2n -+ z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n)` with `p = successes/n`
-    (E. B. Wilson, JASA 22, 1927). Unlike the normal interval it stays within [0, 1] and does not
-    shrink to a point when all or none succeed.
+    `(p + z^2/2n -+ z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n)` with `p = successes/n` (E. B.
+    Wilson, JASA 22, 1927). Unlike the normal interval it stays within [0, 1] and does not shrink to
+    a point when all or none succeed.
 
     Raises:
-        ValueError: there are more successes than trials, or a negative number of them.
+        ValueError: either number is negative, or the successes exceed the trials.
     """
     if not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials")
@@ -60,20 +60,20 @@ def wilson(successes: int, trials: int, z: float = Z_95) -> Interval:
 
 
 def student_tail(freedom: float, t: float) -> float:
-    """Return the chance that Student's t exceeds `t`, to 2 % from 3 degrees of freedom on.
+    """Return the chance that Student's t exceeds `t`, within 2 % for at least 3 degrees of freedom.
 
-    By Wallace's normal deviate (Annals of Mathematical Statistics 30, 1959):
-    `z = (8v + 1)/(8v + 3) sqrt(v ln(1 + t^2/v))`.
+    The formula is Wallace's normal deviate (Annals of Mathematical Statistics 30, 1959): `z = (8v +
+    1)/(8v + 3) sqrt(v ln(1 + t^2/v))`.
     """
     z = (8 * freedom + 1) / (8 * freedom + 3) * sqrt(freedom * log(1 + t * t / freedom))
     return NormalDist().cdf(-z if t > 0 else z)
 
 
 def student_quantile(freedom: float, share: float = 0.975) -> float:
-    """Return the t that is exceeded with chance `1 - share`: the inverse of `student_tail`.
+    """Return the t that is exceeded with chance `1 - share`, the inverse of `student_tail`.
 
     The 97.5th percentile is 1.2 % too large at 3 degrees of freedom and 4 % at 2, so intervals are
-    a little wide there.
+    slightly too wide for such runs.
     """
     z = NormalDist().inv_cdf(share) * (8 * freedom + 3) / (8 * freedom + 1)
     return sqrt(freedom * (exp(z * z / freedom) - 1)) * (1 if z >= 0 else -1)
@@ -82,7 +82,8 @@ def student_quantile(freedom: float, share: float = 0.975) -> float:
 def block_length(values: Floats) -> float:
     """Return the mean block length (in requests, at least 1) for the mean of such a series.
 
-    `b = (G^2/g^2)^(1/3) n^(1/3)`, g and G as in `Autocorrelation`; at most `min(3 sqrt(n), n/3)`.
+    The length is `b = (G^2/g^2)^(1/3) n^(1/3)` with G and g as in `Autocorrelation`, and at most
+    `min(3 sqrt(n), n/3)`.
     """
     count, found = len(values), autocorrelation(values)
     if found.variance <= 0.0:
@@ -95,7 +96,7 @@ def block_length(values: Floats) -> float:
 
 
 def variance_inflation(values: Floats) -> float:
-    """Return the variance of the mean over that of independent values; at least 1."""
+    """Return the variance of the mean over that of independent values, at least 1."""
     found = autocorrelation(values)
     return max(1.0, found.spectrum / found.variance) if found.variance > 0.0 else 1.0
 
@@ -104,12 +105,12 @@ def variance_inflation(values: Floats) -> float:
 class Autocorrelation:
     """How strongly neighbours in a series are correlated.
 
-    R are the autocovariances, w is the flat-top window (1 up to 1/2, then falling to 0 at 1), and M
-    is twice the lag from which on correlations are noise.
+    R are the autocovariances. w is the flat-top window (1 up to 1/2, then falling to 0 at 1). M is
+    twice the last lag whose correlation is more than noise.
 
     Attributes:
         variance: R(0).
-        spectrum: `g = sum of w(k/M) R(k)` over `|k| <= M`; g/n is the variance of the mean.
+        spectrum: `g = sum of w(k/M) R(k)` over `|k| <= M`, where g/n is the variance of the mean.
         slope: `G = sum of w(k/M) |k| R(k)`.
     """
 
@@ -119,7 +120,7 @@ class Autocorrelation:
 
 
 def autocorrelation(values: Floats) -> Autocorrelation:
-    """Measure a series."""
+    """Return the autocorrelation of a series."""
     count = len(values)
     centred = values - values.mean() if count else values
     variance = float(centred @ centred) / count if count else 0.0
@@ -150,12 +151,12 @@ def resampled_counts(
 
 
 def _noise_run(count: int) -> int:
-    """Return how many consecutive correlations must be noise: Politis and White's K."""
+    """Return Politis and White's K: how many consecutive correlations must be noise."""
     return max(5, ceil(sqrt(log10(max(count, 10)))))
 
 
 def _last_significant_lag(correlations: Floats, count: int) -> int:
-    """Return the last lag before a run of correlations that are noise; at least 1."""
+    """Return the last lag before a run of correlations that are noise, at least 1."""
     significant = np.abs(correlations) >= SIGNIFICANT * sqrt(log10(max(count, 10)) / count)
     run = _noise_run(count)
     for lag in range(len(significant) - run + 1):

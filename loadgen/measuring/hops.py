@@ -1,4 +1,4 @@
-"""The hops of flows: how the requests of each name did, and their share of the user's time."""
+"""Summarizes the hops of flows by name: their outcomes and their share of the user's time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HOP_FORMULAS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HopSummary:
-    """The hops of one name. Distributions are over intact ones.
+    """The hops of one name. Distributions are over intact hops.
 
     Attributes:
-        announced_met: how many were intact and as fast as their headers announced.
-        share: of the flow's deadline, or of its latency if it had none.
-        errors: how many failed, by cause.
-        facts: for each name, how often it was true and how often it was known.
+        announced_met: how many hops were intact and as fast as their headers announced.
+        share: the hop's share of the flow's deadline, or of its latency without a deadline.
+        errors: how many hops failed, by cause.
+        facts: for each name, how often the fact was true and how often it was known.
     """
 
     name: str
@@ -49,7 +49,7 @@ class HopSummary:
     facts: dict[str, tuple[int, int]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its part of the summary."""
+        """Return the hop's part of the summary."""
         times = {"ttft_s": self.ttft_s, "latency_s": self.latency_s, "share": self.share}
         return {
             "requests": self.requests,
@@ -62,7 +62,7 @@ class HopSummary:
 
 
 def summarize_hops(records: Iterable[Record]) -> list[HopSummary]:
-    """Return the hops by name, in the order of the first flow; empty if no flow has hops."""
+    """Return the hops by name, in the order of the first flow, or nothing without hops."""
     by_name: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:
         for hop in record.hops:

@@ -1,6 +1,6 @@
-"""The metrics of a request, each with the formula that reports print.
+"""Defines the metrics of a request, each with the formula that reports print.
 
-Instants are from the start of the run. `n` is the number of tokens of the answer by the server's
+Times count from the start of the run. `n` is the number of tokens of the response by the server's
 usage. For several choices, which stream at the same time, `n` is their mean.
 """
 
@@ -20,20 +20,20 @@ PERCENTILES: Final = (50, 90, 99)
 
 
 def ttft_s(record: Record) -> float | None:
-    """Return the time to the first text, from the scheduled instant; None without text."""
+    """Return the time from the scheduled time to the first text, or None without text."""
     return record.chunks[0].at_s - record.scheduled_s if record.chunks else None
 
 
 def ttft_sent_s(record: Record) -> float | None:
-    """Return the time to the first text, from sending: what most tools call TTFT."""
+    """Return the time from sending to the first text, which most tools call TTFT."""
     return record.chunks[0].at_s - record.sent_s if record.chunks else None
 
 
 def tpot_s(record: Record) -> float | None:
-    """Return the mean time per token after the first; None without a second token.
+    """Return the mean time per token after the first, or None without a second token.
 
-    All tokens of the first chunk but one count as after it. If a server sends k tokens per chunk,
-    this is up to `(k - 1)/(n - 1)` lower than per-token timing inside the server.
+    All tokens of the first chunk except one count as later tokens. If a server sends k tokens per
+    chunk, the result is up to `(k - 1)/(n - 1)` lower than per-token timing inside the server.
     """
     tokens = tokens_of(record)
     if tokens is None or tokens <= 1 or not record.chunks:
@@ -42,28 +42,29 @@ def tpot_s(record: Record) -> float | None:
 
 
 def latency_s(record: Record) -> float:
-    """Return the time to the end of the answer, from the scheduled instant."""
+    """Return the time from the scheduled time to the end of the response."""
     return record.end_s - record.scheduled_s
 
 
 def latency_sent_s(record: Record) -> float:
-    """Return the time to the end of the answer, from sending."""
+    """Return the time from sending to the end of the response."""
     return record.end_s - record.sent_s
 
 
 def normalized_latency_s(record: Record) -> float | None:
-    """Return the latency per token (Orca, OSDI 2022); None without tokens."""
+    """Return the latency per token (Orca, OSDI 2022), or None without tokens."""
     tokens = tokens_of(record)
     return latency_s(record) / tokens if tokens else None
 
 
 def fluidity(record: Record) -> float | None:
-    """Return the share of tokens that met their deadlines; None without a TPOT limit.
+    """Return the share of tokens that met their deadlines, or None without a TPOT limit.
 
-    The first token is due at `scheduled + TTFT limit` (without that limit, when it arrives), each
-    next one a TPOT limit later. Time saved is kept. If a chunk is late, those of its tokens whose
-    deadlines have passed are late, and the next token is due a TPOT limit after the chunk (after
-    the fluidity-index of Etalon, arXiv 2407.07000).
+    The first token is due at `scheduled + TTFT limit`, or without that limit when it arrives. Each
+    next token is due one TPOT limit later. A token may use time that earlier tokens saved. If a
+    chunk is late, its tokens whose deadlines have passed are late. The next token is then due one
+    TPOT limit after the chunk. The definition follows the fluidity-index of Etalon (arXiv
+    2407.07000).
     """
     slo, chunks = record.planned.request.slo, record.chunks
     if slo.tpot_s is None or not chunks:
@@ -88,7 +89,7 @@ def chunk_gaps_s(record: Record) -> list[float]:
 
 
 def tokens_per_chunk(record: Record) -> list[float]:
-    """Return the tokens of each chunk: as reported, else the mean of the answer."""
+    """Return the tokens of each chunk as reported, or else the mean of the response."""
     reported = [chunk.tokens for chunk in record.chunks]
     if all(tokens is not None for tokens in reported):
         return [float(tokens or 0) for tokens in reported]
@@ -99,7 +100,7 @@ def tokens_per_chunk(record: Record) -> list[float]:
 def itls_s(record: Record) -> list[float]:
     """Return the inter-token latencies: each gap over the tokens that ended it, once per token.
 
-    A chunk of k tokens counts k times (rounded where k is a mean), as k chunks of one would.
+    A chunk of k tokens counts k times (rounded where k is a mean), like k chunks of one token.
     """
     itls: list[float] = []
     for gap_s, tokens in zip(chunk_gaps_s(record), tokens_per_chunk(record)[1:], strict=False):
@@ -109,13 +110,13 @@ def itls_s(record: Record) -> list[float]:
 
 
 def completion_tokens(record: Record) -> int | None:
-    """Return the tokens of all choices, by the server's usage; None if it reported none."""
+    """Return the tokens of all choices by the server's usage, or None without a usage."""
     tokens = (record.usage or {}).get("completion_tokens")
     return tokens if isinstance(tokens, int) and tokens >= 0 else None
 
 
 def tokens_of(record: Record) -> float | None:
-    """Return `n`: the mean tokens of a choice."""
+    """Return `n`, the mean number of tokens of a choice."""
     total = completion_tokens(record)
     return None if total is None else total / record.planned.request.n
 
@@ -127,8 +128,8 @@ class Metric:
     Attributes:
         key: its name in the summary, which ends with the unit.
         title: its name for readers.
-        formula: how it is computed, for readers.
-        values: returns its values in one record: none, one, or one per chunk or token.
+        formula: its definition for readers.
+        values: a function of a record that returns no value, one value, or one per chunk or token.
     """
 
     key: str
@@ -138,7 +139,7 @@ class Metric:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether it is a time rather than a plain number."""
+        """Whether the metric is a time rather than a plain number."""
         return self.key.endswith("_s")
 
 
@@ -164,8 +165,8 @@ _ALL: Final = (
 )
 
 METRICS: Final[Mapping[str, Metric]] = {metric.key: metric for metric in _ALL}
-"""By key. Their values are of intact answers; those of chunks and tokens are pooled over
-requests."""
+"""The metrics by key. Their values are of intact responses. Values of chunks and tokens are pooled
+over requests."""
 
 PERCENTILE_FORMULA: Final = (
     "pP: of N ascending values the one at position (N - 1) P/100, counted from 0, interpolated"
@@ -175,7 +176,7 @@ PERCENTILE_FORMULA: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A summary of some values. `percentiles` has those of `PERCENTILES`."""
+    """A summary of some values. `percentiles` has one value for each of `PERCENTILES`."""
 
     count: int
     mean: float
@@ -188,7 +189,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Return the distribution of values; None without values."""
+    """Return the distribution of values, or None without values."""
     known = sorted(values)
     if not known:
         return None
@@ -204,15 +205,15 @@ def percentile(ascending: Sequence[float], share: float) -> float:
 
 
 def values_of(metric: Metric, records: Iterable[Record]) -> list[float]:
-    """Return the values of a metric over all intact answers."""
+    """Return the values of a metric over all intact responses."""
     return [value for record in intact(records) for value in metric.values(record)]
 
 
 def intact(records: Iterable[Record]) -> list[Record]:
-    """Return the records of intact answers."""
+    """Return the records of intact responses."""
     return [record for record in records if record.verdict == Verdict.OK]
 
 
 def errors(records: Iterable[Record]) -> dict[str, int]:
-    """Return how many requests failed, by cause, in the order of the causes' names."""
+    """Return how many requests failed, by cause, in alphabetical order."""
     return dict(sorted(Counter(r.verdict for r in records if r.verdict != Verdict.OK).items()))

@@ -1,4 +1,4 @@
-"""Whether requests met their SLO."""
+"""Counts the requests that met their SLO."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Attainment:
     """How many requests of a class met their SLO.
 
     Attributes:
-        class_name: empty for all classes together.
-        requests: all that were scheduled, failed ones included.
-        intact: those whose stream was intact.
-        met: intact ones that met all limits.
-        ttft_met, tpot_met, latency_met: intact ones that met this limit, or had none.
+        class_name: the class, or empty for all classes together.
+        requests: all scheduled requests, including failed requests.
+        intact: requests with an intact stream.
+        met: intact requests that met all limits.
+        ttft_met, tpot_met, latency_met: intact requests that met this limit, or had no such limit.
     """
 
     class_name: str
@@ -33,7 +33,7 @@ class Attainment:
 
     @property
     def share(self) -> float | None:
-        """The share of requests that met their SLO; None without requests."""
+        """The share of requests that met their SLO, or None without requests."""
         return self.met / self.requests if self.requests else None
 
     @property
@@ -53,25 +53,25 @@ def meets_slo(record: Record) -> bool:
 
 
 def met_ttft(record: Record) -> bool:
-    """Whether text arrived in time, from the scheduled instant. An answer without text did not."""
+    """Whether text arrived in time after the scheduled time, which requires some text."""
     limit_s, value_s = record.planned.request.slo.ttft_s, ttft_s(record)
     return limit_s is None or (value_s is not None and value_s <= limit_s)
 
 
 def met_tpot(record: Record) -> bool:
-    """Whether tokens arrived fast enough. An answer of one token meets any limit."""
+    """Whether tokens arrived fast enough. A response of one token meets any limit."""
     limit_s, value_s = record.planned.request.slo.tpot_s, tpot_s(record)
     return limit_s is None or value_s is None or value_s <= limit_s
 
 
 def met_latency(record: Record) -> bool:
-    """Whether the answer was complete by its deadline, from the scheduled instant."""
+    """Whether the response was complete by its deadline after the scheduled time."""
     limit_s = record.planned.request.slo.latency_s
     return limit_s is None or latency_s(record) <= limit_s
 
 
 def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
-    """Count the requests of a class, or of all classes, that met their SLO."""
+    """Return the counts for the requests of a class, or of all classes."""
     chosen = [r for r in records if class_name in {"", r.planned.request.class_name}]
     intact = [record for record in chosen if record.verdict == Verdict.OK]
     return Attainment(
@@ -86,15 +86,16 @@ def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
 
 
 def attainment_by_class(records: Sequence[Record]) -> list[Attainment]:
-    """Count each class, in the order of their names."""
+    """Return the counts for each class, in alphabetical order."""
     names = sorted({record.planned.request.class_name for record in records})
     return [attainment(records, name) for name in names]
 
 
 def goodput_rps(met_requests: int, duration_s: float) -> float | None:
-    """Return the requests that met their SLO per second of the schedule; None without a length.
+    """Return the requests that met their SLO per second of the schedule, or None if it is empty.
 
-    All scheduled requests count. Failed and shed ones have not met it, so dropping requests cannot
-    improve it. In a closed loop, which has no schedule, it is per second of the run.
+    All scheduled requests count. Failed and shed requests have not met their SLO, so a server
+    cannot improve its goodput by dropping requests. The rate in a closed loop, which has no
+    schedule, is per second of the run.
     """
     return met_requests / duration_s if duration_s > 0 else None

@@ -1,7 +1,7 @@
-"""What the server reported about speculation: its decisions, and how many drafts were accepted.
+"""Summarizes the speculation that the server reported: its decisions and accepted drafts.
 
-Read from `metrics.speculative_decoding` of each answer, or, for several prompts, from that of each
-of `metrics.prompts`. The counts have vLLM's names, so those of a vLLM are read, too.
+The reports are in `metrics.speculative_decoding` of each response, or for several prompts in each
+of `metrics.prompts`. The counts have vLLM's names, so reports of a vLLM server are supported.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from draftgate.loadgen.types import Record
 
 @dataclass(frozen=True, slots=True)
 class SpeculationReport:
-    """The report for one prompt. A value is None, 0 or empty where the server reports none.
+    """The report for one prompt. A value that the server does not report is None, 0 or empty.
 
     Attributes:
-        max_draft_tokens: the longest draft of a step: k.
-        price: the expected tokens that a draft slot had to promise at its worker.
-        steps: verifications.
-        drafted, accepted: tokens.
+        max_draft_tokens: k, the longest draft of a step.
+        price: the expected accepted tokens that a draft slot needed to be worth its time.
+        steps: the number of verifications.
+        drafted, accepted: numbers of tokens.
         histogram: how many steps accepted 0, 1, 2, ... tokens.
     """
 
@@ -42,7 +42,7 @@ class SpeculationReport:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationTotals:
-    """The reports of a run, counted; at least one."""
+    """The counted reports of a run, at least one."""
 
     reports: Sequence[SpeculationReport]
 
@@ -61,24 +61,24 @@ class SpeculationTotals:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted over drafted tokens; None if none were drafted."""
+        """Accepted over drafted tokens, or None without drafted tokens."""
         drafted = self.sum("drafted")
         return self.sum("accepted") / drafted if drafted else None
 
     @property
     def accepted_per_step(self) -> float | None:
-        """Accepted draft tokens over verifications; None if there were none."""
+        """Accepted draft tokens over verifications, or None without verifications."""
         steps = self.sum("steps")
         return self.sum("accepted") / steps if steps else None
 
     @property
     def mean_price(self) -> float | None:
-        """Mean price of a draft slot; None if the server reported none."""
+        """Mean price of a draft slot, or None if the server reported no price."""
         prices = [report.price for report in self.reports if report.price is not None]
         return fmean(prices) if prices else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts, most frequent choices first, and the shares."""
+        """Return the counts, most frequent values first, and the shares."""
         return {
             "prompts": len(self.reports),
             "policies": dict(self.count("policy").most_common()),
@@ -99,7 +99,7 @@ class SpeculationTotals:
 
 
 def total_speculation(records: Iterable[Record]) -> SpeculationTotals | None:
-    """Count the reports of all records, failed ones included; None if the server sent none."""
+    """Return the totals of all records, including failed requests, or None without reports."""
     reports = [report for record in records for report in speculation_reports(record)]
     return SpeculationTotals(reports) if reports else None
 
@@ -133,7 +133,7 @@ def _parse(report: dict[str, Any]) -> SpeculationReport:
 
 
 def _value(report: dict[str, Any], name: str, kind: type) -> Any:
-    """Return a field of that type; None if it has another type, or is negative."""
+    """Return a field of that type, or None if the field has another type or is negative."""
     value = report.get(name)
     if kind is float and isinstance(value, int):
         value = float(value)

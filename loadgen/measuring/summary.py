@@ -1,4 +1,4 @@
-"""A run as `summary/1`."""
+"""Summarizes a run as `summary/1`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ FORMULAS = {
 
 
 def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, Any]:
-    """Return the `summary/1` of a run. `details` holds what is not part of its stable fields.
+    """Return the `summary/1` of a run. `details` holds fields that may change.
 
-    Latencies are of intact answers, from the scheduled instants; `errors` counts the others by
-    cause. `valid` is false if the generator did not keep up: such a run says nothing.
+    Latencies are of intact responses and count from the scheduled times. `errors` counts the other
+    responses by cause. `valid` is false if the generator did not keep up, because such a run does
+    not measure the server.
     """
     reasons, overall = invalid_reasons(run), attainment(run.records)
     speculation = total_speculation(run.records)
@@ -67,15 +68,16 @@ def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, 
 
 
 def schedule_s(run: LoadRun) -> float:
-    """Return the seconds over which goodput is taken: the schedule's, else the run's.
+    """Return the seconds of the schedule for goodput, or else of the run.
 
-    A closed loop has no schedule, and that of a trace whose requests arrive at once has no length.
+    A closed loop has no schedule. The schedule of a trace whose requests arrive simultaneously has
+    no length.
     """
     return run.scheduled_duration_s or run.duration_s
 
 
 def accepted_tokens_per_s(run: LoadRun) -> float | None:
-    """Return the tokens of intact answers per second of the run; None if it had no length."""
+    """Return the tokens of intact responses per second, or None for an empty run."""
     tokens = sum(completion_tokens(record) or 0 for record in intact(run.records))
     return tokens / run.duration_s if run.duration_s > 0 else None
 

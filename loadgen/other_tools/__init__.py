@@ -1,8 +1,9 @@
-"""What other load generators would report about the same run, by their names and definitions.
+"""Reports a run by the metric names and definitions of other load generators.
 
-There is one module per tool, which turns the records of a run into a `ToolReport`. The definitions
-were read in the sources of the versions named there, and checked against what the tools print about
-a server of known behaviour (docs/guide/load-testing.md). They are the tools' own, right or wrong.
+Each tool has a module that turns the records of a run into a `ToolReport`. The definitions follow
+the sources of the named versions, and were checked against the tools' output for a server of known
+behaviour (docs/guide/load-testing.md). Reports reproduce the tools' definitions without
+corrections.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from draftgate.loadgen.types import LoadRun
 
 
 class Tool(StrEnum):
-    """The names that `--as` takes."""
+    """The tools that `--as` accepts."""
 
     VLLM = "vllm"
     GUIDELLM = "guidellm"

@@ -1,4 +1,4 @@
-"""`aiperf profile --use-server-token-count`, by its sources `aiperf/metrics/types/`.
+"""Definitions of `aiperf profile --use-server-token-count`, from `aiperf/metrics/types/`.
 
 A request with any text is a success, unless an event of the type `error` arrived. The clock starts
 at the call of the HTTP client and ends at the last text. Only the effective latency counts from the
@@ -34,7 +34,7 @@ _REMARKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Success:
-    """A request that aiperf calls successful. Instants and times in seconds."""
+    """A request that aiperf counts as a success. All times are in seconds."""
 
     slo: Slo
     called_s: float
@@ -47,14 +47,14 @@ class _Success:
 
     @property
     def itl_s(self) -> float | None:
-        """None for fewer than two tokens, or if they were not counted."""
+        """The mean inter-token latency, or None for fewer than two tokens or an unknown count."""
         if self.tokens is None or self.tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.tokens - 1)
 
 
 def report(run: LoadRun) -> ToolReport:
-    """Return what aiperf would report about a run."""
+    """Return the report of aiperf for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     failed, tokens = len(run.records) - len(good), sum(one.tokens or 0 for one in good)
     met = sum(within(o.ttft_s, o.slo.ttft_s) and within(o.itl_s, o.slo.tpot_s) for o in good)

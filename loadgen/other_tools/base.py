@@ -1,4 +1,4 @@
-"""What the definitions of other tools share: the form of a report, and helpers."""
+"""The form of a report by the definitions of another tool, and shared helpers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ BROKEN: Final = frozenset(
         Verdict.INTERRUPTED,
     }
 )
-"""Endings that every tool counts as failures. The two timeouts are ours; theirs are hours."""
+"""Verdicts that every tool counts as failures. Only Draftgate's load generator has the two
+timeouts, because those of the tools are hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCount:
-    """A single value; None where the tool would show none."""
+    """A single value, or None where the tool would show no value."""
 
     name: str
     value: float | None
@@ -41,7 +42,7 @@ def make_counts(*rows: tuple[str, float | None, str]) -> tuple[ToolCount, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ToolDistribution:
-    """A distribution in milliseconds, by column; None where the tool would show none."""
+    """A distribution in milliseconds, by column, with None where the tool would show no value."""
 
     name: str
     values: Mapping[str, float] | None
@@ -50,12 +51,12 @@ class ToolDistribution:
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """What a tool would report about a run.
+    """A report about a run by the definitions of a tool.
 
     Attributes:
-        tool: its name and the version whose definitions these are.
-        columns: of the distributions, as the tool names them.
-        remarks: what the tool does not see, or our records do not hold.
+        tool: its name and the version of its definitions.
+        columns: the columns of the distributions, with the tool's names.
+        remarks: values that the tool does not see, or that the records do not hold.
     """
 
     tool: str
@@ -66,7 +67,7 @@ class ToolReport:
 
 
 def has_error_event(record: Record) -> bool:
-    """Whether the stream held an error event. An abort as a finish reason is not one."""
+    """Whether the stream held an error event. The finish reason `abort` is no error event."""
     aborted = any(reason in ABORTS for reason in record.finish_reasons)
     return record.verdict == Verdict.ERROR_EVENT and not aborted
 
@@ -74,7 +75,7 @@ def has_error_event(record: Record) -> bool:
 def interpolated(
     name: str, formula: str, seconds: Sequence[float], columns: Mapping[str, float | None]
 ) -> ToolDistribution:
-    """Return a distribution with interpolated percentiles; a column without a share is the mean."""
+    """Return a distribution with interpolated percentiles. A column without a share is the mean."""
     if not seconds:
         return ToolDistribution(name, None, formula)
     known = sorted(seconds)
@@ -88,15 +89,17 @@ def interpolated(
 def weighted_percentile(ascending: Sequence[tuple[float, float]], share: float) -> float:
     """Return the first of (value, weight) pairs at which that share of all weight is reached."""
     reached = list(accumulate(weight for _, weight in ascending))
-    wanted = share * reached[-1] * (1 - 1e-12)  # sums of floats may fall short of themselves
+    wanted = (
+        share * reached[-1] * (1 - 1e-12)
+    )  # Rounding may leave the running sum below the total.
     return next(v for (v, _), r in zip(ascending, reached, strict=True) if r >= wanted)
 
 
 def rate(count: float, seconds: float) -> float | None:
-    """Return a count per second; None without a duration."""
+    """Return a count per second, or None without a duration."""
     return count / seconds if seconds > 0 else None
 
 
 def within(value: float | None, limit: float | None) -> bool:
-    """Whether a limit is met, if there is one. A missing value does not meet it."""
+    """Whether a value meets a limit. Any value meets a limit of None, and None meets no limit."""
     return limit is None or (value is not None and value <= limit)

@@ -1,9 +1,9 @@
-"""`guidellm run`, by its sources `guidellm/schemas/base/request_stats.py` and `.../metrics.py`.
+"""Definitions of `guidellm run`, from `guidellm/schemas/base/request_stats.py` and `metrics.py`.
 
-A stream that ends is a success unless it held an error event. The clock starts when the head of the
-request is written. TPOT includes the time to the first token. TPOT and ITL are means over tokens,
-not over requests: each request weighs as many tokens as it has. Percentiles are values that
-occurred.
+A stream that ends is a success unless it held an error event. The clock starts when the client
+writes the head of the request. TPOT includes the time to the first token. TPOT and ITL are means
+over tokens rather than requests, so each request weighs as many tokens as it has. Percentiles are
+observed values, without interpolation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REMARKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Success:
-    """A request that guidellm calls successful. Times in seconds."""
+    """A request that guidellm counts as a success. All times are in seconds."""
 
     slo: Slo
     ttft_s: float
@@ -48,7 +48,7 @@ class _Success:
 
     @property
     def conforming(self) -> bool | None:
-        """Whether it met its limits; None if one cannot be checked."""
+        """Whether the request met its limits, or None if a limit cannot be checked."""
         limits = ((self.ttft_s, self.slo.ttft_s), (self.itl_s, self.slo.tpot_s))
         checked = [(value, limit) for value, limit in limits if limit is not None]
         if any(value is None for value, _ in checked):
@@ -57,7 +57,7 @@ class _Success:
 
 
 def report(run: LoadRun) -> ToolReport:
-    """Return what guidellm would report about a run."""
+    """Return the report of guidellm for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     stopped = sum(record.verdict == Verdict.INTERRUPTED for record in run.records)
     errored = len(run.records) - len(good) - stopped

@@ -1,8 +1,9 @@
-"""`vllm bench serve`, by its sources `vllm/benchmarks/serve.py`, `lib/endpoint_request_func.py`.
+"""Definitions of `vllm bench serve`, from `serve.py` and `lib/endpoint_request_func.py`.
 
 A request with any chunk is a success. The clock starts at the call of the HTTP client, so opening a
-connection counts. It ends at the last chunk, so what follows does not. In a chat a delta with a
-role is not a chunk, but an empty one without a role is. In completions all are.
+connection counts. The clock ends at the last chunk, so the end of the stream does not count. In a
+chat a delta with a role is not a chunk, but an empty delta without a role is. In completions every
+delta is a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _REMARKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Success:
-    """A request that vLLM calls successful. Times in seconds."""
+    """A request that vLLM counts as a success."""
 
     slo: Slo
     ttft_s: float
@@ -44,12 +45,12 @@ class _Success:
 
     @property
     def tpot_s(self) -> float:
-        """0 for one token, which meets any limit."""
+        """The mean time per token after the first. It is 0 for one token, which meets any limit."""
         return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
 def report(run: LoadRun) -> ToolReport:
-    """Return what vLLM's bench would report about a run."""
+    """Return the report of vLLM's benchmark for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     failed, tokens = len(run.records) - len(good), sum(one.tokens for one in good)
     met = sum(within(o.ttft_s, o.slo.ttft_s) and within(o.tpot_s, o.slo.tpot_s) for o in good)

@@ -1,11 +1,11 @@
 """Seeded arrival processes on an absolute schedule. Pure.
 
-An instant is the sum of the gaps before it, so a sender that is late once does not shift the rest.
-The schedule is not stretched to hit `requests / rate` exactly: a process that always meets its mean
-would lose the very variance that queues feel.
+An arrival time is the sum of the gaps before it, so one late send does not delay later requests.
+The schedule is not stretched to reach `requests / rate` exactly, because that would remove some of
+the variance that fills queues.
 
-Gaps come one by one from NumPy's PCG64 and its gamma sampler, so asking for more instants never
-changes the earlier ones. A seed fixes them for one version of NumPy (NEP 19).
+NumPy's PCG64 and its gamma sampler draw the gaps one at a time, so a longer schedule starts with
+the same gaps. A seed fixes the gaps for one version of NumPy (NEP 19).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Final, Protocol
 import numpy as np
 
 PHASE_S: Final = 5.0
-"""Default length of the phases of `onoff`: longer than most requests, so that queues build up and
-drain."""
+"""Default length of the phases of `onoff`. A phase is longer than most requests, so that queues
+build up and drain."""
 
 RAMP_S: Final = 60.0
 """Default length of a ramp."""
 
 SMALLEST: Final = 1e-3
 LARGEST: Final = 1e6
-"""Range of the parameters of a process. A ramp may also start at 0."""
+"""Range of the parameters of a process. Only a ramp may also start at 0."""
 
 LARGEST_CV: Final = 100.0
-"""Largest coefficient of variation: bursts of ten thousand requests. Beyond it nearly all gaps are
-smaller than a float can hold, and a schedule of seconds never ends."""
+"""Largest coefficient of variation, for bursts of ten thousand requests. With a larger value nearly
+all gaps underflow a float, and a schedule of seconds never ends."""
 
 _EXAMPLES: Final = "poisson, gamma:2, onoff:5,5, ramp:0.5,2,60"
 
@@ -40,11 +40,11 @@ class Arrival(Protocol):
     """An arrival process."""
 
     def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the instants in seconds from the start, ascending, without end.
+        """Yield the arrival times in seconds from the start, ascending, without end.
 
         Args:
             rate_rps: mean requests per second.
-            seed: the same seed gives the same instants.
+            seed: the seed of all random draws. The same seed gives the same times.
         """
         ...
 
@@ -54,17 +54,17 @@ class Constant:
     """One request every `1 / rate` seconds, the first at the start."""
 
     def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield multiples of the gap, so that no rounding error adds up."""
+        """Yield multiples of the gap, so that rounding errors do not add up."""
         del seed
         return (index / rate_rps for index in count())
 
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Independent gamma-distributed gaps with the coefficient of variation `cv`; 1 is Poisson.
+    """Independent gamma-distributed gaps with the coefficient of variation `cv`, Poisson for 1.
 
-    Shape `1 / cv^2`, scale `cv^2 / rate`, as BurstGPT and vLLM's `--burstiness` (its shape) model
-    bursts (arXiv 2401.17644).
+    The shape is `1 / cv^2` and the scale is `cv^2 / rate`. BurstGPT (arXiv 2401.17644) and vLLM's
+    `--burstiness` (the shape) model bursts in this way.
     """
 
     cv: float = 1.0
@@ -80,16 +80,16 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class OnOff:
-    """Poisson in phases of `on_s`, silence for `off_s`; the mean over both is the rate.
+    """Poisson arrivals for `on_s`, then none for `off_s`. The mean over both phases is the rate.
 
-    It starts with a busy phase, so a run of fractional periods has more than the rate.
+    The process starts with a busy phase, so a run of fractional periods exceeds the rate.
     """
 
     on_s: float = PHASE_S
     off_s: float = PHASE_S
 
     def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield a Poisson process of busy time with the silences inserted."""
+        """Yield the arrivals of a Poisson process over the busy phases, with silent phases."""
         share = self.on_s / (self.on_s + self.off_s)
         for busy_s in Gamma().instants(rate_rps / share, seed):
             phases, within_s = divmod(busy_s, self.on_s)
@@ -100,8 +100,8 @@ class OnOff:
 class Ramp:
     """Poisson at a rate that grows linearly from `first` to `last` times the rate, then stays.
 
-    Unit-rate arrivals are mapped through the inverse of the expected number of arrivals (inversion;
-    Cinlar, Introduction to Stochastic Processes, 1975).
+    Unit-rate arrivals are mapped through the inverse of the expected number of arrivals. This is
+    the inversion method (Cinlar, Introduction to Stochastic Processes, 1975).
     """
 
     first: float
@@ -109,11 +109,11 @@ class Ramp:
     over_s: float = RAMP_S
 
     def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the instants."""
+        """Yield the mapped arrivals of a Poisson process."""
         return (self._inverse(mass / rate_rps) for mass in Gamma().instants(1.0, seed))
 
     def _inverse(self, expected: float) -> float:
-        """Return the instant by which that many arrivals are expected at a rate of 1."""
+        """Return the time by which that many arrivals are expected at a rate of 1."""
         slope = (self.last - self.first) / self.over_s
         on_ramp = self.over_s * (self.first + self.last) / 2
         if expected >= on_ramp:
@@ -131,7 +131,7 @@ def parse_arrival(spec: str) -> Arrival:
             may be 0.
 
     Raises:
-        ValueError: there is no such process, or its parameters are out of range.
+        ValueError: the process is unknown, or its parameters are out of range.
     """
     name, _, rest = spec.partition(":")
     try:

@@ -1,8 +1,9 @@
 """Text for prompts: the standard library, its docstrings, and descriptions of installed packages.
 
-Every Python has it, so a load needs no data set and no network. A file of the user can replace it.
-Documents are sorted by name: one installation always gives one corpus, two Python versions give
-two. Texts are read when first needed and then kept (all of them are some 15 MB).
+Every Python installation has these texts, so a load needs no data set and no network. A user's file
+can replace the corpus. Documents are sorted by name, so one installation always gives one corpus.
+Two Python versions give two corpora. The corpus reads a text on first use and keeps it in memory
+(all texts take about 15 MB).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ SKIPPED_FOLDERS: Final = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
     | {"dist-packages", "site-packages", "test", "tests", "turtledemo", "lib-dynload"}
 )
-"""Tables of numbers, tests, and whatever is not the standard library."""
+"""Folders with tables of numbers, with tests, and outside of the standard library."""
 
 SKIPPED_FILES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconfigdata")
-"""Prefixes of the names of files that hold tables. A token of those has a character or two, so that
-a prompt made of them is far longer than its estimate."""
+"""Prefixes of the names of files that hold tables. Their tokens have one or two characters, so a
+prompt from such a file is far longer than its estimate."""
 
 LEAST_LETTERS: Final = 0.85
-"""Share of ASCII letters and spaces in a paragraph of prose. With fewer, tokens have few characters
-and estimates of a prompt's length are far off."""
+"""Least share of ASCII letters and spaces in a paragraph of prose. With a smaller share tokens have
+few characters, and a prompt is far longer than its estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Document:
 
     Attributes:
         name: unique in its library.
-        size: its weight among others, about its length in characters; at least 1.
-        read: returns the text, which may be empty.
+        size: its weight in random draws, roughly its length in characters, and at least 1.
+        read: a function that returns the text, which may be empty.
     """
 
     name: str
@@ -52,17 +53,17 @@ class Document:
 
 
 class TextPosition(NamedTuple):
-    """Where a passage begins: the index of a document and an offset in characters."""
+    """The start of a passage: the index of a document and an offset in characters."""
 
     document: int
     offset: int
 
 
 class Library:
-    """Documents read as one endless text: the first follows the last.
+    """Documents read as one endless text, in which the first document follows the last.
 
     Raises:
-        ValueError: there are no documents.
+        ValueError: the list of documents is empty.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
@@ -75,7 +76,7 @@ class Library:
         self._texts: dict[int, str] = {}
 
     def random_position(self, rng: Random) -> TextPosition:
-        """Return the start of a line, about uniform over the text. Reads only that document."""
+        """Return the start of a random line, about uniform over the text, reading one document."""
         document = bisect_right(self._ends, rng.randrange(self._ends[-1]))
         text = self._text(document)
         return TextPosition(document, text.rfind("\n", 0, rng.randrange(len(text) + 1)) + 1)
@@ -106,7 +107,7 @@ class Library:
 
 
 class TextCorpus:
-    """Code and prose, each a library. `source` describes where the texts come from."""
+    """A library of code and a library of prose. `source` describes the origin of the texts."""
 
     def __init__(
         self,
@@ -119,17 +120,17 @@ class TextCorpus:
 
     @cached_property
     def code(self) -> Library:
-        """Python sources (or the user's file)."""
+        """Python sources, or the user's file."""
         return Library(self._code())
 
     @cached_property
     def prose(self) -> Library:
-        """Docstrings and descriptions of packages (or the user's file)."""
+        """Docstrings and descriptions of packages, or the user's file."""
         return Library(self._prose())
 
 
 def open_corpus(text_file: Path | None = None) -> TextCorpus:
-    """Return the corpus of this installation, or that of a file, whose text is both code and prose.
+    """Return the corpus of this installation, or of a file, whose text is both code and prose.
 
     Raises:
         OSError: the file cannot be read.
@@ -181,9 +182,9 @@ def _sources(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def docstrings(source: str) -> str:
-    """Return a module's docstrings in order, those of classes and functions after their names.
+    """Return a module's docstrings in order, each with the name of its class or function.
 
-    Empty if the source does not parse.
+    The result is empty if the source does not parse.
     """
     try:
         tree = ast.parse(source)
@@ -212,7 +213,7 @@ def _descriptions() -> Iterator[Document]:
 
 
 def _prose_paragraphs(text: str) -> str:
-    """Return the paragraphs that are prose, not tables, badges or lists of links."""
+    """Return the paragraphs that are prose, without tables, badges and lists of links."""
     paragraphs = [paragraph.strip("\n") for paragraph in text.split("\n\n")]
     return "".join(f"{paragraph}\n\n" for paragraph in paragraphs if _is_prose(paragraph))
 

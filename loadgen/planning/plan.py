@@ -1,4 +1,4 @@
-"""A load as the command line states it, and the requests of its plan. Simulators use them, too."""
+"""Builds the requests of a load that the command line or a simulator describes."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ CONCURRENCY: Final = 4
 ARRIVAL: Final = "poisson"
 
 AHEAD: Final = 512
-"""Requests built before a closed loop of unknown length starts. Building one may read a document,
-which stalls the event loop (185 ms on an AMD EPYC Zen 4, 2026-11-21). 512 take 0.1 to 4 s, and
-after them most documents are read."""
+"""Requests built before a closed loop of unknown length starts. Building a request may read a
+document, which stalls the event loop (185 ms on an AMD EPYC Zen 4, 2026-11-21). Building 512
+requests takes 0.1 to 4 s and reads most documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send. None means that the command line does not state it.
+    """What to send. A value of None means that the command line does not set it.
 
     Attributes:
-        workload, trace, prompt: what to ask; at most one of them. A workload is a built-in one or a
-            file of requests.
-        arrival, rate_rps: the arrival process; for a trace, its mean rate.
-        duration_s, requests: where to end; the first one reached.
-        concurrency: clients of a closed loop.
-        time_scale: how many times faster than recorded a trace is replayed.
-        speculation: `MODE` or `MODE:K`, the request's mode and longest draft.
-        endpoint: None is the workload's own.
+        workload, trace, prompt: the source of the requests, at most one of the three. A workload is
+            the name of a built-in workload or a file of requests.
+        arrival, rate_rps: the arrival process and its mean rate, or the mean rate of a trace.
+        duration_s, requests: the end of the load, whichever is reached first.
+        concurrency: the clients of a closed loop.
+        time_scale: how many times faster than recorded to replay a trace.
+        speculation: `MODE` or `MODE:K`, the requested mode and longest draft.
+        endpoint: the endpoint, or None for the workload's own.
     """
 
     workload: str | None = None
@@ -72,7 +72,7 @@ class Load:
         """Check the flags.
 
         Raises:
-            ValueError: two flags exclude each other, one requires another, or one is malformed.
+            ValueError: two flags exclude each other, or a flag is missing or malformed.
         """
         given = {name for name in self.__slots__ if getattr(self, name) is not None}
         if len(sources := sorted(given & {"workload", "trace", "prompt"})) > 1:
@@ -94,20 +94,20 @@ class Load:
 
     @property
     def clients(self) -> int | None:
-        """The clients of a closed loop; None is an open loop."""
+        """The clients of a closed loop, or None for an open loop."""
         if self.rate_rps is not None or (self.trace is not None and self.concurrency is None):
             return None
         return self.concurrency or CONCURRENCY
 
     @property
     def longest(self) -> int | None:
-        """Most requests to plan; None leaves it to the duration, or to the trace."""
+        """The largest number of requests to plan, or None if the duration or the trace sets it."""
         if self.requests is None and self.duration_s is None and self.trace is None:
             return REQUESTS
         return self.requests
 
     def open_corpus(self) -> TextCorpus | None:
-        """Return the texts that prompts are written from; None if they are given.
+        """Return the corpus for prompts, or None if the prompts are given.
 
         Raises:
             OSError: the text file cannot be read.
@@ -140,11 +140,10 @@ _POSITIVE: Final = ("rate_rps", "duration_s", "requests", "concurrency", "time_s
 
 @dataclass(frozen=True, slots=True)
 class PlanPart:
-    """The share of a plan that one of `of` processes sends: the `index`-th, from 0.
+    """The part of a plan that process `index` (from 0) of `of` processes sends.
 
-    In an open loop these are the requests at every `of`-th position. In a closed one they are those
-    of every `of`-th client, with requests dealt to clients in turn. The parts of a plan together
-    are the plan, for any `of`.
+    A part of an open loop has every `of`-th request. A part of a closed loop has every `of`-th
+    client, where clients take requests in turn. The parts together are the plan, for any `of`.
     """
 
     index: int = 0
@@ -160,17 +159,17 @@ WHOLE: Final = PlanPart()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests, and how to send them. `schedule_s` and `total` are those of all parts together.
+    """Requests and their schedule. `schedule_s` and `total` cover all parts together.
 
     Attributes:
-        requests: built in advance, unless built lazily. If only a duration ends a closed loop they
-            are endless, and those beyond `AHEAD` are built as they are needed.
-        concurrency: clients of a closed loop; None is an open one.
-        schedule_s: the length of an open loop's schedule: its duration, or, if the number of
-            requests ends it, the instant at which the next request would be due. Requests over
+        requests: built in advance, unless built lazily. If only a duration ends a closed loop, the
+            requests are endless, and those beyond `AHEAD` are built when needed.
+        concurrency: the clients of a closed loop, or None for an open loop.
+        schedule_s: the length of an open loop's schedule. This is its duration or, for a limited
+            number of requests, the time at which the next request would be due. Requests over
             `schedule_s` is then the offered rate, without the bias of counting N requests over
-            N - 1 intervals. For a trace that ended it is the instant of its last request.
-        total: how many requests; None if only a duration ends them.
+            N - 1 intervals. For a complete trace the length ends with its last request.
+        total: the number of requests, or None if only a duration ends them.
     """
 
     requests: Iterable[PlannedRequest]
@@ -192,17 +191,17 @@ def make_plan(
     """Return the requests of a load. The same arguments give the same requests.
 
     Args:
-        rows: of the trace, if one is replayed.
-        counter: measures prompts.
+        rows: the rows of the trace to replay, if any.
+        counter: the estimator for the lengths of prompts.
         max_model_len: the server's context in tokens, if known.
-        retriever: finds passages for `rag`. Without it each prompt holds its passages.
-        lazily: build each request as it is taken. Simulations do so: their clock waits, and all
-            texts together may exceed memory.
+        retriever: finds passages for `rag`. Without a retriever each prompt holds its passages.
+        lazily: build each request when it is taken. Simulations set this, because their clock waits
+            and all texts together may exceed memory.
         part: the part to build, if several processes send the plan.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: there is no such workload, no text, or the trace is empty; or a closed loop has
+        ValueError: the workload is unknown, its text or the trace is empty, or a closed loop has
             fewer clients than parts.
     """
     if load.trace is not None and not rows:
@@ -237,7 +236,7 @@ def make_plan(
 
 
 def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]:
-    """Return the instants of an open loop, and the length of its schedule."""
+    """Return the times of an open loop, and the length of its schedule."""
     if load.trace is not None:
         source = iter([row.at_s for row in rows])
     else:
@@ -256,7 +255,7 @@ def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]
 def _planner(
     load: Load, rows: Sequence[TraceRow], settings: WorkloadSettings, retriever: Retriever | None
 ) -> Callable[[int, float | None], PlannedRequest]:
-    """Return a function that builds the planned request of a position and an instant."""
+    """Return a function that builds the planned request of a position and a time."""
     if load.trace is not None:
         build = Replay(rows, settings).request
     elif load.workload is not None:

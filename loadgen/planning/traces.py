@@ -1,14 +1,14 @@
-"""Reads recorded traffic: when requests arrived and how long they were.
+"""Reads recorded traffic: the arrival time and the lengths of each request.
 
-The format is recognised by its header or keys:
+The reader recognises the format by its header or keys:
 
     Azure LLM inference 2023   CSV: TIMESTAMP, ContextTokens, GeneratedTokens
     BurstGPT                   CSV: Timestamp (s), Model, Request tokens, Response tokens, ...
     Mooncake (FAST 2025)       JSONL: timestamp (ms), input_length, output_length, hash_ids of
-                               512-token blocks: equal ids are equal prefixes
-    Sarathi-Serve (OSDI 2024)  CSV: num_prefill_tokens, num_decode_tokens, ...: lengths without
-                               instants, as if all arrived at once
-    our own                    JSONL: at_s, prompt_tokens, output_tokens; optionally hash_ids,
+                               512-token blocks (equal ids are equal prefixes)
+    Sarathi-Serve (OSDI 2024)  CSV: num_prefill_tokens, num_decode_tokens, ... (lengths without
+                               times, so all requests arrive simultaneously)
+    Draftgate                  JSONL: at_s, prompt_tokens, output_tokens, and optionally hash_ids,
                                block_tokens, class, tenant
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Final
 MOONCAKE_BLOCK_TOKENS: Final = 512
 
 _EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
-"""Near the traces: counted from here, instants as floats are accurate to 0.1 microseconds."""
+"""An origin near the dates of the traces, from which floats are accurate to 0.1 microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class TraceRow:
     Attributes:
         at_s: seconds after the first request of the trace.
         prompt_tokens, output_tokens: its lengths.
-        prefix_ids: ids of the prompt's blocks from its beginning; equal ids are equal text. The
-            last block may be cut short by the prompt's end.
+        prefix_ids: ids of the prompt's blocks from its beginning. Equal ids mean equal text. The
+            last block may extend beyond the prompt.
         block_tokens: tokens per block.
         class_name, tenant: empty if the trace has none.
     """
@@ -52,11 +52,12 @@ class TraceRow:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Return the rows of a file in order of arrival, whatever their order in the file.
+    """Return the rows of a file in order of arrival, regardless of their order in the file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: its format is unknown, or a line is malformed; file, line and field are named.
+        ValueError: the format is unknown, or a line is malformed. The message names file, line and
+            field.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
@@ -93,7 +94,7 @@ def parse_trace(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
 
 
 def scaled(rows: Sequence[TraceRow], speed: float) -> tuple[TraceRow, ...]:
-    """Return the rows as they arrive when time runs `speed` times as fast."""
+    """Return the rows with arrival times divided by `speed`."""
     return tuple(replace(row, at_s=row.at_s / speed) for row in rows)
 
 
@@ -101,7 +102,7 @@ def at_rate(rows: Sequence[TraceRow], rate_rps: float) -> tuple[TraceRow, ...]:
     """Return the rows scaled to a mean rate: gaps per second of the whole trace.
 
     Raises:
-        ValueError: all requests arrive at once, so no scaling gives them a rate.
+        ValueError: all requests arrive simultaneously, so scaling cannot set a rate.
     """
     length_s = rows[-1].at_s if rows else 0.0
     if length_s <= 0.0:
@@ -120,7 +121,7 @@ def _json_record(line: str) -> Mapping[str, Any]:
 
 
 def _csv_fields(line: str) -> list[str]:
-    # One line at a time: in no known trace does a field span several lines.
+    # No known trace has a field that spans several lines.
     try:
         return next(csv.reader([line], strict=True))
     except csv.Error as error:
@@ -136,7 +137,7 @@ def _reader(record: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any]
 
 
 def _azure(record: Mapping[str, Any]) -> TraceRow:
-    # The trace of 2023 states no time zone; the one of 2024 does.
+    # The trace of 2023 has no time zone, but that of 2024 does.
     moment = datetime.fromisoformat(record["TIMESTAMP"])
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return TraceRow(

@@ -1,1 +1,1 @@
-"""What a run looks like to a person: live, as a table, as a page."""
+"""Reports of a run for people: a live view, tables and a page."""

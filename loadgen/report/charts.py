@@ -15,14 +15,14 @@ from draftgate.loadgen.types import Record
 
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D46")
 FAILED: Final = "#D55E00"
-"""Okabe and Ito's colours, which colour-blind readers can tell apart, on white and on black."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish on white and on black."""
 
 GREY: Final = "#888888"
 SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
 CURVE_POINTS: Final = 500
 DOTS: Final = 2000
-"""Most points of a curve and most marks. More only make a page slow."""
+"""Most points of a curve and most marks. More points only slow down the page."""
 
 FROM_ZERO: Final = {"rangemode": "tozero"}
 
@@ -41,8 +41,8 @@ class Chart:
     """A chart.
 
     Attributes:
-        caption: what is shown, with its formula.
-        data, layout: of plotly.js.
+        caption: a description of the values, with their formula.
+        data, layout: the specification for plotly.js.
         wide: whether it takes the whole width of the page.
     """
 
@@ -55,14 +55,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """Records with a colour of their own: a class of one run, or one of several runs."""
+    """Records with a colour of their own: a class of one run, or all records of several runs."""
 
     name: str
     records: Sequence[Record]
 
 
 def by_class(records: Sequence[Record]) -> list[ChartSeries]:
-    """Return the classes of a run, in the order of their names."""
+    """Return the classes of a run in alphabetical order."""
     names = sorted({record.planned.request.class_name for record in records})
     return [
         ChartSeries(name, [r for r in records if r.planned.request.class_name == name])
@@ -78,14 +78,14 @@ def colour(place: int) -> str:
 def scatter(
     x: Sequence[Any], y: Sequence[Any], name: str, mode: str, **style: Any
 ) -> dict[str, Any]:
-    """Return a trace of `lines`, `markers` or both."""
+    """Return a plotly trace of `lines`, `markers` or both."""
     return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), **style}
 
 
 def dots(
     x: Sequence[Any], y: Sequence[Any], name: str, place: int, size: int = 5
 ) -> dict[str, Any]:
-    """Return marks in the colour of a position."""
+    """Return a marker style in the colour of a position."""
     marker = {"color": colour(place), "size": size, "opacity": 0.7}
     return scatter(x, y, name, "markers", marker=marker)
 
@@ -114,7 +114,8 @@ def distribution_chart(
     """Return the cumulative distribution of a metric, by series, with the limits of the SLOs.
 
     Args:
-        from_sending: add that of all records from the instants of sending, if the metric has it.
+        from_sending: also show the distribution from the sending times over all records, if the
+            metric has such a variant.
     """
     data = [
         _cumulative(values_of(metric, one.records), one.name, colour(place))
@@ -160,7 +161,7 @@ def decision_charts(series: Sequence[ChartSeries]) -> list[Chart]:
 
 
 def rate_charts(points: Sequence[RatePoint]) -> list[Chart]:
-    """Return the charts over the rate, for the points that have one."""
+    """Return the charts over the rate, for the points with a known rate."""
     known = [point for point in points if point.rate_rps is not None]
     names = list(dict.fromkeys(point.name for point in known))
     curves = [(name, [point for point in known if point.name == name]) for name in names]
@@ -186,7 +187,7 @@ def _histogram(
     series: Sequence[ChartSeries],
     counts_of: Callable[[SpeculationTotals], Mapping[int, int]],
 ) -> Chart:
-    """Return bars side by side: for each series the shares of its values."""
+    """Return bars side by side, which show the shares of each series' values."""
     data = []
     for place, one in enumerate(series):
         totals = total_speculation(one.records)
@@ -212,7 +213,7 @@ def _limit_line(at_ms: float) -> dict[str, Any]:
 
 
 def _limit_label(at_ms: float, *, logarithmic: bool) -> dict[str, Any]:
-    # On a logarithmic axis plotly wants the logarithm for annotations, but not for shapes.
+    # Plotly expects the logarithm for annotations on a logarithmic axis, but not for shapes.
     place = {"x": log10(at_ms) if logarithmic else at_ms, "y": 0.02, "yref": "paper"}
     text = {"text": f"limit {at_ms:g} ms", "font": {"color": FAILED, "size": 11}, "textangle": -90}
     return {**place, **text, "showarrow": False, "xanchor": "left", "yanchor": "bottom"}

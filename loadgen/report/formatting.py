@@ -1,4 +1,4 @@
-"""Values as text, the same in every report."""
+"""Formats values in the same way for every report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOTHING = "-"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Return a time in milliseconds: three digits, or all before the point."""
+    """Return a time in milliseconds with three significant digits, or as a whole number."""
     if seconds is None:
         return NOTHING
     value = seconds * 1e3
@@ -18,12 +18,12 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Return a number with that many digits after the point."""
+    """Return a number with that many digits after the decimal point."""
     return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage with one digit after the point."""
+    """Return a share as a percentage with one decimal digit."""
     return NOTHING if share is None else f"{share:.1%}"
 
 

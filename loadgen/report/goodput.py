@@ -1,9 +1,9 @@
-"""The highest rate at which a share of requests meets its SLO, estimated from runs at some rates.
+"""Estimates the highest rate at which a share of requests meets its SLO, from runs at some rates.
 
-This is DistServe's goodput (Zhong et al., OSDI 2024). Attainment is assumed to fall with the rate.
-Where the measured shares do not, neighbours are pooled (isotonic regression; Ayer et al., Annals of
-Mathematical Statistics 26, 1955). The estimate interpolates between the last rate that holds and
-the next. Only the bracket around it is certain at 95 %.
+This is DistServe's goodput (Zhong et al., OSDI 2024). The estimate assumes that attainment falls
+with the rate. Isotonic regression pools neighbours whose measured shares rise (Ayer et al., Annals
+of Mathematical Statistics 26, 1955). The estimate interpolates between the last rate that holds and
+the next rate. Only the bracket around the estimate is certain at 95 %.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class GoodputEstimate:
     """The goodput of one name at one share.
 
     Attributes:
-        rate_rps: interpolated; None if all measured rates hold, or none does.
-        low_rps: the highest rate that holds for certain, below all that certainly fail, if any.
-        high_rps: the lowest rate that fails for certain, above all that certainly hold, if any.
-        holds_rps: the highest measured rate that holds, for certain or not.
+        rate_rps: interpolated, or None if all measured rates hold or all fail.
+        low_rps: the highest rate that certainly holds, below all that certainly fail, if any.
+        high_rps: the lowest rate that certainly fails, above all that certainly hold, if any.
+        holds_rps: the highest measured rate that holds, whether certain or not.
     """
 
     name: str
@@ -56,7 +56,7 @@ def estimate_goodputs(
 
 
 def estimate_goodput(name: str, points: Sequence[RatePoint], share: float) -> GoodputEstimate:
-    """Return the goodput of points by ascending rate, at least one."""
+    """Return the goodput of points in order of their rates, at least one."""
     rates = [point.rate_rps or 0.0 for point in points]
     counted = [attainment(point.records) for point in points]
     fitted = fit_falling([c.share or 0.0 for c in counted], [c.requests for c in counted])
@@ -96,8 +96,8 @@ def fit_falling(values: Sequence[float], weights: Sequence[float]) -> list[float
 def attainment_bounds(point: RatePoint) -> Interval:
     """Return the 95 % Wilson interval of the attainment, for correlated requests.
 
-    Requests of one run wait for each other. N of them say as much as N over the variance inflation
-    of independent ones (`measuring.confidence.variance_inflation`).
+    Requests of one run wait for each other. N such requests carry as much information as N
+    independent requests over the variance inflation (`measuring.confidence.variance_inflation`).
     """
     counted = attainment(point.records)
     trials = max(1, round(counted.requests / max(map(_inflation, point.runs))))

@@ -1,4 +1,4 @@
-"""The elements of an HTML report: one file that needs no network and no server."""
+"""Builds an HTML report as a single file that needs no network and no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDS_PLOTLY: Final = "plotly is not installed: pip install 'draftgate[load]'"
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """Return a page of such elements; it embeds plotly.js for its charts.
+    """Return a page of HTML elements, with plotly.js embedded for its charts.
 
     Raises:
         ModuleNotFoundError: plotly is not installed.
@@ -44,8 +44,8 @@ def _asset(name: str) -> str:
 
 
 def html_chart(chart: Chart) -> str:
-    """Return a chart."""
-    # JSON in a script element must not hold the characters that could end it.
+    """Return the HTML element of a chart."""
+    # JSON in a script element must not contain characters that could end the element.
     spec = json.dumps({"data": chart.data, "layout": chart.layout}).replace("<", "\\u003c")
     kind = ' class="wide"' if chart.wide else ""
     caption = f"{escape(chart.title)}<span>{escape(chart.caption)}</span>"
@@ -64,7 +64,7 @@ def html_table(
     words: Sequence[int] = (),
     kind: str = "",
 ) -> str:
-    """Return a table.
+    """Return the HTML element of a table.
 
     Args:
         words: positions of the columns that hold text.
@@ -86,12 +86,12 @@ def html_table(
 
 
 def html_report_table(table: ReportTable, kind: str = "") -> str:
-    """Return one of the tables of `report.tables`."""
+    """Return the HTML element of one of the tables of `report.tables`."""
     return html_table(table.head, table.rows, table.notes, words=table.words, kind=kind)
 
 
 def html_settings(settings: dict[str, Any], more: Iterable[Sequence[str]] = ()) -> str:
-    """Return a table of settings, those of inner dictionaries by dotted names."""
+    """Return a table of settings, with dotted names for the keys of inner dictionaries."""
     rows = [[name, str(value)] for name, value in _flatten(settings) if value is not None]
     return html_table(["setting", "value"], [*rows, *more], words=(1,))
 

@@ -1,4 +1,4 @@
-"""The progress of a run: a table that is redrawn twice a second, on terminals only."""
+"""Shows the progress of a run in a table that is redrawn twice a second, on terminals only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftgate.loadgen.sending.health import lag_s
 from draftgate.loadgen.types import Record
 
 REDRAWS_PER_S: Final = 2.0
-"""Drawing takes some milliseconds from the event loop that must be on time."""
+"""Redraws per second. Drawing blocks the event loop for some milliseconds."""
 
 STEP: Final = 0.02
 """Width of a histogram's buckets, as a share of their value."""
@@ -38,12 +38,12 @@ class Histogram:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Count a value; values below a microsecond count as one."""
+        """Count a value. A value below a microsecond counts as a microsecond."""
         self._buckets[round(log(max(value, 1e-6)) / STEP)] += 1
         self._count += 1
 
     def percentile(self, percent: float) -> float | None:
-        """Return the middle of the bucket that reaches the percentile; None without values."""
+        """Return the middle of the bucket that reaches the percentile, or None without values."""
         wanted, seen = ceil(self._count * percent / 100), 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -54,11 +54,11 @@ class Histogram:
 
 @dataclass(slots=True)
 class Progress:
-    """What is known so far.
+    """The progress of a run.
 
     Attributes:
-        total: requests of the plan; None if only a duration ends it.
-        schedule_s: length of the schedule, or the duration of a closed loop; None if neither.
+        total: the number of planned requests, or None if only a duration ends the run.
+        schedule_s: the length of the schedule or of the closed loop's duration, or None.
     """
 
     total: int | None
@@ -72,11 +72,11 @@ class Progress:
     lag_s: Histogram = field(default_factory=Histogram)
 
     def start(self) -> None:
-        """Note a request that is being sent."""
+        """Count a request that is being sent."""
         self.sent += 1
 
     def record(self, record: Record) -> None:
-        """Note a request that has ended."""
+        """Count a request that has ended."""
         self.done += 1
         self.lag_s.add(lag_s(record))
         if record.verdict != Verdict.OK:
@@ -88,7 +88,7 @@ class Progress:
                 histogram.add(value_s)
 
     def share(self, elapsed_s: float) -> float | None:
-        """Return how much of the run is done, by requests or else by time; None if unknown."""
+        """Return the completed share of the run, or None if unknown."""
         if self.total:
             return self.done / self.total
         return min(1.0, elapsed_s / self.schedule_s) if self.schedule_s else None
@@ -115,10 +115,10 @@ def render(progress: Progress, elapsed_s: float) -> RenderableType:
 
 @asynccontextmanager
 async def live_view(console: Console, progress: Progress) -> AsyncGenerator[None, None]:
-    """Show the progress until left; show nothing if the console is no terminal.
+    """Show the progress until the context ends, if the console is a terminal.
 
     A task of the run's own event loop draws. A thread would hold the interpreter just as long, at
-    arbitrary instants, and would read counters while they change.
+    arbitrary times, and would read counters while they change.
     """
     if not console.is_terminal:
         yield

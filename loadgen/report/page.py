@@ -1,7 +1,7 @@
-"""The HTML report of one run, or of several side by side.
+"""Builds the HTML report of one run, or of several runs side by side.
 
-The charts of one run have a curve per class. Those of several have a curve per name, over the rate
-if there is more than one. The details of each run are folded below.
+The charts of one run have a curve per class. The charts of several runs have a curve per name, over
+the rate if it varies. The details of each run are folded below.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from draftgate.loadgen.types import LoadRun
 
 
 def page(reports: Sequence[RunReport]) -> str:
-    """Return the page of at least one run.
+    """Return the page of one or more runs.
 
     Raises:
         ModuleNotFoundError: plotly is not installed.
@@ -61,7 +61,7 @@ def page(reports: Sequence[RunReport]) -> str:
 
 
 def charts(reports: Sequence[RunReport]) -> list[Chart]:
-    """Return all charts for which there is data."""
+    """Return all charts that have data."""
     if len(reports) == 1:
         run = reports[0].run
         classes = by_class(run.records)

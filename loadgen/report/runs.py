@@ -20,8 +20,8 @@ class RunReport:
     """A run to report on.
 
     Attributes:
-        name: what was under load; runs of one name are points of one curve.
-        lossless: the result of the replays, if there were any.
+        name: the name of the server or policy. Runs of one name are points of one curve.
+        lossless: the result of the lossless check, or None.
     """
 
     name: str
@@ -31,11 +31,11 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The valid runs of one name at one rate, pooled; if none is valid, all of them.
+    """The pooled valid runs of one name at one rate, or all its runs if every run is INVALID.
 
     Attributes:
-        rate_rps: offered requests per second; None if unknown.
-        left_out: how many INVALID runs were dropped in favour of valid ones.
+        rate_rps: offered requests per second, or None if unknown.
+        left_out: the number of INVALID runs that the pool excludes.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RatePoint:
 
     @property
     def label(self) -> str:
-        """Its name, and how many of its runs are INVALID."""
+        """Its name, and the number of its INVALID runs."""
         if not self.valid:
             return f"{self.name} (INVALID)"
         return f"{self.name} ({self.left_out} INVALID left out)" if self.left_out else self.name
@@ -67,18 +67,18 @@ class RatePoint:
 
     @property
     def accepted_tokens_per_s(self) -> float | None:
-        """The mean over the runs."""
+        """The mean of accepted tokens per second over the runs."""
         known = [value for run in self.runs if (value := accepted_tokens_per_s(run)) is not None]
         return sum(known) / len(known) if known else None
 
     def percentiles(self, key: str) -> dict[int, float]:
-        """Return the percentiles of a metric in its unit; empty without values."""
+        """Return the percentiles of a metric in its unit, or nothing without values."""
         found = distribution(values_of(METRICS[key], self.records))
         return {} if found is None else dict(zip(PERCENTILES, found.percentiles, strict=True))
 
 
 def rate_of(run: LoadRun) -> float | None:
-    """Return the offered rate: as requested, else requests over seconds of the schedule."""
+    """Return the offered rate: as requested, or else requests over seconds of the schedule."""
     requested = run.settings.get("rate_rps")
     if isinstance(requested, int | float):
         return float(requested)
@@ -86,14 +86,14 @@ def rate_of(run: LoadRun) -> float | None:
 
 
 def name_of(path: Path, run: LoadRun) -> str:
-    """Return the name of a run: that of its file, without rate and round (`auto-1.5-2.jsonl`)."""
+    """Return the name of a run's file without rate and round (`auto` for `auto-1.5-2.jsonl`)."""
     stem = path.name.partition(".jsonl")[0]
     rate = rate_of(run)
     return stem if rate is None else re.sub(rf"-{re.escape(f'{rate:g}')}(-\d+)?$", "", stem) or stem
 
 
 def points(reports: Sequence[RunReport]) -> list[RatePoint]:
-    """Return the runs by name, in the order of their first, and by ascending rate."""
+    """Return the runs by name, in the order of first appearance, and by ascending rate."""
     grouped: dict[str, dict[float | None, list[LoadRun]]] = {}
     for report in reports:
         by_rate = grouped.setdefault(report.name, {})

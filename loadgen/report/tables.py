@@ -1,4 +1,4 @@
-"""The tables of reports, as text that a terminal or a page can show."""
+"""Builds the tables of reports as text for a terminal or a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from draftgate.loadgen.report.runs import RatePoint
 from draftgate.loadgen.types import LoadRun, Record
 
 MOST_SHOWN: Final = 8
-"""Different values of a decision that are listed."""
+"""Most different values of a decision in a list."""
 
 RUN_COLUMNS: Final = (
     *("run", "rate/s", "requests", "failed", "attainment", "[95 %]", "goodput/s", "tokens/s"),
@@ -46,7 +46,7 @@ class ReportTable:
     """A table.
 
     Attributes:
-        notes: shown with it.
+        notes: the text below the table.
         words: positions of the columns that hold text. The first column always does.
     """
 
@@ -70,9 +70,9 @@ def metric_table(run: LoadRun) -> ReportTable:
 
 
 def class_table(run: LoadRun) -> ReportTable:
-    """Return the attainment of each class, and of all if there are several.
+    """Return the attainment of each class, and of all classes if several exist.
 
-    It has a column for each limit that some request has.
+    The table has a column for each limit that any request has.
     """
     slos = {record.planned.request.slo for record in run.records}
     limits = [
@@ -97,7 +97,7 @@ def class_table(run: LoadRun) -> ReportTable:
 
 
 def hop_tables(records: Sequence[Record]) -> Iterator[ReportTable]:
-    """Yield the outcomes and the times of hops, if there are any."""
+    """Yield the outcomes and the times of hops, or nothing without hops."""
     hops = summarize_hops(records)
     if not hops:
         return
@@ -129,7 +129,7 @@ def error_table(records: Sequence[Record]) -> ReportTable:
 
 
 def speculation_table(totals: SpeculationTotals) -> ReportTable:
-    """Return what the server decided about speculation, and how many drafts were accepted."""
+    """Return the server's decisions about speculation, and the number of accepted drafts."""
     rows = []
     for title, name in (
         ("mode", "mode"),
@@ -168,7 +168,7 @@ def run_table(points: Sequence[RatePoint]) -> ReportTable:
 
 
 def goodput_table(points: Sequence[RatePoint]) -> ReportTable:
-    """Return the goodput of each name and share; without rows if there is only one rate."""
+    """Return the goodput of each name and share, without rows for a single rate."""
     rows = []
     several = len({point.rate_rps for point in points}) > 1
     for found in estimate_goodputs(points) if several else ():

@@ -31,7 +31,7 @@ from draftgate.loadgen.types import ClientHealth, LoadRun
 
 
 def render(run: LoadRun, lossless: LosslessCheck | None = None) -> RenderableType:
-    """Return the tables of a run: its outcome, its metrics, and what failed."""
+    """Return the tables of a run: its outcome, its metrics and its failures."""
     metrics = metric_table(run)
     formulas = "; ".join(f"{row[0]}: {row[-1]}" for row in metrics.rows)
     parts: list[RenderableType] = [
@@ -69,9 +69,9 @@ def rich_table(
     style: str = "",
     styles: Sequence[str] = (),
 ) -> Table:
-    """Return some columns of a table, by default all; `styles` has one style per row."""
+    """Return some columns of a table, by default all. `styles` has one style per row."""
     shown = range(len(table.head)) if columns is None else columns
-    # One space between columns instead of two where the table has many.
+    # A table with many columns has one space between them instead of two.
     rich = Table(box=None, pad_edge=False, padding=(0, 1 if len(shown) > 6 else 2, 0, 0))
     for column in shown:
         left = column == 0 or column in table.words
@@ -83,7 +83,7 @@ def rich_table(
 
 
 def invalid_panel(reasons: Sequence[str]) -> Iterator[Panel]:
-    """Yield a warning with the reasons why a run is INVALID, if there are any."""
+    """Yield a warning with the reasons why a run is INVALID, or nothing for a valid run."""
     if reasons:
         text = "\n".join(["Do not use these results:", *reasons])
         yield Panel(Text(text), title="INVALID", style="bold red")
@@ -109,7 +109,7 @@ def _describe_health(health: ClientHealth) -> str:
 
 
 def describe_lossless(check: LosslessCheck) -> Text:
-    """Return the result of the replays without speculation."""
+    """Return the result of the lossless check in words."""
     compared = f"lossless: {check.compared} answers compared ({check.drafted} with drafts)"
     if check.passed:
         bound = check.rate_bound

@@ -31,7 +31,7 @@ BINS: Final = 60
 
 
 def time_charts(run: LoadRun) -> list[Chart]:
-    """Return those for which the run has data."""
+    """Return the charts over time for which the run has data."""
     if not run.records:
         return []
     made = [request_chart(run), load_chart(run), ttft_chart(run), decision_chart(run)]
@@ -39,7 +39,7 @@ def time_charts(run: LoadRun) -> list[Chart]:
 
 
 def request_chart(run: LoadRun) -> Chart:
-    """Return each request as a bar in time, thinned out if there are many."""
+    """Return each request as a bar in time, thinned out if the run has many requests."""
     ordered = sorted(run.records, key=lambda record: (record.scheduled_s, record.planned.index))
     shown = thinned(ordered, BARS)
     states = (
@@ -91,7 +91,7 @@ def load_chart(run: LoadRun) -> Chart:
 
 
 def ttft_chart(run: LoadRun) -> Chart:
-    """Return TTFT by scheduled instant, which shows warm-up and growing queues."""
+    """Return TTFT by scheduled time, which shows warm-up and growing queues."""
     data = []
     for place, series in enumerate(by_class(run.records)):
         records = intact(series.records)
@@ -108,7 +108,7 @@ def ttft_chart(run: LoadRun) -> Chart:
 
 
 def decision_chart(run: LoadRun) -> Chart:
-    """Return the longest draft allowed to each request; without data if the server is silent."""
+    """Return the longest draft allowed to each request, without data if the server reports none."""
     points = [
         (
             r.sent_s,
@@ -133,7 +133,7 @@ def decision_chart(run: LoadRun) -> Chart:
 
 
 def open_requests(records: Iterable[Record]) -> tuple[list[float], list[int]]:
-    """Return when the number of open requests changed, and what it was from then on."""
+    """Return the times at which the number of open requests changed, and the new numbers."""
     changes = Counter[float]()
     for record in records:
         changes[record.sent_s] += 1

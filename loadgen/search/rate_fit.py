@@ -1,25 +1,25 @@
-"""The rate at which a falling share crosses the requested one, from all probes together. Pure.
+"""Fits the rate at which a falling share crosses the requested share, from all probes. Pure.
 
 Near that rate the share is modelled as logistic in the logarithm of the rate,
 
-    logit p(rate) = logit(share) - slope * ln(rate / root),    slope > 0,
+    logit p(rate) = logit(share) - slope * ln(rate / root),    slope > 0.
 
-of which only `root` is wanted: the profile likelihood is maximised over the slope at each root. The
-interval holds the roots that are not rejected,
+Only `root` is of interest, so the profile likelihood is maximised over the slope at each root. The
+interval holds the roots that are not rejected by a quasi-likelihood ratio (McCullagh and Nelder,
+Generalized Linear Models, 1989, 4.5 and 9.2):
 
-    2 (log L(best) - log L(root)) <= dispersion * t(freedom)^2,
+    2 (log L(best) - log L(root)) <= dispersion * t(freedom)^2.
 
-a quasi-likelihood ratio (McCullagh and Nelder, Generalized Linear Models, 1989, 4.5 and 9.2). It
-also covers a server that breaks sharply: if all rates below hold and all above fail, the roots
-between them are equally likely, and the search becomes a bisection. Choosing rates by the fit so
-far is Wu's design (Efficient sequential designs with binary data, JASA 80, 1985).
+The interval also covers a server with a sharp limit. If all lower rates hold and all higher rates
+fail, the roots between them are equally likely, and the search becomes a bisection. Wu's design
+(Efficient sequential designs with binary data, JASA 80, 1985) chooses rates by the fit so far.
 
 The dispersion accounts for the correlation of requests that wait in one queue. A binomial interval
-assumes independence and is too narrow, in M/D/1 at 70 % load by a factor of four. The variance
-therefore comes from the means of consecutive batches (Law, Simulation Modeling and Analysis, 2015,
-9.5.3). The remaining correlation r between neighbours is modelled as a first-order autoregression:
-a mean over many then has `(1 + r)/(1 - r)` times the variance of independent batches (Fishman,
-Principles of Discrete Event Simulation, 1978, 5.10).
+assumes independence and is too narrow, by a factor of four in M/D/1 at 70 % load. The variance
+therefore uses the means of consecutive batches (Law, Simulation Modeling and Analysis, 2015,
+9.5.3). The remaining correlation r between neighbours is modelled as a first-order autoregression.
+A mean over many batches then has `(1 + r)/(1 - r)` times the variance of independent batches
+(Fishman, Principles of Discrete Event Simulation, 1978, 5.10).
 """
 
 from __future__ import annotations
@@ -38,44 +38,46 @@ from draftgate.loadgen.search.types import ProbeResult
 Vector: TypeAlias = NDArray[np.float64]
 
 SLOPES: Final = (0.5, 200.0)
-"""From a share that hardly depends on the rate to one that falls within 1 % of it."""
+"""Range of slopes, from a share that hardly depends on the rate to a sharp fall within 1 % of the
+rate."""
 
 LOGITS: Final = 2.0
-"""How near its share must be, by the fit, for a probe to count (0.72 to 0.993, for 0.95). Farther
-off the curve has another shape, and beyond capacity the share depends on the length of the
+"""How near the fitted share of a probe must be for the probe to count (0.72 to 0.993, for 0.95).
+Farther away the curve has another shape. Beyond capacity the share depends on the length of the
 probe."""
 
 NEAR: Final = (0.03, 0.3)
-"""Least and most of that in the logarithm of the rate."""
+"""Least and most distance of a counted probe, in the logarithm of the rate."""
 
 GRID_STEP: Final = 0.0025
-"""Of the grid of roots, in logarithms: a twentieth of the usual precision."""
+"""Step of the grid of roots in logarithms, a twentieth of the usual precision."""
 
 HALVINGS: Final = 18
-"""Of the range of slopes, which are then known to 1 in 40,000."""
+"""Halvings of the range of slopes, which give the slope to 1 in 40,000."""
 
 BEYOND: Final = 0.7
-"""How far beyond all probes a root is searched, in logarithms. Farther is without bound."""
+"""Distance beyond all probes, in logarithms, at which the search for a root ends. A root at the end
+of the grid counts as unbounded."""
 
 PRIOR_FREEDOM: Final = 20
-"""Degrees of freedom that the expected dispersion is worth."""
+"""Degrees of freedom of the expected dispersion."""
 
 LEAST_FREEDOM: Final = 8
-"""With fewer degrees of freedom the dispersion is not trusted, and this quantile is used."""
+"""Least degrees of freedom for the quantile of the interval, also for dispersions with fewer."""
 
 SMALLEST_BATCH: Final = 20
 """Least requests per batch."""
 
 LEAST_BATCHES: Final = 40
-"""Batches over all probes. Batches are not made longer if fewer would remain to show a variance."""
+"""Least batches over all probes. Batches do not grow if fewer would remain for a variance."""
 
 MOST_NEIGHBOURS: Final = 0.3
-"""Correlation of neighbours above which batches are made longer, if there are enough. The
-autoregression covers the rest: in M/D/1 (limits of 2.5, 5 and 20 services) it is within 6 % of the
-variance of long runs wherever the correlation is below 0.75 (2026-11-21)."""
+"""Correlation of neighbours above which batches grow, if enough batches remain. The autoregression
+models the remaining correlation. In M/D/1 (limits of 2.5, 5 and 20 services) it is within 6 % of
+the variance of long runs for correlations below 0.75 (2026-11-21)."""
 
 MOST_CORRELATED: Final = 0.9
-"""Upper bound for an estimated correlation; the factor is then 19."""
+"""Upper bound for an estimated correlation, at which the factor is 19."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Dispersion:
     """The variance of shares over that of independent requests, `p(1 - p)/n`.
 
     Attributes:
-        factor: at least 1.
+        factor: the ratio, at least 1.
         freedom: degrees of freedom of the estimate.
     """
 
@@ -91,18 +93,18 @@ class Dispersion:
     freedom: int
 
     def with_prior(self, factor: float, freedom: int) -> Dispersion:
-        """Return its mean with an expected factor, each weighed by its degrees of freedom."""
+        """Return the mean with an expected factor, each weighed by its degrees of freedom."""
         both = self.freedom + freedom
         return Dispersion((self.freedom * self.factor + freedom * factor) / both, self.freedom)
 
 
 @dataclass(frozen=True, slots=True)
 class RateFit:
-    """The root and its interval, in requests per second; 0 and infinity where it is open.
+    """The root and its interval, in requests per second. An open end is 0 or infinity.
 
     Attributes:
-        slope: of the share's logit over the logarithm of the rate, downwards.
-        sides: counted requests below the root and above.
+        slope: the fall of the share's logit per unit of the logarithm of the rate.
+        sides: the counted requests below the root and above.
     """
 
     root_rps: float
@@ -119,7 +121,7 @@ class RateFit:
 
     @property
     def relative_half_width(self) -> float:
-        """Half the interval over the root; infinite where it is open."""
+        """Half the interval over the root, infinite if the interval is open."""
         return (self.high_rps - self.low_rps) / 2 / self.root_rps
 
 
@@ -129,7 +131,7 @@ def fit_rate(
     """Return the root of all probes that are near it.
 
     Args:
-        expected: dispersion, which counts while little is known.
+        expected: the expected dispersion, which dominates until the probes show their own.
 
     Raises:
         ValueError: no probe has outcomes.
@@ -147,10 +149,10 @@ def fit_rate(
 
 
 def _near(probes: Sequence[ProbeResult], found: RateFit) -> list[ProbeResult]:
-    """Return the complete probes near a root, and on a side without any the nearest one.
+    """Return the complete probes near a root, or else the nearest probe of each side.
 
-    A probe that was cut was cut for its luck, too, which varies widely in a queue. It does not
-    count once there are complete ones.
+    The end of a cut probe depends on its luck, which varies widely in a queue. A cut probe does not
+    count after complete probes exist.
     """
     away = [log(probe.probe.rate_rps / found.root_rps) for probe in probes]
     near = min(max(LOGITS / found.slope, NEAR[0]), NEAR[1])
@@ -190,8 +192,8 @@ def _profile(
 ) -> tuple[Vector, Vector]:
     """Return the log likelihood of each root at its best slope, and that slope.
 
-    The likelihood is concave in the slope, so its derivative is bisected, in logarithms, at all
-    roots at once.
+    The likelihood is concave in the slope, so its derivative is bisected in logarithms, for all
+    roots together.
     """
     off = rates[None, :] - roots[:, None]
     low, high = (np.full(len(roots), log(slope)) for slope in SLOPES)
@@ -211,9 +213,10 @@ def _profile(
 
 
 def dispersion(runs: Sequence[Sequence[bool]]) -> Dispersion:
-    """Return the dispersion of runs with different shares, assumed to be common to all.
+    """Return the common dispersion of runs with different shares.
 
-    Runs in which all or none met say nothing. Without any other run the factor is 1.
+    A run in which all or no requests met carries no information. Without other runs the factor is
+    1.
     """
     mixed = [run for run in runs if 0 < sum(run) < len(run)]
     size = SMALLEST_BATCH
@@ -233,7 +236,7 @@ def _batch_dispersion(runs: Sequence[Sequence[bool]], size: int) -> tuple[Disper
         count = len(values) // size
         if count < 2:
             continue
-        # A rest that fills no batch is left out at the beginning.
+        # Outcomes that fill no batch are dropped at the beginning.
         means = values[len(values) - count * size :].reshape(count, size).mean(axis=1)
         share = float(values.mean())
         unit = (means - means.mean()) / (share * (1.0 - share) / size) ** 0.5
@@ -242,7 +245,7 @@ def _batch_dispersion(runs: Sequence[Sequence[bool]], size: int) -> tuple[Disper
         freedom += count - 1
     if freedom == 0 or squares == 0.0:
         return Dispersion(1.0, freedom), 0.0
-    # Subtracting the mean lowers the correlation by 1/batches: by one product per run.
+    # Subtracting the mean lowers the correlation by 1/batches, which is one product per run.
     variance = squares / freedom
     neighbours = min(max(products / freedom / variance, 0.0), MOST_CORRELATED)
     return Dispersion(max(1.0, variance * (1 + neighbours) / (1 - neighbours)), freedom), neighbours

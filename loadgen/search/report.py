@@ -1,4 +1,4 @@
-"""The result of a search as text, and as `search/1`."""
+"""Reports the result of a search as text, and as `search/1`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftgate.loadgen.search.types import ProbeResult, SearchResult
 
 
 def as_dict(report: SearchReport) -> dict[str, Any]:
-    """Return the `search/1` of a search: its result, and each probe with its `summary/1`.
+    """Return the `search/1` result of a search, with the `summary/1` of each probe.
 
     An open end of the interval is None.
     """
@@ -49,7 +49,7 @@ def as_dict(report: SearchReport) -> dict[str, Any]:
 
 
 def describe_probe(probed: ProbeResult, result: SearchResult) -> str:
-    """Return a line about a probe, and what is known after it."""
+    """Return a line about a probe and the interval after it."""
     attained = f"{percent(probed.share)} of {len(probed.met)} met their SLO"
     why = f" ({probed.invalid[0]})" if probed.invalid else ""
     verdict = f"{probed.verdict.value}{why}; now {describe_interval(result)}"

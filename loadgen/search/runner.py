@@ -1,4 +1,4 @@
-"""Searches a real server: each probe is a run, all of them in one session."""
+"""Searches a real server. Each probe is a run, and all probes share one HTTP session."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from draftgate.loadgen.sending.target import ServerInfo, Target, inspect_server
 from draftgate.loadgen.types import LoadRun, PlannedRequest, Record
 
 WARM_UP: Final = 8
-"""Requests, one after the other, before the first probe: for connections, caches, compilers."""
+"""Requests before the first probe, one after another, which open connections and fill caches."""
 
 IDLE_TTFT: Final = 2.0
-"""The server counts as idle again at up to this many times the first TTFT of an idle server."""
+"""Multiple of the idle server's TTFT up to which the server counts as idle again."""
 
 IDLE_MORE_S: Final = 0.01
-"""And this much more, for servers that answer at once."""
+"""Additional TTFT, in seconds, for servers with a TTFT near zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SearchReport:
     """The outcome of a search.
 
     Attributes:
-        probes: with the `summary/1` of each, in their order.
+        probes: the probes in order, each with its `summary/1`.
         settings: as in a run.
     """
 
@@ -55,22 +55,22 @@ class SearchReport:
 
 
 OnProbe: TypeAlias = Callable[[ProbeResult, SearchResult], None]
-"""Called after each probe, with what is known then."""
+"""Called after each probe, with the result so far."""
 
 
 async def search_load(load: Load, target: Target, on_probe: OnProbe, **goal: Any) -> SearchReport:
     """Find the highest rate at which enough requests of a load meet their SLO.
 
-    Cancelling (Ctrl-C) ends the search with what is known so far.
+    Cancelling (Ctrl-C) ends the search with the result so far.
 
     Args:
-        load: an open loop; its rate is the first one tried.
+        load: an open loop, whose rate is the first rate to try.
         goal: further fields of `SearchGoal`.
 
     Raises:
         aiohttp.ClientError, TimeoutError: the server cannot be reached.
         OSError: a file cannot be read.
-        ValueError: the plan cannot be built, or the server gives no intact answers.
+        ValueError: the plan cannot be built, or a response during warm-up was not intact.
     """
     if load.trace is not None or load.rate_rps is None:
         raise ValueError(
@@ -98,10 +98,10 @@ class _Prober:
         self._idle_s = 0.0
 
     async def warm_up(self) -> tuple[float, float]:
-        """Send a few requests one by one; return the longest TTFT limit and the median latency.
+        """Send a few requests one by one, and return the longest TTFT limit and the median latency.
 
         Raises:
-            ValueError: there is no SLO, or an answer was not intact.
+            ValueError: the load has no SLO, or a response was not intact.
         """
         slos = [planned.request.slo for planned in self._requests]
         if not any(slo.ttft_s or slo.tpot_s for slo in slos):
@@ -110,13 +110,13 @@ class _Prober:
         for record in records:
             if record.verdict != Verdict.OK:
                 raise ValueError(f"before the search: {record.verdict}: {record.detail}")
-        # The first ones may have waited for what is set up only once.
+        # The first requests may have waited for one-time initialization.
         self._idle_s = min(ttft_s(record) or 0.0 for record in records)
         answer_s = sorted(map(latency_s, records))[len(records) // 2]
         return max(slo.ttft_s or 0.0 for slo in slos), answer_s
 
     async def search(self, search: RateSearch, goal: SearchGoal, on_probe: OnProbe) -> SearchResult:
-        """Probe until the search is over or cancelled; return its result."""
+        """Send probes until the search ends or is cancelled, and return its result."""
         while (probe := search.propose()) is not None:
             result, run, stopped = await self._probe(probe, goal)
             if stopped:
@@ -131,7 +131,7 @@ class _Prober:
     async def _probe(
         self, probe: SearchProbe, goal: SearchGoal
     ) -> tuple[ProbeResult, LoadRun, bool]:
-        """Send a probe until enough is known; return the run so far, and whether it was stopped."""
+        """Send a probe until its verdict is clear. Return its run and whether Ctrl-C stopped it."""
         load = replace(self._load, rate_rps=probe.rate_rps, seed=probe.seed, requests=probe.longest)
         test, outcomes, plan = SequentialTest(probe, goal), dict[int, bool](), self._plan(load)
         following, enough = iter(plan), False
@@ -142,8 +142,8 @@ class _Prober:
             if record.verdict == Verdict.INTERRUPTED or enough:
                 return
             outcomes[record.planned.index] = meets_slo(record)
-            # In the order of the schedule, since quick answers overtake slow ones and would
-            # flatter.
+            # Outcomes count in the order of the schedule. Fast responses end before slow
+            # ones, so the order of completion would be too favourable.
             while due is not None and due.index in outcomes and not enough:
                 enough = test.add(due.at_s or 0.0, met=outcomes.pop(due.index))
                 due = next(following, None)
@@ -154,7 +154,7 @@ class _Prober:
         stopped = await _cancelled_while(sending)
         run = sending.result()
         if enough and not stopped:
-            # A run that ended because enough is known is complete: the rest was never part of it.
+            # A run that ended by its verdict is complete, so interrupted requests do not count.
             run.interrupted = False
             run.records = [r for r in run.records if r.verdict != Verdict.INTERRUPTED]
         invalid = () if stopped else tuple(invalid_reasons(run))
@@ -162,7 +162,7 @@ class _Prober:
         return ProbeResult(probe, test.met, len(run.records), verdict, invalid), run, stopped
 
     async def _wait_until_idle(self) -> None:
-        """Send requests until the first text arrives as from an idle server, or time is up."""
+        """Send requests until the TTFT is that of an idle server, or until the timeout."""
         clock, limit_s = start_clock(), IDLE_TTFT * self._idle_s + IDLE_MORE_S
         while clock() < self._client.timeouts.total_s:
             first_s = ttft_s(await self._client.ask(self._requests[0]))
@@ -175,7 +175,7 @@ class _Prober:
 
 
 async def _cancelled_while(sending: asyncio.Task[LoadRun]) -> bool:
-    """Wait for a run; return whether this task was cancelled meanwhile, which cancels the run."""
+    """Wait for a run, and return whether this task was cancelled, which also cancels the run."""
     try:
         await asyncio.wait({sending})
     except asyncio.CancelledError:

@@ -1,17 +1,18 @@
-"""Decides which rate to try next, and when enough is known. Pure.
+"""Decides which rate to try next, and when to stop. Pure.
 
     search = RateSearch(goal)
     while (probe := search.propose()) is not None:
         search.observe(<the result of the probe>)
     search.result()
 
-The search first brackets the rate, from the starting rate by factors of two, by less after a
-doubtful verdict. Then all probes are fitted together (`search.rate_fit`), and the next probe goes
-to either side of the root in turn, within its interval. With clear verdicts that is bisection, with
-doubtful ones repetition, each with its own seed. It ends when the interval is narrow enough.
+The search first brackets the rate. It changes the starting rate by factors of two, and by smaller
+factors after a doubtful verdict. Then it fits all probes together (`search.rate_fit`) and places
+each next probe within the interval, on alternating sides of the root. With clear verdicts this is a
+bisection. With doubtful verdicts the probes repeat similar rates with new seeds. The search ends
+when the interval is narrow enough.
 
-The constants below were chosen on a simulated M/D/1 server (100 seeds each, 2026-11-21), for
-coverage first.
+The constants below were chosen on a simulated M/D/1 server (100 seeds each, 2026-11-21). The main
+criterion was coverage.
 """
 
 from __future__ import annotations
@@ -30,73 +31,75 @@ from draftgate.loadgen.search.types import (
 )
 
 STEP: Final = 2.0
-"""Of the bracket. Larger steps overload the server for longer, smaller ones take more probes."""
+"""Factor between the rates of the bracket. A larger factor overloads the server for longer, and a
+smaller factor takes more probes."""
 
 SLOWEST: Final = 1e-3
-"""Share of the starting rate below which no rate is tried: ten halvings."""
+"""The lowest rate to try as a share of the starting rate, ten halvings."""
 
 FIRST_REQUESTS: Final = 400
-"""Most requests of a probe of the bracket. Its verdict is known much sooner, except near the
+"""Most requests of a probe of the bracket. Most verdicts are clear much sooner, except near the
 root."""
 
 LEAST_REQUESTS: Final = 200
-"""Requests of a probe before there is a verdict: ten batches."""
+"""Least requests of a probe before its verdict, ten batches."""
 
 MOST_REQUESTS: Final = 2000
-"""Of a probe after the bracket. A long one needs one warm-up for many requests; a short one is soon
-followed by one at a better rate."""
+"""Most requests of a probe after the bracket. A long probe needs only one warm-up, but a short
+probe is soon followed by one at a better rate."""
 
 OFFSET: Final = 0.6
-"""The next probe is this share of half the interval away from the root."""
+"""Distance of the next probe from the root, as a share of half the interval."""
 
 LEAST_OFFSET: Final = 0.03
 MOST_OFFSET: Final = 0.2
-"""A nearer probe says little about the slope, a farther one little about the root."""
+"""A nearer probe tells little about the slope, and a farther probe little about the root."""
 
 DESCENTS: Final = 3
-"""Halvings of the starting rate after which a generator that never kept up is given up."""
+"""Halvings of the starting rate after which the search stops if the generator never kept up."""
 
 RETRIES: Final = 1
-"""How often a rate is tried again at which the generator did not keep up."""
+"""How often to retry a rate at which the generator did not keep up."""
 
 LEAST_SIDE: Final = 500
-"""Requests on each side of the root without which a search does not end, unless all or none met
-their SLO there (a sharp edge): a few bursts say little about the server."""
+"""Least requests on each side of the root for an end of the search, since a few bursts do not
+represent the server. The limit does not apply at a sharp edge, where all or none met their SLO."""
 
 RELAXATION_TIMES: Final = 2.0
-"""Length of the warm-up."""
+"""Length of the warm-up in relaxation times."""
 
 MOST_EXPECTED: Final = 20.0
-"""Upper bound for the expected dispersion. A larger one would prolong searches that measure
+"""Upper bound for the expected dispersion. A larger bound would prolong searches that measure
 less."""
 
 
 def warm_up_s(goal: SearchGoal, rate_rps: float) -> float:
     """Return how many seconds from the start of a probe its requests do not count.
 
-    A queue under load forgets that it started empty within its relaxation time, about `2 s / (1 -
-    load)^2` for a service time `s` (reflected Brownian motion; Abate and Whitt, Transient behavior
-    of regulated Brownian motion, Advances in Applied Probability 19, 1987). At the rate where waits
-    of `limit` are rare, `1 - load` is about `1.5 s / limit` (the tail of the wait is exp(-2 (1 -
-    load) limit / s)), so that is about `rate * limit^2`. A search with a precision only has to tell
-    a load that much above 1 from one below. The queue then grows past the limit within `limit /
-    precision`.
+    A queue under load forgets its empty start within its relaxation time. This time is about `2 s /
+    (1 - load)^2` for a service time `s` (reflected Brownian motion; Abate and Whitt, Transient
+    behavior of regulated Brownian motion, Advances in Applied Probability 19, 1987).
+
+    The tail of the wait is `exp(-2 (1 - load) limit / s)`. At the rate where waits of `limit` are
+    rare, `1 - load` is therefore about `1.5 s / limit`, and the relaxation time is about `rate *
+    limit^2`. A search with a precision only has to distinguish a load that much above 1 from a load
+    below 1. The queue at such a load grows past the limit within `limit / precision`.
     """
     queue_s = goal.limit_s * min(RELAXATION_TIMES * rate_rps * goal.limit_s, 1.0 / goal.precision)
     return max(queue_s, goal.answer_s)
 
 
 def expected_dispersion(goal: SearchGoal, rate_rps: float) -> float:
-    """Return about how many requests of a queue say as much as an independent one.
+    """Return roughly how many requests of a queue carry the information of one independent request.
 
-    Those of a relaxation time: 12 in M/D/1 at a limit of 5 services and 0.95, where batches show 12
-    to 13 (2026-11-21).
+    These are the requests of one relaxation time. M/D/1 at a limit of 5 services and a share of
+    0.95 has 12, and batches show 12 to 13 (2026-11-21).
     """
     return min(1.0 + rate_rps * warm_up_s(goal, rate_rps) / RELAXATION_TIMES, MOST_EXPECTED)
 
 
 class RateSearch:
-    """Proposes probes, and learns from their results."""
+    """Proposes probes, and takes their results into account."""
 
     def __init__(self, goal: SearchGoal) -> None:
         self._goal = goal
@@ -106,11 +109,11 @@ class RateSearch:
 
     @property
     def tried(self) -> tuple[ProbeResult, ...]:
-        """All probes so far, in their order."""
+        """All probes so far, in order."""
         return tuple(self._tried)
 
     def observe(self, result: ProbeResult) -> None:
-        """Take the result of the probe that was proposed last."""
+        """Take the result of the last proposed probe into account."""
         self._tried.append(result)
         if valid := self._valid:
             rate_rps = self._known.root_rps if self._known else result.probe.rate_rps
@@ -122,7 +125,7 @@ class RateSearch:
         self._stop = StopReason.INTERRUPTED
 
     def propose(self) -> SearchProbe | None:
-        """Return the next probe; None if the search is over."""
+        """Return the next probe, or None if the search is over."""
         if self._stop is None:
             self._stop = self._ended()
         if self._stop is not None:
@@ -141,7 +144,7 @@ class RateSearch:
         )
 
     def result(self) -> SearchResult:
-        """Return what is known about the rate."""
+        """Return the estimate and the interval of the rate."""
         known, stop = self._known, self._stop or StopReason.INTERRUPTED
         if known is None:
             return SearchResult(None, 0.0, inf, self._sent, 1.0, stop)
@@ -155,18 +158,18 @@ class RateSearch:
 
     @property
     def _valid(self) -> list[ProbeResult]:
-        """The probes that say something about the server."""
+        """The valid probes with counted outcomes."""
         return [m for m in self._tried if m.verdict is not ProbeVerdict.INVALID and m.met]
 
     @property
     def _ceiling_rps(self) -> float:
-        """The lowest rate at which the generator fell behind even when retried; else infinity."""
+        """The lowest rate at which the generator never kept up, even when retried, or infinity."""
         rates = [m.probe.rate_rps for m in self._tried if m.verdict is ProbeVerdict.INVALID]
         return min((rate for rate in rates if rates.count(rate) > RETRIES), default=inf)
 
     @property
     def _bracket(self) -> tuple[float, float]:
-        """The highest rate that holds below the lowest that fails, and that; 0 and infinity."""
+        """The highest rate that holds (or 0), below the lowest rate that fails (or infinity)."""
         rates = [(m.probe.rate_rps, m.verdict) for m in self._valid]
         high = min((rate for rate, verdict in rates if verdict is ProbeVerdict.FAILS), default=inf)
         below = (rate for rate, verdict in rates if verdict is ProbeVerdict.HOLDS and rate < high)
@@ -174,7 +177,7 @@ class RateSearch:
 
     @property
     def _precise(self) -> bool:
-        """Whether the interval is narrow enough, and rests on enough requests."""
+        """Whether the interval is narrow enough and rests on enough requests."""
         known = self._known
         if known is None or known.relative_half_width > self._goal.precision:
             return False
@@ -182,7 +185,7 @@ class RateSearch:
         return min(known.sides) >= (LEAST_REQUESTS if sharp else LEAST_SIDE)
 
     def _ended(self) -> StopReason | None:
-        """Return why the search is over; None if it is not."""
+        """Return the reason to stop, or None to continue."""
         goal, known = self._goal, self._known
         if goal.most_requests - self._sent < SMALLEST_BATCH:
             return StopReason.REQUESTS
@@ -202,7 +205,7 @@ class RateSearch:
         return None
 
     def _next(self) -> tuple[float, int]:
-        """Return the next rate, and how many requests count there at most."""
+        """Return the next rate, and the most requests to count at it."""
         if self._tried and self._tried[-1].verdict is ProbeVerdict.INVALID:
             again = self._tried[-1].probe
             if again.rate_rps < self._ceiling_rps:
@@ -224,17 +227,20 @@ class RateSearch:
         centre = known.root_rps if known.bounded else min(max(known.root_rps, low), high)
         rate_rps = centre * step**side
         if centre < high <= rate_rps or rate_rps <= low < centre:
-            # A probe beyond a clear verdict would be cut early and show nothing new.
+            # A probe beyond a clear verdict would end early and add no information.
             rate_rps = sqrt(centre * (high if side > 0.0 else low))
         return self._bounded(rate_rps), self._missing_requests(known)
 
     def _missing_requests(self, known: RateFit) -> int:
-        """Return how many requests are still needed, by the square root law, within bounds."""
+        """Return how many requests are still needed, within bounds.
+
+        The interval narrows with the square root of the number of requests.
+        """
         lacking = (known.relative_half_width / self._goal.precision) ** 2 - 1.0
         return round(min(max(sum(known.sides) * lacking, LEAST_REQUESTS), MOST_REQUESTS))
 
     def _bounded(self, rate_rps: float) -> float:
-        """Return a rate that may be tried: halfway to the ceiling, if it is above that."""
+        """Return the rate, or for a rate above the ceiling, a rate halfway to the ceiling."""
         ceiling = self._ceiling_rps
         if rate_rps >= ceiling:
             below = (m.probe.rate_rps for m in self._valid if m.probe.rate_rps < ceiling)

@@ -1,16 +1,16 @@
 """Judges a probe while it runs: which outcomes count, and when the probe may end. Pure.
 
-The verdict is checked again and again, so its interval must hold at all times at once. It is the
-asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (Time-uniform
-central limit theory and asymptotic confidence sequences, Annals of Statistics 52(6), 2024), over
-the means of batches,
+The test checks the verdict repeatedly, so its interval must hold at all times simultaneously. It is
+the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (Time-uniform
+central limit theory and asymptotic confidence sequences, Annals of Statistics 52(6), 2024). The
+sequence for the means of t batches is
 
-    mean +- sd * sqrt(2 (t rho^2 + 1) / (t^2 rho^2) * log(sqrt(t rho^2 + 1) / alpha)),
+    mean +- sd * sqrt(2 (t rho^2 + 1) / (t^2 rho^2) * log(sqrt(t rho^2 + 1) / alpha)).
 
-of t batches. Their standard deviation `sd` includes what the queue adds (`search.rate_fit`). It is
-at least that of independent requests at the requested share, and that of the earlier probes. A
-verdict only guides the search and ends probes. The interval of the rate rests on probes that were
-not cut by it, if there are any.
+The standard deviation `sd` of the batches includes the correlation by the queue
+(`search.rate_fit`). It is at least that of independent requests at the requested share, and that of
+the earlier probes. A verdict only guides the search and ends probes. The interval of the rate rests
+on complete probes, if the search has any.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from draftgate.loadgen.search.rate_fit import SMALLEST_BATCH, dispersion
 from draftgate.loadgen.search.types import ProbeVerdict, SearchGoal, SearchProbe
 
 ALPHA: Final = 0.1
-"""Share of wrong verdicts exactly at the root; farther off there are fewer. A smaller one lengthens
-probes that only show where not to look."""
+"""Share of wrong verdicts exactly at the root. Verdicts farther away are wrong less often. A
+smaller share would lengthen probes that only exclude rates."""
 
 RHO: Final = 0.84
-"""Makes the sequence tightest at 10 batches: `sqrt((-2 log a + log(-2 log a) + 1) / 10)` (ib.)."""
+"""The value that makes the sequence tightest at 10 batches, `sqrt((-2 log a + log(-2 log a) + 1) /
+10)` (ibid.)."""
 
 
 class SequentialTest:
-    """Judges a probe by its outcomes, given in the order of the schedule."""
+    """Judges a probe by its outcomes, in the order of the schedule."""
 
     def __init__(self, probe: SearchProbe, goal: SearchGoal) -> None:
         self._probe = probe
@@ -40,10 +41,10 @@ class SequentialTest:
 
     @property
     def met(self) -> tuple[bool, ...]:
-        """The outcomes that count; without any, those of the later half of the warm-up.
+        """The outcomes that count, or without any, those of the later half of the warm-up.
 
-        The latter happens if the verdict was clear during the warm-up. While a queue grows, later
-        outcomes say more.
+        No outcome counts if the verdict was clear during the warm-up. While a queue grows, later
+        outcomes carry more information.
         """
         return tuple(self._met or self._warm_up[len(self._warm_up) // 2 :])
 
@@ -51,7 +52,7 @@ class SequentialTest:
         """Add the outcome of a request, and return whether the probe may end.
 
         Args:
-            at_s: its scheduled instant, in seconds from the start of the run.
+            at_s: its scheduled time, in seconds from the start of the run.
         """
         warming = at_s < self._probe.warm_up_s
         seen = self._warm_up if warming else self._met
@@ -61,13 +62,14 @@ class SequentialTest:
             return enough
         verdict = self.verdict
         if warming:
-            # An empty queue flatters: a rate that fails already will fail, one that holds may not.
+            # An empty queue favours the server. A rate that already fails would fail later, too,
+            # but a rate that holds may still fail.
             return verdict is ProbeVerdict.FAILS
         return verdict is not ProbeVerdict.DOUBTFUL or enough
 
     @property
     def verdict(self) -> ProbeVerdict:
-        """What is known so far."""
+        """The verdict so far."""
         met = self.met
         batches = len(met) // SMALLEST_BATCH
         if batches < self._probe.least_requests // SMALLEST_BATCH or batches == 0:

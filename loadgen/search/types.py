@@ -1,4 +1,4 @@
-"""Values that the parts of a search exchange. Units are in the names."""
+"""Values that the parts of a search exchange. Names end with the unit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ LEAST_CONFIDENCE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SearchGoal:
-    """What to find, and how precisely.
+    """The goal of a search and its precision.
 
     Attributes:
         start_rps: the first rate to try.
-        limit_s: the longest wait that any SLO allows; it determines the warm-up of queues.
-        answer_s: how long an answer takes; the warm-up lasts at least as long.
-        share: of scheduled requests that must meet their SLO.
+        limit_s: the longest wait that any SLO allows, which determines the warm-up of queues.
+        answer_s: the length of a response. The warm-up lasts at least as long.
+        share: the share of scheduled requests that must meet their SLO.
         precision: half the width of the interval over the rate at which the search ends.
-        confidence: of the interval.
-        max_rate_rps: no higher rate is tried.
-        most_requests: of all probes together.
-        seed: of the first probe; each further one has the next.
+        confidence: the confidence of the interval.
+        max_rate_rps: the highest rate to try.
+        most_requests: the limit for all probes together.
+        seed: the seed of the first probe. Each further probe has the next seed.
     """
 
     start_rps: float
@@ -67,11 +67,11 @@ class SearchProbe:
     """A run at one rate.
 
     Attributes:
-        warm_up_s: requests scheduled before this do not count.
-        requests: how many count at most.
-        least_requests: how many must count before there is a verdict. In a queue the first few are
-            one piece of luck.
-        dispersion: of the probes so far (`search.rate_fit`), a lower bound for this one.
+        warm_up_s: requests scheduled before this time do not count.
+        requests: the most requests that count.
+        least_requests: how many requests must count before a verdict, because the first few
+            outcomes in a queue depend on each other.
+        dispersion: the dispersion of the earlier probes (`search.rate_fit`), a lower bound here.
     """
 
     rate_rps: float
@@ -83,13 +83,13 @@ class SearchProbe:
 
     @property
     def longest(self) -> int:
-        """Requests to plan, with those of the warm-up: their mean and four deviations."""
+        """Requests to plan, including the warm-up: their mean and four deviations."""
         warming = self.rate_rps * self.warm_up_s
         return self.requests + round(warming + 4.0 * sqrt(warming)) + 1
 
 
 class ProbeVerdict(StrEnum):
-    """What a probe shows about its rate."""
+    """The verdict of a probe about its rate."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -103,8 +103,8 @@ class ProbeResult:
 
     Attributes:
         met: for each counted request, in the order of the schedule, whether it met its SLO.
-        sent: all that were sent, including those of the warm-up and those cut off.
-        invalid: why the generator did not keep up; the probe then shows nothing.
+        sent: the number of requests sent, including warm-up and interrupted requests.
+        invalid: why the generator did not keep up. An invalid probe does not measure the server.
     """
 
     probe: SearchProbe
@@ -115,7 +115,7 @@ class ProbeResult:
 
     @property
     def cut(self) -> bool:
-        """Whether it ended early, which depends on its luck, too."""
+        """Whether the probe ended early, which depends on its luck, too."""
         return len(self.met) < self.probe.requests
 
     @property
@@ -137,13 +137,13 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What is known about the rate.
+    """The estimate of the rate.
 
     Attributes:
-        rate_rps: the estimate; None if there is only a bound.
-        low_rps, high_rps: its interval; 0 and infinity are no bounds.
-        requests: sent by all probes.
-        dispersion: the variance of a share over requests of a queue, over that of independent ones.
+        rate_rps: the estimate, or None if the search found only a bound.
+        low_rps, high_rps: the interval, with 0 and infinity for missing bounds.
+        requests: the number of requests sent by all probes.
+        dispersion: the variance of a share over that of independent requests.
     """
 
     rate_rps: float | None
@@ -155,7 +155,7 @@ class SearchResult:
 
     @property
     def relative_half_width(self) -> float:
-        """Half the interval over the rate; infinite without an estimate."""
+        """Half the interval over the rate, infinite without an estimate."""
         if self.rate_rps is None:
             return inf
         return (self.high_rps - self.low_rps) / 2 / self.rate_rps

@@ -1,13 +1,13 @@
-"""Measures how much load this generator can send before it falls behind.
+"""Measures how much load this generator can send before it misses its schedule.
 
-Two ceilings are measured against the stub server, of one process or of several, each of which needs
-a core: the highest rate of requests with an answer of one token, and the largest number of open
-streams that carry a token every 20 ms. A load is sustained if its run is valid (`sending.health`)
-and all of its streams are intact. The search doubles the load until one fails and then bisects (as
-MLPerf's LoadGen finds its peak).
+The calibration measures two ceilings against the stub server, for one or several processes on a
+core each. One is the highest rate of requests with a response of one token. The other is the
+largest number of open streams with a token every 20 ms. A load is sustained if its run is valid
+(`sending.health`) and all of its streams are intact. The search doubles the load until it fails and
+then bisects, like the peak search of MLPerf's LoadGen.
 
 The stub server is another process and needs a core of its own. Each probe reports its CPU share. If
-that is near 100 %, or the two share a core, the ceiling is a lower bound.
+that share is near 100 %, or the two processes share a core, the ceiling is a lower bound.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from draftgate.loadgen.sending.target import ServerInfo, Target
 from draftgate.loadgen.types import ClientHealth, LoadRun
 
 PACE: Final = TokenPace(ttft_s=0.050, itl_s=0.020)
-"""50 tokens per second: faster than reading, and what a small model gives one user."""
+"""50 tokens per second, which is faster than reading and typical of a small model with one user."""
 
 STREAM_TOKENS: Final = 100
-"""A stream lasts 2 s: short enough for a probe of seconds to reach its number of open streams."""
+"""Tokens of a stream. A stream of 2 s is short enough for a probe of a few seconds to reach its
+number of open streams."""
 
 TRIES: Final = 2
-"""A load that fails is tried once more, since a hiccup of the machine is not a ceiling."""
+"""Attempts per load. A second attempt keeps a brief stall of the machine from counting as the
+ceiling."""
 
 PRECISION: Final = 0.1
-"""Runs on one machine differ by about as much."""
+"""Precision of the ceiling. Runs on one machine differ by about this share."""
 
 _PROMPT: Final = "def fibonacci(n):\n" * 16
 
@@ -58,12 +60,12 @@ class CalibrationProbe:
     Attributes:
         rate_rps: offered requests per second.
         open_streams: mean open streams in the middle of the probe (Little: rate x length).
-        chunks_per_s: chunks with text per second at that number.
-        health: the generator's; with several processes, the worst.
+        chunks_per_s: chunks with text per second at that number of streams.
+        health: the health of the generator, for several processes the worst.
         ttft_excess_s: median and 99th percentile of the time to first token beyond the stub
-            server's own: what this generator adds to every measurement at that load.
-        server_cpu_share: of the stub server.
-        reasons: why the load was not sustained; empty if it was.
+            server's own, which this generator adds to every measurement at that load.
+        server_cpu_share: the CPU share of the stub server.
+        reasons: why the load was not sustained, empty for a sustained load.
     """
 
     rate_rps: float
@@ -77,7 +79,7 @@ class CalibrationProbe:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """All probes in their order, failed ones included, and how many processes sent."""
+    """All probes in order, including failed probes, and the number of sending processes."""
 
     rates: tuple[CalibrationProbe, ...]
     streams: tuple[CalibrationProbe, ...]
@@ -85,12 +87,12 @@ class CalibrationResult:
 
     @property
     def rate(self) -> CalibrationProbe | None:
-        """The probe with the highest rate that was sustained."""
+        """The sustained probe with the highest rate."""
         return _best(self.rates)
 
     @property
     def stream(self) -> CalibrationProbe | None:
-        """The probe with the most open streams that was sustained."""
+        """The sustained probe with the most open streams."""
         return _best(self.streams)
 
 
@@ -100,11 +102,11 @@ async def calibrate(
     probe_s: float = 4.0,
     on_probe: Callable[[CalibrationProbe], None] = lambda _: None,
 ) -> CalibrationResult:
-    """Find both ceilings, which takes some twenty probes.
+    """Find both ceilings, which takes about twenty probes.
 
     Args:
-        processes: how many processes send.
-        probe_s: how long each probe sends.
+        processes: the number of sending processes.
+        probe_s: how long each probe sends, in seconds.
         on_probe: called with each probe.
 
     Raises:
@@ -129,7 +131,7 @@ async def calibrate(
 
 
 async def succeeds(attempt: Callable[[], Awaitable[bool]]) -> bool:
-    """Return whether one of `TRIES` attempts succeeds."""
+    """Return whether any of `TRIES` attempts succeeds."""
     for _ in range(TRIES):
         if await attempt():
             return True
@@ -139,9 +141,9 @@ async def succeeds(attempt: Callable[[], Awaitable[bool]]) -> bool:
 async def find_highest(
     sustained: Callable[[int], Awaitable[bool]], start: int, precision: float = PRECISION
 ) -> int:
-    """Return the highest load that is sustained, to the given precision; 0 if not even 1 is.
+    """Return the highest sustained load, to the given precision, or 0 if a load of 1 fails.
 
-    Doubles from `start` until a load fails, then bisects.
+    The search doubles the load from `start` until it fails, then bisects.
     """
     low, high = 0, start
     while await sustained(high):
@@ -163,7 +165,7 @@ async def probe(
     probe_s: float,
     processes: int = 1,
 ) -> CalibrationProbe:
-    """Offer one load, evenly spaced, for `probe_s` or two lengths of a stream if that is more."""
+    """Offer one load, evenly spaced, for `probe_s` or for two lengths of a stream if longer."""
     length_s = _length_s(tokens)
     load = Load(
         prompt=_PROMPT,
@@ -194,7 +196,7 @@ async def probe(
 
 
 def render(result: CalibrationResult) -> RenderableType:
-    """Return the two ceilings as text within 80 columns, with what limited them."""
+    """Return both ceilings and their limiting causes as text within 80 columns."""
     streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
     sending = "one process" if result.processes == 1 else f"{result.processes} processes"
     title = f"Ceilings of this generator ({sending})"
@@ -214,7 +216,7 @@ def render(result: CalibrationResult) -> RenderableType:
 
 
 def _cells(best: CalibrationProbe | None) -> dict[str, str]:
-    """Return the column of the best probe; empty if no probe was sustained."""
+    """Return the column of the best probe, or empty cells if no probe was sustained."""
     if best is None:
         return {}
     median_s, p99_s = best.ttft_excess_s
@@ -231,14 +233,14 @@ def _cells(best: CalibrationProbe | None) -> dict[str, str]:
 
 
 def _cause(probes: Sequence[CalibrationProbe], best: CalibrationProbe | None) -> str:
-    """Return why the lowest load above the best was not sustained; empty if none was tried."""
+    """Return why the lowest load above the best probe failed, or nothing without such a load."""
     above = [p for p in probes if p.reasons and (best is None or p.rate_rps > best.rate_rps)]
     return "; ".join(min(above, key=lambda p: p.rate_rps).reasons) if above else ""
 
 
 @asynccontextmanager
 async def run_stub_server(pace: TokenPace) -> AsyncGenerator[str, None]:
-    """Run a stub server in a process of its own. Yields its address."""
+    """Run a stub server in a separate process, and yield its address."""
     options = ["--ttft-ms", str(pace.ttft_s * 1e3), "--itl-ms", str(pace.itl_s * 1e3)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "draftgate.loadgen.sending.stub_server", *options, stdout=PIPE

@@ -1,4 +1,4 @@
-"""A strict client of the OpenAI API: streams of text, and embeddings."""
+"""A strict client of the OpenAI API for streams of text and embeddings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from draftgate.loadgen.sending.sse import SseParser
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
 
 KEEPALIVE_S: Final = 4.0
-"""How long idle connections are kept: less than servers keep theirs (uvicorn: 5 s). A request sent
-on a connection that the server is closing would fail through no fault of the server."""
+"""How long to keep idle connections. Servers keep them longer (uvicorn: 5 s), because a request on
+a connection that the server is closing would fail without a fault of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class ClientTimeouts:
     """How long a client waits.
 
     Attributes:
-        total_s: for the whole answer.
-        stall_s: for more text after some text has arrived.
+        total_s: for the whole response.
+        stall_s: for more text after the first text.
     """
 
     total_s: float = 300.0
@@ -41,7 +41,7 @@ class OpenAIClient:
 
     Attributes:
         session: from `open_session`.
-        url: the server's, without a path.
+        url: the server's URL, without a path.
     """
 
     session: aiohttp.ClientSession
@@ -66,8 +66,8 @@ def allow_many_connections() -> None:
 def open_session(api_key: str = "") -> aiohttp.ClientSession:
     """Return a session without limits of its own that reports when requests are sent.
 
-    There are as many connections as open requests. Answers are not compressed, since compression
-    holds chunks back. `HttpExchange` applies the time limits.
+    The session opens a connection for each open request. Responses are not compressed, because
+    compression delays chunks. `HttpExchange` applies the time limits.
     """
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_create_start.append(_call_exchange(HttpExchange.note_connecting))
@@ -86,7 +86,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """Return the id of the first model that the server lists.
 
     Raises:
-        aiohttp.ClientError: the server cannot be reached, or refuses.
+        aiohttp.ClientError: the server cannot be reached, or rejects the request.
         ValueError: the server lists no models.
     """
     async with session.get(f"{url}/v1/models") as response:
@@ -98,12 +98,12 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 class HttpExchange:
-    """One HTTP request and its answer.
+    """One HTTP request and its response.
 
     Args:
-        clock: of the run; all instants are read from it.
+        clock: the clock of the run, which sets all times.
         scheduled_s: when the request was due.
-        ids: the ids of all streams of the run, by which crossed streams are found.
+        ids: the ids of all streams of the run, which reveal crossed streams.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class HttpExchange:
         self._end_s: float | None = None
 
     async def run(self) -> None:
-        """Send the request, read the answer to its end and check it.
+        """Send the request, read the response to its end and check it.
 
         A fault of the server becomes the verdict and is not raised.
 
         Raises:
-            asyncio.CancelledError: the task was cancelled; the verdict is `INTERRUPTED`.
+            asyncio.CancelledError: the task was cancelled. The verdict is then `INTERRUPTED`.
         """
         client, spec = self._client, self._planned.request
         body = encode(spec.body(client.model))
@@ -189,16 +189,16 @@ class HttpExchange:
         )
 
     def note_connecting(self) -> None:
-        """Note that opening a connection began."""
+        """Record that opening a connection began."""
         self._connecting_s = self._clock()
 
     def note_connected(self) -> None:
-        """Note that the connection is open."""
+        """Record that the connection is open."""
         if self._connecting_s is not None:
             self._connect_s = self._clock() - self._connecting_s
 
     def note_sending(self) -> None:
-        """Note that bytes are handed to the network. The first time counts."""
+        """Record that bytes are handed to the network. Only the first call counts."""
         if self._sent_s is None:
             self._sent_s = self._clock()
 
@@ -225,7 +225,7 @@ class HttpExchange:
         limit: asyncio.Timeout,
         latest: float,
     ) -> None:
-        """Read a stream. All events of one read get the instant of that read."""
+        """Read a stream. All events of one read get the time of that read."""
         parser, chunks = SseParser(), self._chunks
         now, stall_s = asyncio.get_running_loop().time, self._client.timeouts.stall_s
         try:

@@ -1,4 +1,4 @@
-"""Sends a plan: on its schedule whatever the server does, or in a closed loop."""
+"""Sends a plan in an open loop, regardless of the server's pace, or in a closed loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMER_S: Final = 0.001
 only spin."""
 
 Send: TypeAlias = Callable[[PlannedRequest, float], object]
-"""Starts a request, given its instant, and returns at once."""
+"""Starts a request at its time and returns without waiting for the response."""
 
 
 async def run_plan(
@@ -31,31 +31,32 @@ async def run_plan(
     on_record: Callable[[Record], None] = lambda _: None,
     start_clock: Callable[[], Clock] = start_clock,
 ) -> LoadRun:
-    """Send all requests of a plan, wait for their answers, and return the run.
+    """Send all requests of a plan, wait for their responses, and return the run.
 
-    Without `concurrency` the loop is open: each request starts at its instant `at_s`, however many
-    are still open. Waiting for answers would hide what a later user would suffer (coordinated
-    omission). The schedule is absolute, so a late start delays no other request, and late requests
-    start at once. With `concurrency`, that many clients send one request after another.
+    The loop is open without `concurrency`: each request starts at its time `at_s`, regardless of
+    the number of open requests. Waiting for responses would hide the delay of later users
+    (coordinated omission). The schedule is absolute, so a late start delays no other request, and
+    late requests start immediately. With `concurrency`, that many clients each send one request
+    after another.
 
-    The plan is read while requests are sent. Pass a list if a request takes more than a millisecond
-    to build.
+    The loop reads the plan while it sends requests. Pass a list if a request takes more than a
+    millisecond to build.
 
-    Cancelling (Ctrl-C under `asyncio.run`) stops the run: open requests are closed and recorded as
-    `interrupted`, and the run so far is returned.
+    Cancelling (Ctrl-C under `asyncio.run`) stops the run. Open requests are closed and recorded as
+    `interrupted`, and the function returns the run so far.
 
     Args:
         on_start: called with each planned request as it starts.
         on_record: called with the record of each planned request as it ends.
 
     Raises:
-        ExceptionGroup: holds a ValueError: a request has an instant in a closed loop, or none in an
-            open one.
+        ExceptionGroup: holds a ValueError if a request of a closed loop has a time, or a request
+            of an open loop has none.
     """
     clock, run, ids = start_clock(), LoadRun({}), set[str]()
 
     async def answer(planned: PlannedRequest, scheduled_s: float) -> None:
-        """Send the requests of a flow, each when the one before it has ended."""
+        """Send the requests of a flow, each after the previous request has ended."""
         hops, due_s = list[Record](), scheduled_s
         on_start(planned)
         try:
@@ -105,12 +106,12 @@ async def send_on_schedule(
     clock: Clock,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> float:
-    """Call `send` for each request at its instant, never before, and return the last instant.
+    """Call `send` for each request at its time, never before, and return the last time.
 
-    Other tasks run between any two requests, however late the requests are.
+    Other tasks run between any two requests, even if the requests are late.
 
     Raises:
-        ValueError: a request has no instant.
+        ValueError: a request has no time.
     """
     at_s = 0.0
     for planned in plan:
@@ -127,7 +128,7 @@ async def send_on_schedule(
 def timed_requests(plan: Plan, load: Load) -> Iterator[PlannedRequest]:
     """Yield the requests of a plan until the duration of a closed loop has passed.
 
-    The schedule of an open loop already ends there.
+    The schedule of an open loop already ends at its duration.
     """
     clock = start_clock()
     limited = plan.concurrency is not None and load.duration_s is not None
@@ -138,14 +139,14 @@ def timed_requests(plan: Plan, load: Load) -> Iterator[PlannedRequest]:
 
 
 def merge_hops(planned: PlannedRequest, hops: Sequence[Record]) -> Record:
-    """Return the record of a flow as its user saw it. A single request's record stays as it is.
+    """Return the record of a flow as its user saw it. A single request's record is unchanged.
 
-    Text, usage and metrics are those of the last request. It is held against the user's SLO and
-    timed from the instant at which the user asked. One failed request fails the flow, even if the
-    flow found a way around it, since the answer is not the one that was asked for.
+    Text, usage and metrics are those of the last request. Latencies count from the time of the
+    user's question, and the user's SLO applies. A failed request fails the flow, even if the flow
+    found a way around the failure, because the response differs from a normal response.
 
     Args:
-        hops: the records of the requests, in order; at least one.
+        hops: the records of one or more requests, in order.
     """
     if isinstance(planned.flow, Single):
         return hops[0]
@@ -154,7 +155,7 @@ def merge_hops(planned: PlannedRequest, hops: Sequence[Record]) -> Record:
     request = replace(last.planned.request, slo=planned.request.slo, hop="", facts=())
     return replace(
         last,
-        # A record must not keep its flow alive, which may hold a whole index of passages.
+        # The record drops its flow, because a flow may hold a whole index of passages.
         planned=replace(planned, request=request, flow=SINGLE),
         scheduled_s=first.scheduled_s,
         sent_s=first.sent_s,

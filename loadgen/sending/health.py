@@ -1,4 +1,4 @@
-"""Whether the load generator kept up. If not, a run says nothing about the server."""
+"""Judges whether the load generator kept up. Otherwise a run does not measure the server."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from draftgate.loadgen.sending.clock import Clock
 from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 
 TICK_S: Final = 0.01
-"""How often the event loop is probed: often enough to see stalls of the size that makes a run
-invalid, at 1 % of the cost of a thousand chunks per second."""
+"""Interval of event loop probes. It is short enough to detect stalls that make a run invalid, at 1
+% of the cost of a thousand chunks per second."""
 
 MAX_P99_LAG_S: Final = 0.010
 MAX_LAG_S: Final = 0.100
 MAX_LOOP_STALL_S: Final = 0.100
 MAX_CPU_SHARE: Final = 0.90
-"""Limits for the health of a valid run, chosen against the tightest limit in common use: 450 ms to
-the first token (MLPerf LoadGen, llama2-70b interactive). The usual lag is at most 2 % of it, a
-single hiccup a quarter. A process above 90 % of a core queues its own events (M/D/1 at 0.9 waits
-4.5 service times)."""
+"""Limits for the health of a valid run. They follow from the tightest common limit, 450 ms to the
+first token (MLPerf LoadGen, llama2-70b interactive). The usual lag is at most 2 % of that limit,
+and a single stall a quarter. A process above 90 % of a core queues its own events (M/D/1 at 0.9
+waits 4.5 service times)."""
 
 NEVER: Final = 1 << 30
-"""Collections of the younger generations between two full collections: more than a run has."""
+"""Collections of the younger generations between two full collections, more than in any run."""
 
 
 @contextmanager
 def without_full_gc() -> Iterator[None]:
     """Suspend full garbage collections.
 
-    At 400 open streams a full collection stopped this process for 20 to 86 ms, which limited it
-    (AMD EPYC Zen 4, Python 3.11, 2026-11-21). Short-lived garbage is still collected.
+    A full collection at 400 open streams stopped this process for 20 to 86 ms, which limited the
+    load (AMD EPYC Zen 4, Python 3.11, 2026-11-21). Short-lived garbage is still collected.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, NEVER)
@@ -47,9 +47,9 @@ def without_full_gc() -> Iterator[None]:
 
 @contextmanager
 def monitor_health(clock: Clock) -> Iterator[Callable[[Sequence[Record]], ClientHealth]]:
-    """Watch this process: its CPU time, and whether its event loop runs.
+    """Monitor the CPU time and the event loop of this process.
 
-    Yields a function that returns the health so far, given the records of what was sent.
+    Yields a function that returns the health so far, given the records of the sent requests.
     """
     started_s, cpu_s, stall_s = clock(), time.process_time(), 0.0
 
@@ -77,9 +77,9 @@ def monitor_health(clock: Clock) -> Iterator[Callable[[Sequence[Record]], Client
 
 
 def merge_health(processes: Sequence[ClientHealth | None]) -> ClientHealth | None:
-    """Return the health of several processes: for each value the worst.
+    """Return the worst of each value over several processes.
 
-    A process that died is None. The result is None if all of them died.
+    The health of a process that died is None. The result is None if all processes died.
     """
     known = [health for health in processes if health is not None]
     if not known:
@@ -92,13 +92,13 @@ def merge_health(processes: Sequence[ClientHealth | None]) -> ClientHealth | Non
 def lag_s(record: Record) -> float:
     """Return how late the generator itself sent a request.
 
-    Opening a connection is work of the network and the server, and does not count.
+    The network and the server open a connection, so that time does not count.
     """
     return max(0.0, record.sent_s - record.scheduled_s - record.connect_s)
 
 
 def invalid_reasons(run: LoadRun) -> list[str]:
-    """Return why nothing can be concluded from a run; empty if the run is valid."""
+    """Return why a run is INVALID, or nothing if the run is valid."""
     health = run.health
     if health is None:
         unknown = "the record of the run ends early, so the generator's health is not known"

@@ -19,7 +19,7 @@ from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
 from draftgate.loadgen.workloads.rag import Rag, Retriever, indexed_passages
 
 BATCH: Final = 32
-"""Passages per request for embeddings: some 8,000 tokens, which a server computes in seconds."""
+"""Passages per request for embeddings, about 8,000 tokens, which a server computes in seconds."""
 
 _VECTOR_DTYPE: Final = np.dtype("<f4")
 _WORD: Final = re.compile(r"\w+")
@@ -34,7 +34,7 @@ class PassageIndex:
         vectors: little-endian float32, one per passage.
 
     Raises:
-        ValueError: there are no passages, not one vector for each, or vectors of several lengths.
+        ValueError: the passages are empty, or the vectors differ in number or length.
     """
 
     def __init__(self, passages: Sequence[str], vectors: Sequence[bytes]) -> None:
@@ -49,7 +49,8 @@ class PassageIndex:
     def nearest(self, vectors: Sequence[bytes], count: int) -> list[int]:
         """Return the positions of the passages with the largest cosine to any of the vectors.
 
-        Best first; among equals the more popular first. Every passage is compared.
+        The best passage is first. Of equal passages the more popular is first. The search compares
+        every passage.
 
         Raises:
             ValueError: the vectors differ in length from those of the passages.
@@ -60,7 +61,7 @@ class PassageIndex:
     def by_words(self, text: str, count: int) -> list[int]:
         """Return the positions of the passages that share the rarest words with a text.
 
-        A shared word counts log(passages / passages with it) (Spaerck Jones, 1972).
+        A shared word counts log(passages / passages with the word) (Spaerck Jones, 1972).
         """
         asked = [word for word in set(_words(text)) if word in self._rarity]
         shared = [sum(self._rarity[w] for w in sorted(asked) if w in own) for own in self._words]
@@ -70,10 +71,10 @@ class PassageIndex:
 async def build_retriever(
     client: OpenAIClient, load: Load, counter: TokenEstimator
 ) -> Retriever | None:
-    """Return an index over the server's embeddings if the load retrieves passages.
+    """Return an index over the server's embeddings if the load retrieves passages, or None.
 
     Raises:
-        ValueError: the server gives no embeddings.
+        ValueError: the server returns no embeddings.
     """
     if load.workload != Rag.name or (corpus := load.open_corpus()) is None:
         return None
@@ -81,10 +82,10 @@ async def build_retriever(
 
 
 async def build_index(client: OpenAIClient, passages: Sequence[str]) -> PassageIndex:
-    """Return the index of passages by a server's embeddings. It is built once per process.
+    """Return the index of passages by a server's embeddings, built once per process.
 
     Raises:
-        ValueError: the server gives no embeddings, or none for some passage.
+        ValueError: the server returns no embeddings, or none for some passage.
     """
     key = (client.url, client.model, tuple(passages))
     if key not in _built:

@@ -1,8 +1,8 @@
-"""Sends one load with several processes, each its part of the plan, all from one instant.
+"""Sends one load with several processes, each its part of the plan, from a common start time.
 
-One process is limited by its core (`sending.calibrate` measures the limit). The parent itself sends
-nothing. It starts the processes, waits until all have built their requests, sets the instant at
-which they begin, and merges their reports into one run. A process that dies or does not keep up
+A single process is limited by its core (`sending.calibrate` measures the limit). The parent itself
+sends no requests. It starts the processes, waits until all have built their requests, sets the
+common start time, and merges their reports into one run. A process that dies or does not keep up
 makes the run INVALID.
 """
 
@@ -37,11 +37,11 @@ from draftgate.loadgen.sending.sender import (
 from draftgate.loadgen.types import LoadRun, Record
 
 AHEAD_S: Final = 0.1
-"""How far ahead the common instant is set. A process reads its message within milliseconds; one
-that takes longer starts late, which its lag shows."""
+"""Delay until the common start time. A process reads its message within milliseconds. A process
+that takes longer starts late and reports the lag."""
 
 GRACE_S: Final = 10.0
-"""How long a process may take to stop. Closing its streams takes milliseconds."""
+"""Longest wait for a process to stop. Closing its streams takes milliseconds."""
 
 GONE: Final = (asyncio.IncompleteReadError, ConnectionError)
 
@@ -54,13 +54,12 @@ async def run_in_processes(
 ) -> LoadRun:
     """Send a load with several processes, and return the run.
 
-    Cancelling stops it as it stops `run_plan`. When one process has died the others are stopped,
-    too.
+    Cancelling stops the run as it stops `run_plan`. If a process dies, the parent stops the others.
 
     Args:
-        job: of all parts; `job.target.processes` is their number.
-        on_start: called for each request that started, a moment later.
-        on_record: called with the record of each request that ended, a moment later.
+        job: the job of all parts, where `job.target.processes` is the number of processes.
+        on_start: called for each request that started, with a short delay.
+        on_record: called with the record of each request that ended, with a short delay.
 
     Raises:
         OSError: a process did not start.
@@ -91,7 +90,7 @@ async def run_in_processes(
             if task.cancelled() or isinstance(task.exception(), GONE):
                 merger.lose(sender.part, death)
             else:
-                task.result()  # raises what a callback raised
+                task.result()  # This raises the exception of a callback.
     return merger.merge()
 
 
@@ -105,14 +104,14 @@ class SenderProcess:
     writer: asyncio.StreamWriter
 
     async def report(self) -> SenderReport:
-        """Return its next report; raise one of `GONE` if it died."""
+        """Return the next report of the process, or raise one of `GONE` if it died."""
         return await receive(self.reader, REPORT)
 
     async def wait_until_ready(self) -> None:
-        """Wait until it has built its requests.
+        """Wait until the process has built its requests.
 
         Raises:
-            OSError: it died before that.
+            OSError: the process died before it was ready.
         """
         try:
             await self.report()
@@ -121,7 +120,7 @@ class SenderProcess:
             raise OSError(f"{describe(self.part)} did not start: {death}") from None
 
     async def wait_for_exit(self) -> str:
-        """Wait until it has ended, and return how, in words."""
+        """Wait until the process has ended, and return how it ended, in words."""
         try:
             async with asyncio.timeout(GRACE_S):
                 status = await self.process.wait()
@@ -144,7 +143,7 @@ class RunMerger:
         self._stream_owners: dict[str, int] = {}
 
     async def follow(self, sender: SenderProcess) -> None:
-        """Take the reports of a process to its end; raise one of `GONE` if it dies before."""
+        """Take the reports of a process to its end, or raise one of `GONE` if it dies early."""
         index = sender.part.index
         while self._ends[index] is None:
             self.take(index, await sender.report())
@@ -161,13 +160,13 @@ class RunMerger:
         self._ends[index] = report.end
 
     def lose(self, part: PlanPart, death: str) -> None:
-        """Note that a process died."""
+        """Record that a process died."""
         unknown = f"the outcome of {self._open[part.index]} open requests is unknown"
         self.run.lost = (*self.run.lost, f"{describe(part)} died: {death}; {unknown}")
         self.run.interrupted = True
 
     def merge(self) -> LoadRun:
-        """Return the run. It ends with the last process, and its health is that of the worst."""
+        """Return the run, which ends with the last process and has the worst health."""
         run, ends = self.run, [end for end in self._ends if end is not None]
         run.records.sort(key=lambda record: record.end_s)
         known_s = run.records[-1].end_s if run.records else 0.0
@@ -180,7 +179,7 @@ class RunMerger:
     def _check_stream(self, index: int, record: Record) -> Record:
         """Return the record, with a fault if another process had a stream of the same id.
 
-        Within a process the audit of each stream checks that.
+        The audit of each stream performs this check within a process.
         """
         if not record.stream_id:
             return record
@@ -198,7 +197,7 @@ def describe(part: PlanPart) -> str:
 
 @asynccontextmanager
 async def _start_sender(job: SenderJob) -> AsyncGenerator[SenderProcess, None]:
-    """Start a process and give it its job. On exit it is gone.
+    """Start a process and send its job. On exit the process has ended.
 
     The process has a session of its own, so that a terminal's Ctrl-C reaches the parent alone.
     """
@@ -223,10 +222,10 @@ async def _start_sender(job: SenderJob) -> AsyncGenerator[SenderProcess, None]:
 
 
 async def _stop(senders: Sequence[SenderProcess], following: Sequence[asyncio.Task[None]]) -> None:
-    """Ask the processes that still run to stop, and wait; give up on those that do not."""
+    """Request the running processes to stop, and wait a limited time for their end."""
     for sender, task in zip(senders, following, strict=True):
         if not task.done():
-            sender.writer.write_eof()  # it closes its streams and reports the end
+            sender.writer.write_eof()  # The process closes its streams and reports the end.
     _, hanging = await asyncio.wait(following, timeout=GRACE_S)
     for task in hanging:
         task.cancel()

@@ -1,4 +1,4 @@
-"""A load from beginning to end: inspect the server, plan, send, replay."""
+"""Runs a load from beginning to end: inspect the server, plan, send and replay."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def run_load(
         if target.processes == 1:
             with console.status("preparing"):
                 retriever = await build_retriever(client, load, server.counter)
-        # Several processes build their own requests. The plan here is for its length alone.
+        # Several processes build their own requests, so the parent only needs the plan's length.
         plan = make_plan(
             load,
             rows=rows,
@@ -108,7 +108,7 @@ async def _send(
 
 
 def load_settings(load: Load) -> dict[str, Any]:
-    """Return a load as the settings of its run state it."""
+    """Return the settings of a load for the settings of its run."""
     builtins: dict[str, Any] = to_builtins(load, enc_hook=str)
     return {name: value for name, value in builtins.items() if value != {}}
 
@@ -116,7 +116,7 @@ def load_settings(load: Load) -> dict[str, Any]:
 def describe_settings(
     load: Load, target: Target, server: ServerInfo, corpus: TextCorpus | None
 ) -> dict[str, Any]:
-    """Return all that is needed to repeat a run, except the API key, which must not be stored."""
+    """Return all settings needed to repeat a run, without the API key, which must not be stored."""
     return {
         "url": target.url,
         "model": server.model,

@@ -1,11 +1,11 @@
-"""One of several processes that send a load: builds its part of the plan, sends it, and reports.
+"""One of several processes that send a load. It builds its part of the plan, sends and reports.
 
-`python -m draftgate.loadgen.sending.sender FD` is started by `sending.processes` and exchanges
-messages over the inherited socket. It stops when the other end of the socket is closed, also by the
-parent's death, so that no process is left over.
+The module `sending.processes` starts `python -m draftgate.loadgen.sending.sender FD` and exchanges
+messages over the inherited socket. The process stops when the other end of the socket is closed,
+also by the parent's death, so that no orphan process remains.
 
-    parent -- SenderJob, SenderStart --> sender      the end of the stream means: stop
-    parent <------ SenderReport -------- sender      first: the plan is built; last: the end
+    parent -- SenderJob, SenderStart --> sender      the end of the stream requests a stop
+    parent <------ SenderReport -------- sender      the first report means that the plan is built
 
 A message is MessagePack after its length in four bytes.
 """
@@ -36,16 +36,16 @@ from draftgate.loadgen.types import SINGLE, PlannedRequest, Record
 T = TypeVar("T")
 
 REPORT_S: Final = 0.05
-"""How long a report collects. The live view is drawn twice a second and needs none sooner. One
-write for each of 3,000 requests per second, and the parent's handling of it, would take CPU from
-the processes that measure."""
+"""How long to collect events for a report. The live view is drawn twice a second and needs no
+faster reports. Reporting each of 3,000 requests per second would take CPU from the processes that
+measure."""
 
 
 class SenderJob(Struct, frozen=True):
-    """What a process needs in order to send its part of a load.
+    """The input of a process for its part of a load.
 
     Attributes:
-        server: what the server reported, so that all parts are of the same plan.
+        server: the values that the server reported, so that all parts belong to the same plan.
     """
 
     load: Load
@@ -55,18 +55,18 @@ class SenderJob(Struct, frozen=True):
 
 
 class SenderStart(Struct):
-    """When to begin, in seconds of the monotonic clock, which all processes share."""
+    """The start time, in seconds of the monotonic clock, which all processes share."""
 
     at_s: float
 
 
 class SenderReport(Struct, omit_defaults=True):
-    """What happened since the last report.
+    """The events since the last report.
 
     Attributes:
-        started: how many requests were started.
-        records: of the requests that ended, with their texts.
-        end: set in the last report.
+        started: the number of started requests.
+        records: the records of the requests that ended, with their texts.
+        end: the end of the run, in the last report only.
     """
 
     started: int = 0
@@ -76,14 +76,14 @@ class SenderReport(Struct, omit_defaults=True):
 
 JOB: Final = Decoder(SenderJob, dec_hook=lambda kind, value: kind(value))
 START: Final = Decoder(SenderStart)
-REPORT: Final = Decoder(SenderReport, dec_hook=lambda _kind, _value: SINGLE)  # flows are not sent
+REPORT: Final = Decoder(SenderReport, dec_hook=lambda _kind, _value: SINGLE)  # Flows are not sent.
 
-_encoder: Final = Encoder(enc_hook=str)  # for paths, and for flows, which no receiver reads
+_encoder: Final = Encoder(enc_hook=str)  # This encodes paths, and flows, which no receiver reads.
 _LENGTH: Final = Layout(">I")
 
 
 def frame(message: SenderJob | SenderStart | SenderReport) -> bytes:
-    """Return a message with its length."""
+    """Return a message with its length in front."""
     content = _encoder.encode(message)
     return _LENGTH.pack(len(content)) + content
 
@@ -92,7 +92,7 @@ async def receive(reader: asyncio.StreamReader, decoder: Decoder[T]) -> T:
     """Return the next message.
 
     Raises:
-        asyncio.IncompleteReadError, ConnectionError: the other side is gone.
+        asyncio.IncompleteReadError, ConnectionError: the peer closed the connection.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return decoder.decode(await reader.readexactly(length))
@@ -131,7 +131,7 @@ class ReportBuffer:
 
 
 async def send(channel: socket.socket) -> None:
-    """Carry out the job that the parent at the other end sends. Return early if it is gone.
+    """Execute the job that the parent sends. Return early if the parent is gone.
 
     Raises:
         OSError, ValueError: the plan cannot be built.
@@ -152,7 +152,7 @@ async def send(channel: socket.socket) -> None:
             )
             buffer.flush()
             clock = start_clock((await receive(reader, START)).at_s)
-            await asyncio.sleep(max(0.0, TIMER_S - clock()))  # timers are at most that early
+            await asyncio.sleep(max(0.0, TIMER_S - clock()))  # Timers may fire up to TIMER_S early.
             running = asyncio.create_task(
                 run_plan(
                     client,

@@ -12,7 +12,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """An event: its data lines joined, still undecoded, and its type."""
+    """An event: its joined data lines, not decoded, and its type."""
 
     data: bytes
     event: str = "message"
@@ -21,12 +21,12 @@ class SseEvent:
 class SseParser:
     """Splits a stream of bytes into events, as the HTML standard defines them.
 
-    The boundaries of chunks do not matter. An event without its final blank line is dropped.
+    The boundaries of chunks do not matter. The parser drops an event without its final blank line.
     """
 
     def __init__(self) -> None:
         self._rest = b""  # the incomplete last line
-        self._after_cr = False  # a line feed now would belong to the previous line end
+        self._after_cr = False  # whether a line feed now would belong to the previous line end
         self._first_line = True
         self._data: list[bytes] = []
         self._event = ""
@@ -53,7 +53,7 @@ class SseParser:
             self._data.append(value)
         elif field == b"event":
             self._event = value.decode("utf-8", errors="replace")
-        return None  # comments, ids, retry times and unknown fields are ignored
+        return None  # Comments, ids, retry times and unknown fields are ignored.
 
     def _dispatch(self) -> SseEvent | None:
         data, event = self._data, self._event

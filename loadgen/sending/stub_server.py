@@ -1,9 +1,10 @@
-"""A server that streams tokens on a fixed schedule: what a generator measures there is its own.
+"""A server that streams tokens on a fixed schedule, so that a client measures only its own cost.
 
 `python -m draftgate.loadgen.sending.stub_server` prints its address and streams `max_tokens`
-tokens: the first after `--ttft-ms`, the others `--itl-ms` apart on an absolute schedule, one write
-each. It implements only as much of HTTP/1.1 as a client needs that sends one request at a time per
-connection, so that it uses less CPU than the client under test. `GET /cpu` reports how much.
+tokens. The first token follows after `--ttft-ms`, the others `--itl-ms` apart on an absolute
+schedule, one write each. The server implements only the HTTP/1.1 subset for a client that sends one
+request at a time per connection. It therefore uses less CPU than the client under test. `GET /cpu`
+reports its CPU time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HEAD_END: Final = b"\r\n\r\n"
 
 
 class TokenPace(NamedTuple):
-    """When tokens are sent: the first after `ttft_s`, each next one `itl_s` later."""
+    """The schedule of tokens: the first after `ttft_s`, each next token `itl_s` later."""
 
     ttft_s: float
     itl_s: float
@@ -43,7 +44,7 @@ _decoder: Final = Decoder(_Body)
 
 
 class StubProtocol(asyncio.Protocol):
-    """One connection."""
+    """The server side of one connection."""
 
     _streams = 0
 

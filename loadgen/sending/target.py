@@ -1,4 +1,4 @@
-"""The server under load: where it is, and what it reports before a run."""
+"""The server under load: its address, and its properties before a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from draftgate.loadgen.workloads.base import TokenEstimator
 
 SAMPLES: Final = 8
 SAMPLE_CHARACTERS: Final = 2000
-"""Half of these texts are code and half prose: some 5,000 tokens, enough for their ratio to
-characters within a few per cent."""
+"""Passages to count, half code and half prose. About 5,000 tokens give their ratio to characters
+within a few per cent."""
 
 INSPECT_TIMEOUT_S: Final = 30.0
 
@@ -28,10 +28,10 @@ class Target:
     """Where to send a load, and how.
 
     Attributes:
-        model: if empty, the first that the server lists.
-        verify: how many answers to replay without speculation.
-        events: where to write the run's events.
-        processes: how many processes send. The plan does not depend on it.
+        model: the id of the model, or empty for the first that the server lists.
+        verify: the number of responses to replay without speculation.
+        events: the file for the run's events.
+        processes: the number of sending processes. The plan does not depend on it.
     """
 
     url: str
@@ -50,12 +50,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server reports about itself.
+    """The properties that a server reports.
 
     Attributes:
-        max_model_len: the context in tokens; None if the server does not report it.
-        version: empty if the server does not report it.
-        counter: measured with the server's `/tokenize` if it has one, else an estimate.
+        max_model_len: the context in tokens, or None if not reported.
+        version: empty if not reported.
+        counter: an estimator measured with the server's `/tokenize`, or else unmeasured.
     """
 
     model: str
@@ -67,11 +67,11 @@ class ServerInfo:
 async def inspect_server(
     session: aiohttp.ClientSession, url: str, model: str = "", corpus: TextCorpus | None = None
 ) -> ServerInfo:
-    """Ask a server about itself.
+    """Request the properties of a server.
 
     Args:
-        model: if empty, the first that the server lists.
-        corpus: the texts whose tokens are counted; None counts none.
+        model: the id of the model, or empty for the first that the server lists.
+        corpus: the texts whose tokens the server counts, or None.
 
     Raises:
         aiohttp.ClientError, TimeoutError: the server cannot be reached.
@@ -97,7 +97,7 @@ async def inspect_server(
 
 
 def samples(corpus: TextCorpus) -> Sequence[str]:
-    """Return passages of code and of prose, the same for the same corpus."""
+    """Return passages of code and of prose, always the same for one corpus."""
     rng = Random(0)
     libraries = [corpus.code, corpus.prose] * (SAMPLES // 2)
     return [library.read(library.random_position(rng), SAMPLE_CHARACTERS) for library in libraries]
@@ -106,7 +106,7 @@ def samples(corpus: TextCorpus) -> Sequence[str]:
 async def _fetch(
     session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the JSON object that the server answers; None if there is none."""
+    """Return the JSON object of the server's response, or None."""
     async with session.request(method, url, json=body) as response:
         if response.status != 200:
             return None

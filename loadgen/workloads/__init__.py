@@ -1,4 +1,4 @@
-"""What to send, as a function of settings and an index, so that a plan can be built again."""
+"""Workloads build each request from settings and an index, so a plan can be rebuilt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_workload(name: str, settings: WorkloadSettings) -> Workload:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is no such workload or file, or the file holds no requests.
+        ValueError: the workload or file is unknown, or the file holds no requests.
     """
     if name in WORKLOADS:
         return WORKLOADS[name](settings)

@@ -1,4 +1,4 @@
-"""What every workload builds on: its settings, distributions of lengths, text of a given length."""
+"""The shared parts of workloads: settings, distributions of lengths, and text of a given length."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from draftgate.loadgen.planning.corpus import Library, TextCorpus, open_corpus
 from draftgate.loadgen.types import ChatMessage, RequestSpec, Slo
 
 CHARACTERS_PER_TOKEN: Final = 3.5
-"""Used when the server cannot count tokens. English has about 4 in large vocabularies (the rule of
-thumb of OpenAI's documentation). The 4,096 tokens of the shipped model have 3.1 on the sources of
-the standard library and 3.4 on its docstrings (240 and 142 passages of 2,000 characters,
-2026-11-21)."""
+"""The ratio if the server cannot count tokens. English has about 4 characters per token in large
+vocabularies, by the rule of thumb in OpenAI's documentation. The shipped model's vocabulary of
+4,096 tokens has 3.1 on the sources of the standard library and 3.4 on its docstrings (240 and 142
+passages of 2,000 characters, 2026-11-21)."""
 
 PROMPT_SHARE: Final = 0.68
-"""Share of the context left beside the answer that a prompt may fill. Token counts are estimates,
-and a request over the limit is refused. Of 2,400 requests of all workloads the densest long prompt
-had 1.41 times its estimate by the shipped model's tokenizer, where that estimate was measured
-(2026-11-21): 0.68 x 1.41 = 0.96, and a chat template needs some more tokens."""
+"""Share of the context that a prompt may fill after the response is subtracted. Token counts are
+estimates, and a server rejects a request over its context. The densest long prompt of 2,400
+requests of all workloads had 1.41 times its estimate. The estimate was measured with the shipped
+model's tokenizer (2026-11-21). The product 0.68 x 1.41 = 0.96 leaves some tokens for a chat
+template."""
 
 Endpoint = Literal["chat", "completions"]
 
@@ -33,7 +34,7 @@ class TokenEstimator:
     """Estimates the tokens of a text without a tokenizer: ceil(characters / characters per token).
 
     Attributes:
-        source: where the ratio comes from, in words; reports print it beside prompt lengths.
+        source: the origin of the ratio in words, which reports print next to prompt lengths.
     """
 
     characters_per_token: float = CHARACTERS_PER_TOKEN
@@ -45,9 +46,10 @@ class TokenEstimator:
 
     @classmethod
     def measured(cls, samples: Sequence[tuple[str, int]]) -> TokenEstimator:
-        """Return the estimator with the ratio of all characters to all tokens of (text, tokens).
+        """Return an estimator from (text, tokens) samples.
 
-        The ratio of sums, unlike the mean of ratios, is right for the total of a load.
+        Its ratio is that of all characters to all tokens. Unlike the mean of ratios, this ratio is
+        right for the total of a load.
 
         Raises:
             ValueError: the samples hold no characters or no tokens.
@@ -59,7 +61,7 @@ class TokenEstimator:
         return cls(characters / tokens, f"measured on {len(samples)} texts")
 
     def count(self, text: str) -> int:
-        """Return the estimated tokens of a text; 0 for the empty one, never fewer for a longer."""
+        """Return the estimated tokens of a text, which never fall with its length."""
         return ceil(len(text) / self.characters_per_token)
 
 
@@ -71,7 +73,7 @@ def cut(text: str, tokens: int, counter: TokenEstimator) -> str:
 
 
 class Workload(Protocol):
-    """An endless sequence of requests (a replayed trace ends) that depends on no answers."""
+    """A sequence of requests that depends on no responses. Only a replayed trace ends."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class Workload(Protocol):
     def request(self, index: int) -> RequestSpec:
         """Return the request at a position from 0. The same settings give the same request.
 
-        Requests may be built in any order. Building one may read a document, which takes some
+        Requests may be built in any order. Building a request may read a document, which takes some
         milliseconds, so a run builds its plan before the clock starts.
         """
         ...
@@ -89,13 +91,14 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """What all workloads are built from.
+    """The settings of all workloads.
 
     Attributes:
         seed: the same seed on the same corpus gives the same requests.
-        max_tokens: the limit of every answer; None draws it from the workload's distribution.
-        max_model_len: the server's context in tokens, to which prompts and answers are cut.
-        slo: the SLO of the requests; `mixed` gives its classes multiples of it.
+        max_tokens: the limit of every response, or None to draw it from the workload's
+            distribution.
+        max_model_len: the server's context in tokens, which limits prompts and responses.
+        slo: the SLO of the requests. The workload `mixed` gives its classes multiples of this SLO.
     """
 
     seed: int
@@ -110,13 +113,13 @@ class WorkloadSettings:
         return Random("/".join(map(str, (self.seed, *names))))
 
     def answer_tokens(self, drawn: int) -> int:
-        """Return the limit of an answer: at least 1, at most half the server's context."""
+        """Return the limit of a response: at least 1, at most half the server's context."""
         tokens = drawn if self.max_tokens is None else self.max_tokens
         most = tokens if self.max_model_len is None else self.max_model_len // 2
         return max(min(tokens, most), 1)
 
     def prompt_tokens(self, drawn: int, answer_tokens: int, beside: int = 0) -> int:
-        """Return the length of a prompt: at least 1, and what fits beside the answer.
+        """Return the length of a prompt: at least 1, within the context that the response leaves.
 
         Args:
             beside: tokens of the prompt that are not part of the drawn length.
@@ -143,7 +146,7 @@ class WorkloadSettings:
         content: str | tuple[ChatMessage, ...],
         **fields: Any,
     ) -> RequestSpec:
-        """Return a request for a completion of a prompt, or for an answer in a chat."""
+        """Return a completion request for a prompt, or a chat request for messages."""
         prompt, messages = (content, ()) if isinstance(content, str) else (None, content)
         fields = {"class_name": class_name, "slo": self.slo, **fields}
         return RequestSpec(prompt, messages, max_tokens, self.seed + index, **fields)
@@ -159,7 +162,7 @@ class Lengths:
     most: int
 
     def draw(self, rng: Random) -> int:
-        """Return a length."""
+        """Return a random length."""
         length = round(rng.lognormvariate(log(self.median), self.sigma))
         return min(max(length, self.least), self.most)
 
@@ -171,7 +174,7 @@ class Shares:
         self._ends = list(accumulate(weights))
 
     def draw(self, rng: Random) -> int:
-        """Return an index."""
+        """Return a random index."""
         index = bisect_right(self._ends, rng.random() * self._ends[-1])
         return min(index, len(self._ends) - 1)
 
@@ -182,10 +185,10 @@ def zipf(count: int, exponent: float) -> Shares:
 
 
 def through(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
-    """Return a request in the form of that endpoint, for servers that have only one of the two.
+    """Return a request in the form of an endpoint, for servers that lack the other endpoint.
 
     A prompt becomes the message of a user. A chat becomes a text of `Role: content` paragraphs that
-    ends with `Assistant:`, so a later turn still begins with the turns before it.
+    ends with `Assistant:`, so a later turn still begins with the earlier turns.
     """
     if endpoint == "chat" and request.prompt is not None:
         return replace(request, prompt=None, messages=(ChatMessage("user", request.prompt),))
@@ -196,7 +199,7 @@ def through(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
 
 
 def prompt_text(request: RequestSpec) -> str:
-    """Return the whole text of a request, to count its tokens."""
+    """Return the whole text of a request, for counting its tokens."""
     if request.prompt is not None:
         return request.prompt
     return "\n".join(message.content for message in request.messages)

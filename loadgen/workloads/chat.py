@@ -1,7 +1,7 @@
-"""chat: conversations of several turns, where each request holds the turns before it.
+"""Workload `chat`: conversations of several turns, where each request holds the earlier turns.
 
-What the assistant said in earlier turns is scripted, so that the plan depends on no answers. At a
-rate that is high for the server a turn may be sent while the previous one is still being answered.
+The assistant's earlier turns are scripted, so that the plan depends on no responses. If the rate is
+high for the server, the client may send a turn before the previous response has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draftgate.loadgen.types import ChatMessage, RequestSpec
 from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut
 
 OPEN_SESSIONS: Final = 32
-"""Conversations at a time: a turn follows 32 requests after the one before it."""
+"""Concurrent conversations. A turn follows 32 requests after the previous turn."""
 
 ASKING: Final = "Explain: "
 SYSTEM: Final = "You are a helpful assistant. Answer precisely, and show code where it helps."
@@ -23,31 +23,31 @@ SYSTEM: Final = "You are a helpful assistant. Answer precisely, and show code wh
 MEAN_TURNS: Final = 2.0
 MOST_TURNS: Final = 20
 TURN: Final = Lengths(median=42, sigma=1.0, least=8, most=1024)
-"""A geometric number of turns, and user messages with a mean of 69 tokens: the means of
+"""A geometric number of turns, and user messages with a mean of 69 tokens. Both means are those of
 LMSYS-Chat-1M (Zheng et al., ICLR 2024: 2.0 turns, 69.5 tokens). The spread is an assumption."""
 
 ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
-"""Azure's conversation trace of 2023 (19,366 requests; Patel et al., Splitwise, ISCA 2024): median,
-spread, 1st and 99th percentiles of generated tokens."""
+"""Median, spread, 1st and 99th percentiles of generated tokens in Azure's conversation trace of
+2023 (19,366 requests, Patel et al., Splitwise, ISCA 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A script: the turns of user and assistant, and the limit of each answer in tokens."""
+    """A script of the turns of user and assistant, and the limit of each response in tokens."""
 
     said: tuple[ChatMessage, ...]
     answer_tokens: tuple[int, ...]
 
     def messages(self, turn: int) -> tuple[ChatMessage, ...]:
-        """Return the messages of a turn from 0: all before it, and the user's."""
+        """Return the messages of a turn (from 0): all earlier messages, and the user's."""
         return (ChatMessage("system", SYSTEM), *self.said[: 2 * turn + 1])
 
 
 class Chat:
     """Conversations about the prose of the corpus, in `OPEN_SESSIONS` slots that take turns.
 
-    Request i belongs to slot i mod `OPEN_SESSIONS`. When a slot's conversation has ended, its next
-    one begins. A conversation ends early if the next turn would not fit the server's context.
+    Request i belongs to slot i mod `OPEN_SESSIONS`. When a slot's conversation has ended, the slot
+    starts another. A conversation ends early if the next turn would not fit the server's context.
     """
 
     name = "chat"

@@ -1,4 +1,4 @@
-"""code: continue a Python source where a block has just been opened, as an editor would ask."""
+"""Workload `code`: continue a Python source after a newly opened block, as an editor requests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings
 
 PROMPT: Final = Lengths(median=1469, sigma=1.15, least=17, most=7436)
 ANSWER: Final = Lengths(median=13, sigma=0.85, least=6, most=251)
-"""Azure's code completion trace of 2023 (8,819 requests; Patel et al., Splitwise, ISCA 2024): its
-medians, spreads (for prompts from the quartiles, as the trace is cut off at about 7,400), and 1st
-and 99th percentiles. Its answers are short; `max_tokens` sets another length."""
+"""Medians, spreads, and 1st and 99th percentiles of Azure's code completion trace of 2023 (8,819
+requests, Patel et al., Splitwise, ISCA 2024). The spread of prompts uses the quartiles, because the
+trace ends at about 7,400 tokens. Its responses are short, and `max_tokens` sets another length."""
 
 LEAST_KEPT: Final = 0.75
-"""Share of the prompt that is kept when it is cut back to the last opened block."""
+"""Least share of the prompt that remains after a cut back to the last opened block."""
 
 
 class Code:
@@ -35,9 +35,9 @@ class Code:
 
 
 def _up_to_an_opened_block(source: str) -> str:
-    """Cut a source after its last line that opens a block, else after its last line.
+    """Cut a source after its last line that opens a block, or else after its last line.
 
-    A cut that would drop more than 1 - `LEAST_KEPT` of the source is not made.
+    The cut never drops more than 1 - `LEAST_KEPT` of the source.
     """
     for end in (":\n", "\n"):
         kept = source.rfind(end) + len(end)

@@ -1,16 +1,18 @@
 """Splits one deadline over the requests of a flow. Pure.
 
-Work is counted in output tokens. A request with a prompt of `p` tokens and an answer of `n` has
+Work is counted in output tokens. A request with a prompt of `p` tokens and a response of `n` has
 
     w = WAITING + p / PROMPT_TOKENS_PER_OUTPUT + n
 
-A request that is sent `R` seconds before the deadline shares them with the later requests in
-proportion to their work. A unit of its work may take `u = R / (w + later w)`, so it announces
+A request that is sent `R` seconds before the deadline shares this time with the later requests in
+proportion to their work. The time per unit of work is `u = R / (w + later w)`. The request
+announces the limits
 
     TTFT = u (WAITING + p / PROMPT_TOKENS_PER_OUTPUT + 1)        TPOT = u
 
-and TTFT + (n - 1) TPOT = u w = R - R later w / (w + later w): the rest, minus what the later
-requests are expected to need. Time that one request saves or wastes is shared by all later ones.
+The whole request then takes TTFT + (n - 1) TPOT = u w = R - R later w / (w + later w). This is the
+remaining time minus the expected time of the later requests. All later requests share the time that
+a request saves or wastes.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ from typing import Final
 from draftgate.loadgen.types import Slo
 
 PROMPT_TOKENS_PER_OUTPUT: Final = 20.0
-"""Prompt tokens that take as long as one output token: 18 to 35 in six measurements (TTFT 0.7 to
-1.0 s over 1,300 tokens, TPOT 14 to 19 ms; shipped model, one busy core of an AMD EPYC Zen 4,
-2026-11-21). GPUs reach 100 and more. A smaller number gives more of the time to the first text."""
+"""Prompt tokens that take as long as one output token. Six measurements gave 18 to 35 (TTFT 0.7 to
+1.0 s over 1,300 tokens, TPOT 14 to 19 ms, shipped model, one busy core of an AMD EPYC Zen 4,
+2026-11-21). GPUs reach 100 and more. A smaller number assigns more of the time to the first
+text."""
 
 WAITING: Final = 64.0
-"""Output tokens that every request may wait, short or long: the prompt of one other answer, 1,280
-tokens. Without it embeddings announced 130 ms of a deadline of 10 s. A server that refuses requests
-it cannot serve in time then refused them after any such prompt (four of sixteen; shipped model, a
-busy AMD EPYC Zen 4 at 0.2 requests/s, 2026-11-21)."""
+"""Output tokens of waiting time for every request, equal to the prompt of one other response of
+1,280 tokens. Without this term embeddings announced 130 ms of a deadline of 10 s. After any such
+prompt the server then refused embeddings that it could not serve in time. It refused four of
+sixteen (shipped model, a busy AMD EPYC Zen 4 at 0.2 requests/s, 2026-11-21)."""
 
 LEAST_S: Final = 1e-3
-"""The time announced when none is left, since a header must be positive. The flow is late already,
-and a server that sheds late requests may refuse it."""
+"""The announced time after the deadline, because a header must be positive. The flow is then late
+already, and a server that sheds late requests may refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,23 @@ class RequestWork:
 
     @property
     def units(self) -> float:
-        """All of the work in output tokens."""
+        """The total work in output tokens."""
         return self.before_first + self.output_tokens
 
 
 def split_deadline(
     promise: Slo, elapsed_s: float, work: RequestWork, later: Iterable[RequestWork] = ()
 ) -> Slo:
-    """Return the SLO that a request announces; without limits if the user has no deadline.
+    """Return the SLO that a request announces, without limits if the user has no deadline.
 
     The user reads the text of the last request, so that request also keeps the user's own TTFT and
     TPOT where they are tighter.
 
     Args:
-        promise: the user's SLO, from the instant at which the user asked.
-        elapsed_s: seconds since then.
-        work: of this request.
-        later: the expected work of the requests after it.
+        promise: the user's SLO, counted from the time of the user's question.
+        elapsed_s: seconds since that time.
+        work: the work of this request.
+        later: the expected work of the later requests.
     """
     after = list(later)
     ttft_s = tpot_s = None

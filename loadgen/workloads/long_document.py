@@ -1,4 +1,4 @@
-"""long_document: answers that quote the prompt, where n-gram drafts can find them."""
+"""Workload `long_document`: responses that quote the prompt, where n-gram drafts can find them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from draftgate.loadgen.types import RequestSpec
 from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut
 
 DOCUMENT: Final = Lengths(median=6909, sigma=1.2, least=894, most=16_384)
-"""Mooncake's conversation trace (12,031 requests; Qin et al., FAST 2025): median, spread and 1st
-percentile of input lengths. Its longest input is 126,195 tokens; ours end at 16,384."""
+"""Median, spread and 1st percentile of input lengths in Mooncake's conversation trace (12,031
+requests, Qin et al., FAST 2025). Its longest input has 126,195 tokens, but this workload ends at
+16,384."""
 
 QUOTED: Final = Lengths(median=128, sigma=0.5, least=32, most=512)
-"""Tokens of the passage to quote: a paragraph (assumed)."""
+"""Tokens of the passage to quote, a paragraph (assumed)."""
 
 BEGUN_TOKENS: Final = 12
-"""Tokens of the quotation that the prompt gives: enough to find it."""
+"""Tokens of the quotation in the prompt, enough to find the passage."""
 
 QUOTE: Final = "\n\nQuote from the text above, word for word, what begins so:\n\n"
 
@@ -23,8 +24,8 @@ QUOTE: Final = "\n\nQuote from the text above, word for word, what begins so:\n\
 class LongDocument:
     """A long document, followed by the beginning of a quotation from it.
 
-    A base model continues the quotation as an instructed one does, so the right answer is known:
-    `answer`. Documents are independent of each other.
+    Base models and instruction-tuned models both continue the quotation, so the right response is
+    known (`answer`). Documents are independent of each other.
     """
 
     name = "long_document"
@@ -38,12 +39,12 @@ class LongDocument:
         return self._settings.spec(self.name, index, tokens, f"{document}{QUOTE}{begun}")
 
     def answer(self, index: int) -> str:
-        """Return the rest of the quotation; a perfect answer starts with it."""
+        """Return the rest of the quotation, with which a perfect response starts."""
         _, quotation, _ = self._draw(index)
         return quotation[len(cut(quotation, BEGUN_TOKENS, self._settings.counter)) :]
 
     def _draw(self, index: int) -> tuple[str, str, int]:
-        """Return a document, a quotation from it, and the limit of the answer."""
+        """Return a document, a quotation from it, and the limit of the response."""
         settings = self._settings
         rng = settings.rng(self.name, index)
         answer = settings.answer_tokens(QUOTED.draw(rng))

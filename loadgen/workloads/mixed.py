@@ -1,4 +1,4 @@
-"""mixed: classes of different urgency and tenants of different size at one server."""
+"""Workload `mixed`: classes of different urgency and tenants of different size at one server."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ STANDARD_TPOT: Final = 0.1 / 0.03
 
 
 class Mixed:
-    """interactive: code completion; standard: chat; batch: long documents without an SLO.
+    """Three classes: interactive code completion, standard chat, and batch long documents.
 
-    Class and tenant of each request are drawn independently. The given SLO is the interactive one
-    (default: MLPerf's). The standard SLO is a multiple of it, as in MLPerf.
+    The class and the tenant of each request are drawn independently. The given SLO (default:
+    MLPerf's) applies to the interactive class. The standard class has a multiple of this SLO, as in
+    MLPerf, and the batch class has no SLO.
     """
 
     name = "mixed"

@@ -1,8 +1,9 @@
-"""rag: a question about a collection of passages.
+"""Workload `rag`: questions about a collection of passages.
 
-A question is a flow of three requests under one deadline. A plan states what to search for,
-embeddings of that find passages, and an answer is written over them. A simulator has no embeddings:
-there, and wherever no index is given, the question is one request with its passages in the prompt.
+A question is a flow of three requests under one deadline. The first request plans the search
+queries. The second request embeds the queries to find passages. The third request responds to the
+question from these passages. Without an index, as in a simulator, the question is one request with
+its passages in the prompt.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from draftgate.loadgen.workloads.deadline import RequestWork, split_deadline
 
 PASSAGES: Final = 5
 PASSAGE_TOKENS: Final = 256
-"""Five passages are retrieved, as in Lewis et al. (NeurIPS 2020). Theirs have 100 words; today's
-retrievers return some 200 to 1,000 tokens."""
+"""Passages per question, five as in Lewis et al. (NeurIPS 2020). Their passages have 100 words, but
+today's retrievers return about 200 to 1,000 tokens."""
 
 COLLECTION: Final = 4096
 POPULARITY: Final = 0.8
-"""Passages of the collection, and the Zipf exponent of their popularity: web documents have 0.64 to
-0.83 (Breslau et al., INFOCOM 1999)."""
+"""Passages of the collection, and the Zipf exponent of their popularity. Web documents have
+exponents of 0.64 to 0.83 (Breslau et al., INFOCOM 1999)."""
 
 INDEXED: Final = 256
-"""The most popular passages, which are embedded if there is a server: 65,000 tokens, 7 to 30 s on
-one core of an AMD EPYC Zen 4 with the shipped model (2026-11-21)."""
+"""The most popular passages, which a server embeds before the run. These 65,000 tokens take 7 to 30
+s on one core of an AMD EPYC Zen 4 with the shipped model (2026-11-21)."""
 
 INDEXED_SEED: Final = 0
-"""The indexed passages are the same for every seed of a load, so that an index is built once."""
+"""The indexed passages are the same for every seed of a load, so that the index is built once."""
 
 DEADLINE_S: Final = 10.0
-"""Default deadline: the limit for keeping a user's attention on a dialogue (Nielsen, Usability
+"""Default deadline, after which a dialogue loses the user's attention (Nielsen, Usability
 Engineering, 1993)."""
 
 BEGUN_TOKENS: Final = 12
-"""Words of the passage that the question names: enough to find it."""
+"""Tokens of the passage that the question names, enough to find the passage."""
 
 INSTRUCTION: Final = (
     "Answer the question from the passages below. Quote the sentence that your answer rests on, and"
@@ -51,15 +52,16 @@ INSTRUCTION: Final = (
 ASKED: Final = "Question: what is said about"
 
 ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
-"""As in chat."""
+"""The distribution of the workload `chat`."""
 
 MOST_QUERIES: Final = 2
 QUERY_CHARACTERS: Final = 60
 PLAN_TOKENS: Final = 96
-"""Limit of a plan: two full queries at two characters per token, and their JSON."""
+"""Limit of a plan, for two full queries at two characters per token and their JSON."""
 
 EXPECTED_PLAN_TOKENS: Final = 24
-"""Length of a usual plan: the shipped model's had 11 to 25 (six questions, 2026-11-21)."""
+"""Length of a typical plan. The shipped model's plans had 11 to 25 tokens (six questions,
+2026-11-21)."""
 
 PLAN_INSTRUCTION: Final = (
     "Write one or two short queries by which a search engine finds what answers the question, as"
@@ -83,11 +85,11 @@ PLAN_FORMAT: Final = {"type": "json_schema", "json_schema": {"name": "plan", "sc
 
 
 class Retriever(Protocol):
-    """Finds passages of a collection by their positions in it, best first."""
+    """Finds passages of a collection and returns their positions, best first."""
 
     @property
     def passages(self) -> Sequence[str]:
-        """The collection, the most popular first."""
+        """The collection, the most popular passages first."""
         ...
 
     def nearest(self, vectors: Sequence[bytes], count: int) -> list[int]:
@@ -100,9 +102,10 @@ class Retriever(Protocol):
 
 
 class Rag:
-    """Questions, each about one passage, which is drawn by its popularity.
+    """Questions, each about one passage, drawn by popularity.
 
-    Requests share the instruction, and a first passage as often as it is popular.
+    Requests share the instruction. Two requests share their first passage with a probability that
+    depends on its popularity.
     """
 
     name = "rag"
@@ -126,7 +129,7 @@ class Rag:
         return self._spec(index, answer, _prompt_over(passages, subject), settings.slo)
 
     def planned(self, index: int, at_s: float | None, retriever: Retriever) -> PlannedRequest:
-        """Return a question as its user asks it, with the flow that answers it."""
+        """Return the user's question, with the flow of requests that responds to it."""
         settings = self._settings
         rng = settings.rng(self.name, "asked", index)
         answer = settings.answer_tokens(ANSWER.draw(rng))
@@ -151,7 +154,7 @@ class Rag:
         return self._settings.counter.count(text)
 
     def _draw_subject(self, passage: str, rng: Random) -> str:
-        """Return some words of a passage to ask about, its first if the drawn ones are blank."""
+        """Return random words of a passage, or its first words if the random words are blank."""
         start = passage.rfind(" ", 0, rng.randrange(len(passage))) + 1
         texts = (passage[start:], passage.lstrip())
         counter = self._settings.counter
@@ -169,21 +172,24 @@ class Rag:
 
 
 def indexed_passages(settings: WorkloadSettings) -> list[str]:
-    """Return the passages of the index, the most popular first; the same for every seed."""
+    """Return the passages of the index, the most popular first.
+
+    The passages are the same for every seed.
+    """
     rag = Rag(replace(settings, seed=INDEXED_SEED))
     return [rag.passage(index) for index in range(INDEXED)]
 
 
 @dataclass(frozen=True, slots=True)
 class RagFlow:
-    """Plan, retrieve, answer. The user gets an answer even if a request on the way fails.
+    """A flow that plans, retrieves and responds, even if a request on the way fails.
 
-    Without a plan only the subject is searched for; otherwise it is searched for beside the
-    queries. Without vectors passages are found by their words.
+    Retrieval always searches for the subject, and also for the queries of a plan. It falls back to
+    shared words if the server returned no vectors.
 
     Attributes:
         about: the position of the passage that the question is about and retrieval should find.
-        subject: the words asked about.
+        subject: the words that the question names.
     """
 
     rag: Rag
@@ -253,9 +259,10 @@ class _Plan(Struct):
 
 
 def parse_queries(text: str) -> tuple[str, ...]:
-    """Return the queries of a plan; empty if the text is not a plan.
+    """Return the queries of a plan, or nothing if the text is not a plan.
 
-    A server that enforces no schema may answer anything, and one that does may hit `max_tokens`.
+    A server that enforces no schema may return any text. A server that enforces the schema may stop
+    at `max_tokens`.
     """
     try:
         plan = decode(text, type=_Plan)

@@ -1,4 +1,4 @@
-"""Replays a trace: prompts of the recorded lengths that share the recorded prefix blocks."""
+"""Replays a trace: prompts have the recorded lengths and share the recorded prefix blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from draftgate.loadgen.types import RequestSpec
 from draftgate.loadgen.workloads.base import WorkloadSettings, cut
 
 BLOCKS_KEPT: Final = 16_384
-"""Texts of blocks kept for the rows that share them: some 30 MB at 512 tokens per block."""
+"""Texts of blocks in memory for rows that share them, about 30 MB at 512 tokens per block."""
 
 
 class Replay:
     """The rows of a trace as requests to the completions endpoint.
 
-    The text of a block depends on its id alone. Two prompts therefore agree exactly through the
-    leading blocks whose ids agree, and then by no more than the first digits of the differing ids.
-    Text that no id covers is not shared. Lengths are right to one token per block, as counted.
-    Prompts too long for the server lose their ends. `request` raises IndexError past the last row.
+    The text of a block depends on its id alone. Two prompts therefore agree through the leading
+    blocks with equal ids, and then at most through the first digits of the differing ids. Text that
+    no id covers is not shared. Lengths are exact to one token per block. A prompt that is too long
+    for the server loses its end. `request` raises IndexError past the last row.
     """
 
     name = "trace"

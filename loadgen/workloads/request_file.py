@@ -3,8 +3,8 @@
     {"prompt": "def fibonacci(n):", "max_tokens": 32}
     {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}
 
-A line has `prompt` or `messages`. `max_tokens`, `class`, `tenant` and `session` are optional. All
-other fields are sent in the body as they are.
+A line has `prompt` or `messages`. `max_tokens`, `class`, `tenant` and `session` are optional. The
+body of the request contains all other fields unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftgate.loadgen.types import ChatMessage, RequestSpec
 from draftgate.loadgen.workloads.base import WorkloadSettings
 
 MAX_TOKENS: Final = 64
-"""Limit of an answer if neither the line nor `--max-tokens` sets one."""
+"""Limit of a response if neither the line nor `--max-tokens` sets it."""
 
 RESERVED: Final = frozenset({"model", "seed", "n", "stream", "stream_options"})
 """Fields that the load generator sets itself."""
@@ -41,11 +41,11 @@ class _Line(Struct):
 
 
 class RequestFile:
-    """The requests of a file in their order. After the last one it starts again from the first.
+    """The requests of a file in order, repeated from the first after the last.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not a request, or the file has none; file and line are named.
+        ValueError: a line is not a request, or the file has none. The message names file and line.
     """
 
     name = "file"

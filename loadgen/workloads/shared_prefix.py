@@ -1,4 +1,4 @@
-"""shared_prefix: many short questions after a few long system prompts."""
+"""Workload `shared_prefix`: many short questions after a few long system prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ANSWER_TOKENS: Final = 256
 HEADING: Final = "You know the following by heart, and answer from it.\n\n"
 
 POPULARITY: Final = 1.0
-"""Zipf exponent over the prefixes. The most popular of 64 then has 21% of the requests; SGLang's
-default is uniform."""
+"""Zipf exponent over the prefixes. The most popular of 64 prefixes then has 21% of the requests.
+SGLang's default is uniform."""
 
 
 class SharedPrefix:
     """Sessions with one system message each, whose requests differ from the user's first word.
 
-    `session` names the prefix. In a short context the prefix is shortened first.
+    `session` names the prefix. If the context is short, the prefix is shortened first.
     """
 
     name = "shared_prefix"

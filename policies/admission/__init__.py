@@ -1,1 +1,1 @@
-"""Admission control: which requests may wait, and when refused requests should return."""
+"""Which requests may wait, and when refused ones should return."""

@@ -1,8 +1,8 @@
-"""Appointments: the times at which refused requests should return.
+"""When refused requests return.
 
-Admitted requests occupy the pool for the next W seconds. Each refused request is booked after them
-and after all earlier bookings. Its client should return when the pool has done enough of this work
-to admit the request. The gateway recognises clients by the fingerprints of their requests.
+The future time of the pool is one line. Admitted requests occupy it for W seconds from now on.
+Refused ones are booked after them and after all earlier bookings, and told to return when enough
+of the line has drained to admit them. Clients are recognised by the fingerprints of their requests.
 """
 
 from __future__ import annotations
@@ -14,33 +14,30 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 MOST_BOOKINGS: Final = 16384
-"""Maximum number of bookings, which take about five megabytes. That is more than a minute of a load
-of 100 requests per second at three times the capacity. Clients without a booking get a time to
-return, but they are not recognised when they return."""
+"""Bookings to keep, about five megabytes: more than a minute at three times a load of 100 requests
+per second. Beyond it clients are told when to return, but are not recognised when they do."""
 
 EARLY_S: Final = 0.05
-"""A client is on time if it is at most this many seconds early, because clocks and timers differ.
-"""
+"""A client that is no earlier is on time: clocks and timers differ."""
 
 LATE_S: Final = 1.5
-"""A client keeps its appointment if it is at most this many seconds late, because `Retry-After` has
-whole seconds and networks add some delay. A client that is later loses its place, and is
-admitted only if the pool has capacity."""
+"""A client that is no later has kept its appointment: `Retry-After` has whole seconds, and networks
+add some delay. A later one is admitted if there is capacity, but otherwise loses its place."""
 
 GRACE_S: Final = 5.0
 GRACE_SHARE: Final = 0.25
-"""The gateway expects a client for this many seconds, plus this share of its delay, after its
-appointment. OpenAI's clients add a quarter of jitter to their delays."""
+"""A client is expected until this many seconds and this share of its delay after its time: OpenAI's
+clients add a quarter of jitter to their own delays."""
 
 SAME_BURST_S: Final = 0.25
-"""An equal request that arrives this soon after the first is a second request, not the first one
-again. OpenAI's clients wait for at least half a second before they retry."""
+"""An equal request that arrives this soon after the first is another one, not the same returning:
+OpenAI's clients wait for at least half a second."""
 
 KEPT_AT_FIRST: Final = 0.8
-"""Initial estimate of the share of appointments that clients keep."""
+"""Share of appointments that are expected to be kept before any was due."""
 
 _LEARNING: Final = 0.02
-"""Weight of one appointment in that share, which averages about the last fifty. (Chosen.)"""
+"""Weight of an appointment in that share: the last fifty decide. (Chosen.)"""
 
 
 @dataclass(slots=True)
@@ -48,10 +45,10 @@ class Booking:
     """A refused request with an appointment.
 
     Attributes:
-        due_s: time at which the client should return.
-        booked_s: time at which the client received the appointment.
-        again: whether the client returned on time before and was refused again.
-        number: identifier of the booking, set when it is booked.
+        due_s: when it should return.
+        booked_s: when it was told so.
+        again: whether it returned on time before, and was refused again.
+        number: identifies the booking, once it is booked.
     """
 
     fingerprint: int
@@ -73,16 +70,13 @@ class Booking:
 
     @property
     def until_s(self) -> float:
-        """The time after which the client is no longer expected."""
+        """The time from which the client is not expected any more."""
         return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
 
 
 @dataclass(slots=True)
 class _TenantBookings:
-    """Sums over a tenant's bookings in a class.
-
-    `again_s` includes only requests that were refused again.
-    """
+    """Sums over the bookings of a tenant in a class; `again_s` over those refused again."""
 
     share: float
     work_s: float = 0.0
@@ -91,17 +85,17 @@ class _TenantBookings:
 
 
 class Appointments:
-    """The bookings, and the work that they will bring to the pool.
+    """The bookings, and how much of the pool they will take.
 
     Attributes:
-        kept_share: learned share of appointments that clients keep.
+        kept_share: share of appointments that clients keep, learned.
     """
 
     def __init__(self, most: int = MOST_BOOKINGS) -> None:
         self.kept_share = KEPT_AT_FIRST
         self._most = most
-        self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # fingerprint -> number -> booking
-        self._by_end: list[tuple[float, int, Booking]] = []  # a heap
+        self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # then by number
+        self._by_end: list[tuple[float, int, Booking]] = []  # a heap; may hold closed ones
         self._classes: defaultdict[int, dict[str, _TenantBookings]] = defaultdict(dict)
         self._count = 0
         self._number = 0
@@ -112,7 +106,7 @@ class Appointments:
 
     @property
     def classes(self) -> Collection[int]:
-        """The priority classes that have bookings."""
+        """The classes with bookings."""
         return self._classes.keys()
 
     def expire(self, now_s: float) -> None:
@@ -124,9 +118,9 @@ class Appointments:
                 self._learn(kept=False)
 
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
-        """Return the earliest booking of a request, or None.
+        """Return the booking of a request, the earliest of equal ones; None without one.
 
-        A first attempt has no booking. An equal request of the same burst has none either. The
+        A request of the same burst as an equal one, or on its first try, has none of its own. The
         fingerprint 0 belongs to no request.
         """
         if not fingerprint or fingerprint not in self._by_fingerprint or retries == 0:
@@ -140,11 +134,10 @@ class Appointments:
     def ahead_s(
         self, priority: int, tenant: str, share: float, work_s: float
     ) -> tuple[float, float]:
-        """Return the work of bookings ahead of a new request.
+        """Return the work of bookings before a new request: in better classes, and in its own.
 
-        The first value is the work in higher-priority classes. The second is the work in its own
-        class, in which tenants share the pool as in `fair`. So the bookings of one tenant do not
-        cause the refusal of new requests of another tenant.
+        In its own class tenants share the line as `fair` orders them, so the bookings of one tenant
+        do not turn away the new requests of another.
         """
         better_s = 0.0
         for level, bookings in self._classes.items():
@@ -157,10 +150,7 @@ class Appointments:
         return better_s * self.kept_share, (own_s + sum(others_s)) * self.kept_share
 
     def again_s(self, priority: int) -> tuple[float, float]:
-        """Return the work of requests that were refused again.
-
-        The first value is the work in higher-priority classes, the second the work in this class.
-        """
+        """Return the work of bookings refused again: in better classes, and in this one."""
         by_class = {
             level: sum(one.again_s for one in bookings.values())
             for level, bookings in self._classes.items()
@@ -169,10 +159,10 @@ class Appointments:
         return better_s, by_class.get(priority, 0.0)
 
     def book(self, booking: Booking, share: float) -> None:
-        """Add a booking if its request has a fingerprint and the limit permits it.
+        """Add a booking, unless its request cannot be recognised or there are too many.
 
         Args:
-            share: weight of the tenant.
+            share: the weight of its tenant.
         """
         if not booking.fingerprint or self._count >= self._most:
             return
@@ -189,10 +179,9 @@ class Appointments:
         sums.bookings += 1
 
     def close(self, booking: Booking) -> None:
-        """Remove the booking of a request that returned."""
+        """Remove the booking of a request that returned; it is admitted or booked anew."""
         self._drop(booking)
-        # Rebuild the heap when most of its bookings are closed.
-        if len(self._by_end) > 2 * self._count + 64:
+        if len(self._by_end) > 2 * self._count + 64:  # most of the heap is closed
             open_ = [one for equal in self._by_fingerprint.values() for one in equal.values()]
             self._by_end = [(one.until_s, one.number, one) for one in open_]
             heapify(self._by_end)

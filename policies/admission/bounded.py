@@ -1,4 +1,4 @@
-"""`bounded` and `none`: admission with and without a bound on the queue."""
+"""`bounded` and `none`: a bound for the queue, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftgate.policies.admission.wait_forecast import admit, forecast_wait
 
 
 class Bounded:
-    """Admits requests until the queue is full, as most gateways do, however long requests wait."""
+    """Admits requests until the queue is full, however long they wait, as most gateways do."""
 
     name = "bounded"
 
@@ -26,7 +26,7 @@ class Bounded:
 
 
 class Unbounded:
-    """Admits every request, so the queue grows while more requests arrive than the pool serves."""
+    """Admits every request: the queue grows while more arrive than are served."""
 
     name = "none"
 

@@ -1,1 +1,1 @@
-"""The cost of work on a worker: step times, drafting times and the present speed."""
+"""What work costs on a worker: step times, the time of drafting, and present speed."""

@@ -1,1 +1,1 @@
-"""Ordering policies, which choose the next waiting request."""
+"""Which of the waiting requests is next."""

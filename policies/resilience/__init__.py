@@ -1,1 +1,1 @@
-"""Policies for failures: circuit breakers, retries, hung workers and failover."""
+"""What happens when something fails: breakers, retries, hung workers and failover."""

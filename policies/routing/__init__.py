@@ -1,1 +1,1 @@
-"""Routing policies, which choose the worker of a request."""
+"""Which worker a request goes to."""

@@ -1,6 +1,6 @@
-"""Routing by weighted scores (`weighted:SCORER=WEIGHT,...`) and baselines that use such scores.
+"""Routing by weighted scores: `weighted:SCORER=WEIGHT,...`, and the baselines made of it.
 
-A scorer rates each worker from 0 (best) to 1 (worst). The smallest weighted sum wins.
+A scorer says what speaks against each worker, from 0 (nothing) to 1. The least weighted sum wins.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from draftgate.policies.routing.selection import Pick, Score, least, less_of_two
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PlacementHistory], Sequence[Score]]
-"""A function that returns the score of each candidate without changing any state."""
+"""Returns the score of each candidate. Changes nothing."""
 
 OVERLOAD: Final = 1.25
-"""Multiple of the mean load above which a worker gets no credit for its cache. Consistent hashing
-with bounded loads (Mirrokni et al. 2018) balances load and cache hits best near this value."""
+"""A worker with more than this multiple of the mean load gets no credit for its cache: consistent
+hashing with bounded loads (Mirrokni et al. 2018) balances the two best near this value."""
 
 STALE_S: Final = 1.0
-"""Age of a load with a staleness of one half, in seconds: the interval between two heartbeats."""
+"""The age that scores one half: the second between two heartbeats."""
 
 MOST_OFFERS: Final = 64
-"""Maximum number of offers in a decision, because a reservation checks each of them."""
+"""Most workers that a decision offers to a reservation, which looks at each."""
 
 
 def load(
     request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return the tokens on each worker, as a share of the largest total with this request."""
+    """Tokens on the worker, as a share of the most that any worker would have."""
     tokens = [_tokens(request, one) for one in workers]
     leased = [mine + one.leased_tokens for mine, one in zip(tokens, workers, strict=True)]
     per_token = 1.0 / max(request.most_tokens + max(leased), 1)
@@ -38,7 +38,7 @@ def load(
 
 
 def _tokens(request: RouteView, worker: Candidate) -> int:
-    """Return the tokens on a worker, assuming that uncounted sequences are like the request."""
+    """Return the tokens on a worker; uncounted sequences of others are taken to be like it."""
     uncounted = 0 if worker.load.kv_blocks_total else worker.load.others
     return worker.tokens + uncounted * request.most_tokens // max(request.sequences, 1)
 
@@ -46,7 +46,7 @@ def _tokens(request: RouteView, worker: Candidate) -> int:
 def prefix(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return the share of the prompt that is not cached, or 1 for an overloaded worker."""
+    """The share of the prompt that is not cached; 1 on an overloaded worker."""
     tokens = [one.tokens + one.leased_tokens for one in workers]
     most = OVERLOAD * (sum(tokens) / len(workers) + request.most_tokens)
     prompt_tokens = max(request.request.prompt_tokens, 1)
@@ -59,27 +59,27 @@ def prefix(
 def price(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return the price of a draft slot on each worker, where 1 means no drafts."""
+    """The price of a draft slot; at 1 nothing is drafted."""
     return [Score(min(one.load.price, 1.0)) for one in workers]
 
 
 def staleness(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return a score that grows with the age of each worker's load."""
+    """How old the load is."""
     return [Score(one.age_s / (one.age_s + STALE_S)) for one in workers]
 
 
 def latency(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return the cost that `least_cost` predicts, as a share of the highest, or else `load`."""
+    """The cost that `least_cost` predicts, as a share of the most anywhere; else `load`."""
     cached = [history.cached_tokens(request, one) for one in workers]
     predictions = predict(request, workers, cached)
     if predictions is None:
         return load(request, workers, history)
     scores = [one.score for one in predictions]
-    lowest = min(0.0, *(score.value for score in scores))  # Old loads can lead to negative levels.
+    lowest = min(0.0, *(score.value for score in scores))  # old loads can lead below 0
     span = max(score.value for score in scores) - lowest
     return [Score((score.value - lowest) / span, score.per_token / span) for score in scores]
 
@@ -97,10 +97,7 @@ READ_PROMPTS: Final = frozenset({"prefix", "latency"})
 
 
 class WeightedScores:
-    """Chooses the worker with the smallest weighted sum of scores.
-
-    Without scorers, all workers are equal and take turns.
-    """
+    """The least weighted sum of scores wins. Without scorers all are equal and take turns."""
 
     def __init__(
         self,
@@ -109,17 +106,17 @@ class WeightedScores:
         pick: Pick = spread,
         history: PlacementHistory | None = None,
     ) -> None:
-        """Create a policy without placements.
+        """Create a policy that has placed nothing.
 
         Args:
-            weights: weights of scorers in `SCORERS`, by name.
-            pick: chooses one of the ranked workers.
-            history: placements shared with another policy, which also receives every `placed` call.
+            weights: of scorers in `SCORERS`.
+            pick: takes one of the ranked workers.
+            history: shared with another policy, which also gets every `placed`.
         """
         self._name = name
         self._weights = dict(weights)
         self._pick = pick
-        # Do not use `or`, because an empty history is false but must still be shared.
+        # Not `or`: an empty history is false, and has to be shared all the same.
         self._history = PlacementHistory() if history is None else history
 
     @property
@@ -166,29 +163,27 @@ class WeightedScores:
 
 
 def round_robin() -> WeightedScores:
-    """Return a policy in which workers take turns, whatever their load."""
+    """Workers take turns, whatever their load."""
     return WeightedScores("round_robin", {}, least)
 
 
 def least_loaded() -> WeightedScores:
-    """Return a policy that chooses the worker with the fewest tokens."""
+    """The worker with the fewest tokens."""
     return WeightedScores("least_loaded", {"load": 1.0}, least)
 
 
 def power_of_two() -> WeightedScores:
-    """Return a policy that draws two random workers and chooses the one with fewer tokens."""
+    """Of two random workers the one with fewer tokens."""
     return WeightedScores("power_of_two", {"load": 1.0}, less_of_two)
 
 
 def prefix_affinity() -> WeightedScores:
-    """Return a policy that chooses the worker with most of the prompt cached, unless overloaded."""
+    """The worker with most of the prompt cached, unless it is overloaded."""
     return WeightedScores("prefix_affinity", {"prefix": 2.0, "load": 1.0}, least)
 
 
 def weighted(argument: str) -> WeightedScores:
-    """Return a policy of weighted scorers such as `prefix=2,load=1`.
-
-    The default weight is 1.
+    """Scorers with weights, e.g. `prefix=2,load=1`; the default weight is 1.
 
     Raises:
         ValueError: a scorer is unknown or repeated, or its weight is not a number above 0.

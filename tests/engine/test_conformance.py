@@ -87,7 +87,7 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
         (replace(GOOD, parents=(-1, -1)), "parents are given"),
         (replace(GOOD, shares=(1.0,)), "shares are given"),
         (replace(GOOD, parents=(-1, 2, 0)), "parents come first"),
-        (replace(GOOD, token_ids=(1, 1, 3)), "children of one parent"),
+        (replace(GOOD, token_ids=(1, 1, 3)), "children of a parent"),
         (replace(GOOD, shares=(0.8, 0.4, 1.0)), "sum to at most 1"),
         (replace(GOOD, distributions=object()), "a chain"),
         (Draft((1, 2, 3, 4)), "at most max_tokens"),

@@ -219,10 +219,10 @@ MODULES = [
         (None, None, None),
         (MODULES, LAST, None),
         (MODULES, {"pooling_mode": "lasttoken"}, None),
-        (None, MEAN, "asks for pooling by mean_tokens"),
+        (None, MEAN, "requires pooling by mean_tokens"),
         (MODULES, {**LAST, "pooling_mode_cls_token": True}, "by cls_token and lasttoken"),
-        (MODULES, {"pooling_mode": "max"}, "asks for pooling by max"),
-        (MODULES, {"include_prompt": True}, "asks for pooling by mean_tokens"),
+        (MODULES, {"pooling_mode": "max"}, "requires pooling by max"),
+        (MODULES, {"include_prompt": True}, "requires pooling by mean_tokens"),
         ([*MODULES, {"type": "sentence_transformers.models.Dense"}], LAST, "module 'Dense'"),
     ],
 )

@@ -330,7 +330,7 @@ def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
     runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
-    assert exactness(runner, config, dtype, 512, asked=True)
+    assert exactness(runner, config, dtype, 512, required=True)
     sliding = replace(config, windows=(None, 4096) * (config.num_layers // 2))
     assert windows_are_exact(sliding, dtype)
 
@@ -340,7 +340,7 @@ def test_bfloat16_is_inexact_without_the_option() -> None:
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, torch.bfloat16)
     runner = Runner(Decoder(config, weights, 16), KvPool(config, 1, torch.bfloat16))
-    assert not exactness(runner, config, torch.bfloat16, 16, asked=False)
+    assert not exactness(runner, config, torch.bfloat16, 16, required=False)
 
 
 class InexactRunner(Runner):
@@ -358,7 +358,7 @@ def test_exact_raises_if_the_probe_fails() -> None:
     weights = load_weights(SHIPPED_MODEL, config, torch.float32)
     runner = InexactRunner(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
     with pytest.raises(ValueError, match="--exact is not possible in float32 on this machine"):
-        exactness(runner, config, torch.float32, 512, asked=True)
+        exactness(runner, config, torch.float32, 512, required=True)
 
 
 def test_products_have_few_numbers_of_rows() -> None:

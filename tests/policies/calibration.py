@@ -11,7 +11,7 @@ class Bin(NamedTuple):
 
     Attributes:
         forecast: mean forecast.
-        observed: share of forecasts that came true.
+        observed: share of forecasts whose event occurred.
         size: number of forecasts.
     """
 
@@ -23,10 +23,10 @@ class Bin(NamedTuple):
 def brier_score(forecasts: Sequence[float], outcomes: Sequence[bool]) -> float:
     """Return the mean squared difference of forecasts and outcomes (G. W. Brier, 1950).
 
-    A perfect score is 0. Always forecasting the true share p scores p (1 - p).
+    A perfect score is 0. A constant forecast of the true share p scores p (1 - p).
 
     Raises:
-        ValueError: there are no forecasts, or not as many as outcomes.
+        ValueError: the list of forecasts is empty, or its length differs from that of the outcomes.
     """
     if not forecasts:
         raise ValueError("no forecasts to score")
@@ -37,12 +37,12 @@ def brier_score(forecasts: Sequence[float], outcomes: Sequence[bool]) -> float:
 def reliability(
     forecasts: Sequence[float], outcomes: Sequence[bool], bins: int = 10
 ) -> tuple[Bin, ...]:
-    """Group forecasts into bins of equal width, without empty ones.
+    """Group forecasts into bins of equal width and omit empty bins.
 
-    Calibrated forecasts of p come true in a share p of all cases.
+    The event occurs in a share p of all cases with a calibrated forecast of p.
 
     Raises:
-        ValueError: there are not as many forecasts as outcomes, or one is no probability.
+        ValueError: the lists have different lengths, or a forecast is not a probability.
     """
     gathered: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
     for forecast, came in zip(forecasts, outcomes, strict=True):
@@ -61,5 +61,5 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """Return the mean distance of forecast and observed share over bins, weighted by size."""
+    """Return the mean distance between forecast and observed share, weighted by bin size."""
     return sum(b.size * abs(b.forecast - b.observed) for b in bins) / sum(b.size for b in bins)

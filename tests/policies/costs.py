@@ -18,7 +18,7 @@ H100_8B: Final = StepCost(
 
 @st.composite
 def costs(draw, most_bucket: int = 600) -> StepCost:
-    """Draw staircases of all shapes, including flat ones."""
+    """Draw step costs of all shapes, including flat ones."""
     buckets = sorted(draw(st.sets(st.integers(1, most_bucket), min_size=1, max_size=8)))
     steps, seconds = [], 0.0
     for _ in buckets:

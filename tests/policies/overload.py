@@ -1,6 +1,6 @@
 """A toy pool under overload in virtual time: servers, a queue, and returning clients.
 
-Service times are random; policies know only their expectation.
+Service times are random, and policies know only the expected service time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT_TOKEN_S = 1e-4
 
 @dataclass
 class Client:
-    """A request and its history."""
+    """A request and the history of its refusals and returns."""
 
     number: int
     arrived_s: float
@@ -32,8 +32,10 @@ class Client:
     ttft_s: float | None
     tenant: str
     priority: int = 0
-    refusals: list[tuple[float, float]] = field(default_factory=list)  # time, delay
-    returns: list[tuple[float, bool]] = field(default_factory=list)  # time, whether admitted
+    # (time in seconds, delay in seconds)
+    refusals: list[tuple[float, float]] = field(default_factory=list)
+    # (time in seconds, whether admitted)
+    returns: list[tuple[float, bool]] = field(default_factory=list)
     admitted_s: float | None = None
     start_s: float | None = None
     admission: Admitted | None = None
@@ -45,8 +47,8 @@ class Client:
 
 MAX_WAIT_S = 20.0
 
-Return = Callable[[random.Random, float, float], float | None]
-"""When a client returns, from the time and the delay of its refusal; None for never."""
+ReturnTime = Callable[[random.Random, float, float], float | None]
+"""The time of a client's return, from the time and delay of its refusal, or None for no return."""
 
 
 def obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
@@ -65,7 +67,7 @@ def half_obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None
     return now_s + retry_s if rng.random() < 0.5 else None
 
 
-def at_once(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+def all_at_30_s(rng: random.Random, now_s: float, retry_s: float) -> float | None:
     return 30.0 if now_s < 30.0 else now_s + retry_s
 
 
@@ -78,16 +80,16 @@ class Pool:
     """A queue and its servers."""
 
     load: float
-    comes_back: Return = obeys
+    return_time: ReturnTime = obeys
     seconds: float = 60.0
     servers: int = 32
     mean_s: float = 3.2
-    bias: float = 1.0  # factor of true over expected service times
-    spread: float = 0.5  # random spread of service times
+    bias: float = 1.0  # true service time / expected service time
+    spread: float = 0.5  # standard deviation / mean of service times
     without_target: float = 0.0
     tenants: int = 1
-    priorities: tuple[int, ...] = (0,)  # classes in turn
-    flood: float = 0.0  # share of requests of the first tenant, besides its even share
+    priorities: tuple[int, ...] = (0,)  # assigned to clients in turn
+    flood: float = 0.0  # extra share of requests from the first tenant
     ttft_s: float = 2.0
     seed: int = 1
     admission: str = "deadline"
@@ -97,38 +99,38 @@ class Pool:
         rng = random.Random(self.seed)
         policy, queue = admission_policy(self.admission), ordering_policy(self.ordering)
         clients = self._clients(random.Random(self.seed))
-        events = [(c.arrived_s, 0, c.number, "comes") for c in clients]
+        events = [(c.arrived_s, 0, c.number, "arrival") for c in clients]
         heapq.heapify(events)
         running, order = 0, 0
         while events:
-            now_s, _, number, what = heapq.heappop(events)
+            now_s, _, number, event = heapq.heappop(events)
             client = clients[number]
-            if what == "leaves":
+            if event == "departure":
                 running -= 1
             else:
-                answer = policy.decide(self._view(client, queue, running, now_s), now_s)
+                decision = policy.decide(self._view(client, queue, running, now_s), now_s)
                 if client.refusals:
-                    client.returns.append((now_s, isinstance(answer, Admitted)))
-                if isinstance(answer, Admitted):
-                    client.admitted_s, client.admission = now_s, answer
+                    client.returns.append((now_s, isinstance(decision, Admitted)))
+                if isinstance(decision, Admitted):
+                    client.admitted_s, client.admission = now_s, decision
                     order += 1
-                    queue.push(self._ticket(client, order, now_s, answer.work_s))
+                    queue.push(self._ticket(client, order, now_s, decision.work_s))
                 else:
-                    client.refusals.append((now_s, answer.retry_after_s))
-                    back_s = self.comes_back(rng, now_s, answer.retry_after_s)
-                    if back_s is not None and len(client.refusals) < 30:
-                        heapq.heappush(events, (back_s, 0, number, "comes"))
+                    client.refusals.append((now_s, decision.retry_after_s))
+                    return_s = self.return_time(rng, now_s, decision.retry_after_s)
+                    if return_s is not None and len(client.refusals) < 30:
+                        heapq.heappush(events, (return_s, 0, number, "arrival"))
             while running < self.servers and (ticket := queue.take(now_s)) is not None:
                 running += 1
                 started = clients[self._numbers[ticket.key]]
                 started.start_s = now_s
                 policy.learn(started.admission, now_s - started.admitted_s)
-                heapq.heappush(events, (now_s + started.service_s, 1, started.number, "leaves"))
+                heapq.heappush(events, (now_s + started.service_s, 1, started.number, "departure"))
         return clients
 
     def _clients(self, rng: random.Random) -> list[Client]:
         self._numbers: dict[int, int] = {}
-        clients, now_s, others = [], 0.0, random.Random(self.seed)
+        clients, now_s, target_rng = [], 0.0, random.Random(self.seed)
         sigma = math.sqrt(math.log(1 + self.spread**2))
         while True:
             now_s += rng.expovariate(self.load * self.servers / (self.mean_s * self.bias))
@@ -136,8 +138,8 @@ class Pool:
                 return clients
             expected_s = self.mean_s * rng.lognormvariate(-0.08, 0.4)
             service_s = expected_s * self.bias * rng.lognormvariate(-(sigma**2) / 2, sigma)
-            target_s = None if others.random() < self.without_target else self.ttft_s
-            tenant = 0 if others.random() < self.flood else others.randrange(self.tenants)
+            target_s = None if target_rng.random() < self.without_target else self.ttft_s
+            tenant = 0 if target_rng.random() < self.flood else target_rng.randrange(self.tenants)
             clients.append(
                 Client(
                     len(clients),
@@ -179,12 +181,12 @@ class Pool:
 
 
 def started_in_time(client: Client) -> bool:
-    """Return whether an admitted request started in time, if it had a target."""
+    """Return whether an admitted request started within its TTFT target or had no target."""
     return client.ttft_s is None or client.start_s - client.admitted_s <= client.wait_allowed_s
 
 
 def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
-    """Return the requests per second of the overload that started in time."""
+    """Return the requests per second that started in time during the overload."""
     good = [c for c in clients if c.start_s is not None and started_in_time(c)]
     window = [c for c in good if begin_s <= c.start_s < pool.seconds]
     return len(window) / (pool.seconds - begin_s)
@@ -192,14 +194,16 @@ def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
 
 def attainment(clients: list[Client], with_target: bool = True) -> float:
     """Return the share of admitted requests that started in time."""
-    ones = [c for c in clients if c.start_s is not None and (c.ttft_s is not None) == with_target]
-    return sum(map(started_in_time, ones)) / len(ones) if ones else 1.0
+    considered = [
+        c for c in clients if c.start_s is not None and (c.ttft_s is not None) == with_target
+    ]
+    return sum(map(started_in_time, considered)) / len(considered) if considered else 1.0
 
 
-def kept(clients: list[Client]) -> float:
+def kept_share(clients: list[Client]) -> float:
     """Return the share of punctual returns that were admitted.
 
-    A return is punctual up to 1.2 s after the appointed time.
+    A return is punctual up to 1.2 s after its appointment.
     """
     on_time = [
         admitted
@@ -211,28 +215,27 @@ def kept(clients: list[Client]) -> float:
 
 
 def earliest_delays(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
-    """Return each refused client with the earliest delay that would have been right, in hindsight.
+    """Return each refused client with its earliest correct delay in hindsight.
 
-    The queue holds all requests that were admitted at once or at their first appointment, by
-    arrival or booking. Their true service times (`starts_s`) show when a client could start just
-    within its limit.
+    The queue holds the requests that were admitted on arrival or at their first appointment. Their
+    true service times (`starts_s`) determine when a client could start just within its limit.
     """
-    ones = [c for c in clients if c.refusals or c.admitted_s is not None]
-    served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in ones]
-    entered_s = [c.refusals[0][0] if c.refusals else c.admitted_s for c in ones]
+    considered = [c for c in clients if c.refusals or c.admitted_s is not None]
+    served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in considered]
+    entered_s = [c.refusals[0][0] if c.refusals else c.admitted_s for c in considered]
     stays = [
         Stay(at_s, c.priority, c.service_s if is_served else 0.0)
-        for at_s, c, is_served in zip(entered_s, ones, served, strict=True)
+        for at_s, c, is_served in zip(entered_s, considered, served, strict=True)
     ]
     return [
         (c, max(start_s - c.wait_allowed_s - c.refusals[0][0], 0.0))
-        for c, start_s in zip(ones, starts_s(stays, pool.servers), strict=True)
+        for c, start_s in zip(considered, starts_s(stays, pool.servers), strict=True)
         if c.refusals
     ]
 
 
 def retry_ratio(pool: Pool, clients: list[Client]) -> float:
-    """Return the median delay of refused clients over the median of the earliest right delays."""
+    """Return the median delay of refused clients divided by the median earliest correct delay."""
     delays = earliest_delays(pool, clients)
     feasible_s = statistics.median(f for _, f in delays)
     return statistics.median(c.refusals[0][1] for c, _ in delays) / feasible_s

@@ -1,4 +1,4 @@
-"""Draft counts by tenant: what is counted, how counts decay, and their bounds."""
+"""Draft counts by tenant: the counting rule, the decay of old counts, and their bounds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from draftgate.policies.types import UNTESTED, DraftCounts
 def learn(
     history: AcceptanceHistory, tenant: str, *, model: str = "m", greedy: bool = True
 ) -> None:
-    """Add a choice with ten drafts of four tokens: five accepted whole, five rejected after two."""
+    """Record a choice with ten drafts of four tokens, five accepted and five rejected after two."""
     histogram = (0, 0, 5, 0, 5)
     history.add_choice(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
 
 
 def test_choice_is_counted_up_to_the_first_wrong_token_of_each_draft() -> None:
-    """Fully accepted drafts count no rejection; the others count one token each."""
+    """A fully accepted draft counts no rejection, and any other draft counts one rejected token."""
     assert draft_counts(40, (0, 0, 5, 0, 5)) == DraftCounts(30, 5)
     assert draft_counts(8, (8,)) == DraftCounts(0, 8)
     assert draft_counts(8, (0, 8)) == DraftCounts(8, 0)
@@ -28,7 +28,7 @@ def test_choice_is_counted_up_to_the_first_wrong_token_of_each_draft() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(0, 1)), min_size=1, max_size=40))
 def test_no_more_tokens_are_tested_than_were_drafted(drafts) -> None:
-    """All accepted tokens count, and tested tokens never exceed drafted ones."""
+    """The history counts all accepted tokens and never tests more tokens than were drafted."""
     histogram, accepted = [0] * 17, 0
     for length, share in drafts:
         agreed = int(length * share)
@@ -41,8 +41,7 @@ def test_no_more_tokens_are_tested_than_were_drafted(drafts) -> None:
 
 
 def test_counts_are_kept_by_tenant_model_and_greedy_decoding() -> None:
-    """Tenants have separate counts, models include all tenants, and greedy decoding is counted
-    separately."""
+    """The history keeps separate counts for tenants, for models, and for greedy decoding."""
     history = AcceptanceHistory()
     learn(history, "a")
     learn(history, "b")
@@ -55,7 +54,7 @@ def test_counts_are_kept_by_tenant_model_and_greedy_decoding() -> None:
 
 
 def test_counts_follow_a_tenant_whose_texts_change() -> None:
-    """After a few hundred requests old ones hardly count, and counts stay bounded."""
+    """Old requests have little weight after a few hundred new requests, and counts stay bounded."""
     history = AcceptanceHistory()
     for _ in range(2000):
         learn(history, "a")
@@ -68,7 +67,7 @@ def test_counts_follow_a_tenant_whose_texts_change() -> None:
 
 
 def test_least_recently_used_tenant_is_forgotten() -> None:
-    """Drafts of a forgotten tenant still count among those of all tenants."""
+    """The history forgets the least recently used tenant but keeps its drafts in the totals."""
     history = AcceptanceHistory(most_tenants=2)
     for tenant in ("a", "b", "a", "c"):
         learn(history, tenant)
@@ -78,7 +77,7 @@ def test_least_recently_used_tenant_is_forgotten() -> None:
 
 
 def test_choice_without_drafts_changes_nothing() -> None:
-    """Requests with speculation off leave no trace."""
+    """A request without speculation leaves the history unchanged."""
     history = AcceptanceHistory()
     history.add_choice("a", "m", greedy=True, drafted=0, histogram=())
     assert history.counts("a", "m", greedy=True) == (UNTESTED, UNTESTED)

@@ -32,7 +32,7 @@ BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
 def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
-    """A request of 3.2 s on one of 32 sequences, 0.1 s of the pool, with this much work ahead."""
+    """A request of 3.2 s for a pool of 32 sequences, which takes 0.1 s of the pool."""
     queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
     service = ServiceLevel(ttft_s)
     given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
@@ -41,7 +41,7 @@ def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> Admissio
 
 @pytest.mark.parametrize("spec", ["deadline", "bounded", "none"])
 def test_conformance(spec: str) -> None:
-    """Every shipped policy keeps the contract of `AdmissionPolicy`, and is found by its name."""
+    """Every shipped policy is found by its name and keeps the contract of `AdmissionPolicy`."""
     policy = admission_policy(spec)
     assert isinstance(policy, AdmissionPolicy)
     assert policy.name == spec
@@ -63,7 +63,8 @@ def test_forecast_follows_its_formula() -> None:
 
 
 def test_sure_wait_leaves_a_margin_for_chance() -> None:
-    """W + z sqrt(W x grain) equals the allowed wait; with z = 0, W does."""
+    """The sum W + z sqrt(W x grain) equals the allowed wait. With z = 0, W equals the
+    allowed wait."""
     predicted = forecast_wait(view(1.0))
     sure_s = predicted.within_s(2.0, 1.645)
     assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
@@ -72,7 +73,7 @@ def test_sure_wait_leaves_a_margin_for_chance() -> None:
 
 
 def test_pool_adds_up_several_workers() -> None:
-    """Capacities and sequences add up, speeds are means, and KV memory bounds the capacity."""
+    """A pool adds up capacities and sequences, averages speeds, and is bounded by KV memory."""
     one = WorkerLoad(3, 1, 5, 100, 0.0, 0.5, (), max_sequences=16, prompt_tokens=7, speed=SPEED)
     other = structs.replace(one, speed=replace(SPEED, tpot_s=0.04))
     pool = pool_of([one, other])
@@ -89,7 +90,7 @@ def test_pool_adds_up_several_workers() -> None:
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10) | st.none())
 def test_more_work_ahead_never_admits_a_refused_request(less_s, more_s, ttft_s) -> None:
-    """A request refused with some work ahead is refused with more, and its delay is no shorter."""
+    """A refused request stays refused with more work ahead, and its delay is not shorter."""
     less_s, more_s = sorted((less_s, more_s))
     answers = [
         admission_policy("deadline").decide(view(ahead_s, ttft_s), 0.0)
@@ -102,7 +103,7 @@ def test_more_work_ahead_never_admits_a_refused_request(less_s, more_s, ttft_s) 
 
 @given(st.lists(st.floats(0.05, 8), min_size=1, max_size=30))
 def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> None:
-    """For the same queue and bookings, a longer target is never worse."""
+    """A longer target is never worse for the same queue and bookings."""
     policy = admission_policy("deadline")
     for number in range(30):
         policy.decide(view(1.9, fingerprint=100 + number), 0.0)
@@ -115,7 +116,7 @@ def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> 
 
 
 def test_request_is_admitted_at_its_appointment() -> None:
-    """A returning request is admitted after the waiting ones, regardless of other bookings."""
+    """A returning request is admitted after the waiting requests, regardless of other bookings."""
     policy = admission_policy("deadline")
     first = policy.decide(view(3.0), 0.0)
     assert first.kind is RefusalKind.DEADLINE
@@ -128,7 +129,7 @@ def test_request_is_admitted_at_its_appointment() -> None:
 
 
 def test_early_return_is_given_the_remaining_delay() -> None:
-    """An appointment does not move, however often its client retries."""
+    """An early return receives the remaining delay, and its appointment does not move."""
     policy = admission_policy("deadline")
     retry_s = policy.decide(view(5.0), 0.0).retry_after_s
     for at_s in (1.0, 1.5, 2.0):
@@ -136,7 +137,7 @@ def test_early_return_is_given_the_remaining_delay() -> None:
 
 
 def test_equal_requests_get_an_appointment_each() -> None:
-    """Equal requests have separate bookings, in one burst and when all claim to be first tries."""
+    """Equal requests have separate bookings, even in one burst and as first tries."""
     for retries in (None, 0):
         policy = admission_policy("deadline")
         delays = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
@@ -145,7 +146,7 @@ def test_equal_requests_get_an_appointment_each() -> None:
 
 
 def test_new_request_waits_for_bookings_except_at_low_water() -> None:
-    """A new request counts queue and bookings; below the low water mark it is admitted."""
+    """A new request counts queue and bookings. It is admitted below the low-water mark."""
     policy = admission_policy("deadline")
     for number in range(40):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -154,7 +155,8 @@ def test_new_request_waits_for_bookings_except_at_low_water() -> None:
 
 
 def test_bookings_of_one_tenant_do_not_refuse_another() -> None:
-    """However many appointments a tenant has, another's new request is admitted."""
+    """The policy admits a new request of a tenant regardless of the appointments of
+    another tenant."""
     policy = admission_policy("deadline")
     for number in range(500):
         policy.decide(view(3.0, tenant="flood", fingerprint=number), 0.0)
@@ -163,7 +165,7 @@ def test_bookings_of_one_tenant_do_not_refuse_another() -> None:
 
 
 def test_bookings_do_not_delay_better_classes() -> None:
-    """Bookings count for their class and worse ones, which keep the capacity left to them."""
+    """A booking counts only for its own class and worse classes."""
     policy = admission_policy("deadline")
     for number in range(50):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -182,7 +184,7 @@ def test_bookings_do_not_delay_better_classes() -> None:
 
 
 def test_queue_drains_with_the_share_that_better_classes_leave() -> None:
-    """A class gets the share that better classes leave, at least a quarter, until they stop."""
+    """A class receives the share that better classes leave, which is at least a quarter."""
     classes = ClassFlows()
     for step in range(300):
         classes.add_request(0, 0.06, step / 10)  # 0.6 of the pool
@@ -203,7 +205,7 @@ def test_queue_drains_with_the_share_that_better_classes_leave() -> None:
 
 
 def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
-    """A booking expires after it is due, and bookings count less if fewer clients keep them."""
+    """A missed booking expires, and bookings count less when fewer clients keep them."""
     appointments = Appointments()
     appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
     before = appointments.kept_share
@@ -252,7 +254,7 @@ def test_queue_is_bounded_in_total_and_per_tenant() -> None:
 
 
 def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
-    """A request whose target an idle pool would also miss is served."""
+    """The policy admits a request whose TPOT target an idle pool would also miss."""
     slow = replace(BUSY, running=20, speed=WorkerSpeed(0.030, 1e-4, 1e-3))
     policy = admission_policy("deadline")
     spoilt = policy.decide(view(pool=slow, service=ServiceLevel(None, 0.020)), 0.0)
@@ -264,7 +266,7 @@ def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
 
 
 def test_sheddable_request_is_refused_as_soon_as_others_wait() -> None:
-    """A sheddable request is admitted only if no request waits."""
+    """The policy admits a sheddable request only if no request waits."""
     policy = admission_policy("deadline")
     assert isinstance(policy.decide(view(0.0, sheddable=True), 0.0), Admitted)
     assert policy.decide(view(0.6, sheddable=True), 0.0).kind is RefusalKind.SHED
@@ -272,7 +274,7 @@ def test_sheddable_request_is_refused_as_soon_as_others_wait() -> None:
 
 
 def test_unknown_capacity_admits_until_the_queue_is_full() -> None:
-    """Without a known capacity or speed, only the bound of the queue applies."""
+    """Only the bound of the queue applies without a known capacity or speed."""
     policy = admission_policy("deadline")
     asked = view(0.0, pool=PoolView(), queue=QueueView(40, 64))
     assert isinstance(policy.decide(asked, 0.0), Admitted)
@@ -281,7 +283,7 @@ def test_unknown_capacity_admits_until_the_queue_is_full() -> None:
 
 
 def test_systematic_errors_of_forecasts_are_corrected() -> None:
-    """If waits are three times as long as predicted, the correction factor approaches 3."""
+    """The correction factor approaches 3 when waits are three times as long as predicted."""
     error = WaitCorrection()
     for _ in range(1000):
         predicted_s = 0.5 * error.factor
@@ -294,8 +296,8 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
 
 
 def test_output_length_is_predicted_per_tenant() -> None:
-    """The predicted share of `max_tokens` is the tenant's, bounded and shrunk to that of all
-    tenants."""
+    """The predicted share of `max_tokens` is bounded, and shrinks from the tenant's share to that
+    of all tenants."""
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0
     for _ in range(200):
@@ -310,7 +312,7 @@ def test_output_length_is_predicted_per_tenant() -> None:
 
 
 def test_requests_without_fingerprint_have_no_bookings() -> None:
-    """A fingerprint of 0 books nothing and finds nothing."""
+    """A request with a fingerprint of 0 creates no booking and finds none."""
     appointments = Appointments()
     appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0), 1.0)
     assert len(appointments) == 0

@@ -1,4 +1,4 @@
-"""The allocation of a step's slots, compared with brute force."""
+"""The allocation of draft slots in a step, compared with brute force."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def check_is_best(
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
 def test_existing_drafts_are_allocated_optimally(offered, others, budget, cost) -> None:
-    """On any staircase, no other lengths of n-gram drafts have a better rate."""
+    """The allocation of n-gram drafts has the best rate for any step cost."""
     check_is_best(offered, others, budget, cost)
 
 
 @given(candidates([0.0, 1e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18), costs())
 @settings(max_examples=200)
 def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) -> None:
-    """Two proposers with forward passes and a free one get the best depths."""
+    """The allocation finds the best depths for two computing proposers and a free proposer."""
     check_is_best(offered, others, budget, cost)
 
 
@@ -110,7 +110,7 @@ def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) ->
 def test_allocation_beside_prompts_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots
 ) -> None:
-    """Slots use what prompts leave of the step, then displace prompt tokens."""
+    """Slots use the tokens that prompts leave in the step, then displace prompt tokens."""
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots)
 
 
@@ -125,7 +125,7 @@ once_s = st.sampled_from([0.0, 1e-5, 2e-4, 5e-3])
 def test_allocation_with_host_time_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots, verify_s
 ) -> None:
-    """The allocation accounts for the host time of verification and of each computing proposer."""
+    """The allocation includes the host time of verification and of each computing proposer."""
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots, verify_s)
 
 
@@ -133,7 +133,7 @@ def test_allocation_with_host_time_is_optimal(
 def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
     offered, others, budget, cost
 ) -> None:
-    """If the host time exceeds the gain, all lengths are 0."""
+    """All draft lengths are 0 when the host time exceeds the gain."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
@@ -147,7 +147,7 @@ def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
 def test_path_for_few_slots_equals_the_path_for_many(
     offered, others, budget, cost, verify_s
 ) -> None:
-    """Both algorithms give the same rate."""
+    """The algorithms for few slots and for many slots give the same rate."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -157,7 +157,7 @@ def test_path_for_few_slots_equals_the_path_for_many(
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs(), once_s)
 def test_no_slot_below_the_least_price_is_taken(offered, others, budget, cost, verify_s) -> None:
-    """If no weighted survival exceeds the bound, no slot is taken."""
+    """The allocation takes no slot when no weighted survival exceeds the least price."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
@@ -181,7 +181,7 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
 @settings(max_examples=200)
 def test_start_costs_are_paid_for(offered, starts, cost) -> None:
-    """The choice beats drafting for no new sequence, and is near the optimum."""
+    """The allocation beats drafting for no new sequence and is close to the optimum."""
     begun = [
         replace(c, start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
@@ -201,7 +201,7 @@ def test_start_costs_are_paid_for(offered, starts, cost) -> None:
 
 
 def test_expensive_start_is_left_out() -> None:
-    """A long catch-up excludes one sequence from drafting, but not its neighbour."""
+    """A long catch-up excludes only its own sequence from drafting."""
     ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
     behind = replace(ready, start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
@@ -219,7 +219,7 @@ def test_large_batch_takes_the_likeliest_slots() -> None:
 
 
 def test_heavier_sequence_gets_the_slot() -> None:
-    """Of two equal drafts, the one with the higher weight is verified."""
+    """The allocation verifies the draft with the higher weight when two drafts are equal."""
     fair = DraftCandidate((0.8, 0.64))
     expensive = DraftCandidate((0.8, 0.64), weight=3.0)
     step = StepView(2, 1000, 2, 2, (fair, expensive), 4.0)
@@ -227,13 +227,13 @@ def test_heavier_sequence_gets_the_slot() -> None:
 
 
 def test_ties_go_to_earlier_candidates() -> None:
-    """The choice among equal slots is the same on every machine."""
+    """The allocation makes the same choice among equal slots on every machine."""
     step = StepView(3, 300, 3, 4, (DraftCandidate((0.5, 0.5, 0.5)),) * 3)
     assert allocate(step, StepCost((64,), (1e-3,))) == [3, 1, 0]
 
 
 def test_no_candidates_or_no_budget_gives_no_drafts() -> None:
-    """No candidates, empty ones, and no budget give lengths of 0."""
+    """All draft lengths are 0 without candidates, with empty candidates, and without a budget."""
     assert allocate(StepView(2, 10, 2, 8, ()), H100_8B) == []
     assert allocate(StepView(2, 10, 2, 8, (DraftCandidate(()),) * 2), H100_8B) == [0, 0]
     assert allocate(StepView(2, 10, 2, 0, (DraftCandidate((0.9,)),) * 2), H100_8B) == [0, 0]

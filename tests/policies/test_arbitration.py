@@ -1,4 +1,4 @@
-"""Which proposer drafts for each sequence."""
+"""The choice of a proposer for each sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ RATE = 100.0  # tokens per second: a depth costs a tenth of a token
 
 
 def value(options, chosen, price) -> float:
-    """Return the excess over the price, less the drafting cost at the best common depth."""
+    """Return the excess of survivals over the price, less the drafting cost at the best common
+    depth."""
     free = sum(
         sum(max(c.weight * s - price, 0.0) for s in c.survivals)
         for c in (of_one[i] for of_one, i in zip(options, chosen, strict=True))
@@ -52,7 +53,7 @@ one = st.one_of(
     st.sampled_from([0.0, 1e-3, 1e-2]),
 )
 def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
-    """With one computing proposer, no other choice is worth more at this price."""
+    """No other choice is worth more at this price when one proposer computes its drafts."""
     options = [
         tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
     ]
@@ -62,14 +63,14 @@ def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
 
 
 def test_long_match_is_used_and_a_short_one_replaced_by_a_computed_draft() -> None:
-    """Each sequence gets the proposer that gains more."""
+    """Each sequence uses the proposer with the higher gain."""
     drafted = DraftCandidate((0.8, 0.64, 0.5), DEPTH_S)
     match, guess = DraftCandidate((0.95, 0.9, 0.85)), DraftCandidate((0.1, 0.01))
     assert arbitrate([(match, drafted), (guess, drafted)], 0.05, RATE) == [0, 1]
 
 
 def test_many_sequences_share_a_depth_that_one_cannot_afford() -> None:
-    """A depth costs the same for one sequence as for ten."""
+    """Ten sequences share the cost of a depth that is too high for one sequence."""
     options = (DraftCandidate((0.3,)), DraftCandidate((0.38,), DEPTH_S))
     assert arbitrate([options], 0.05, RATE) == [0]
     assert arbitrate([options] * 10, 0.05, RATE) == [1] * 10

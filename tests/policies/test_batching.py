@@ -34,7 +34,7 @@ COST = StepCost(STAIRS, tuple(5e-3 + 20e-6 * tokens for tokens in STAIRS), 40e-9
     "spec", ["slack", "fixed:512", "fixed:2048", "prefill_first", "decode_first"]
 )
 def test_conformance(spec: str) -> None:
-    """Every shipped policy keeps the contract of `BatchingPolicy`, and is found by its name."""
+    """Every shipped policy is found by its name and keeps the contract of `BatchingPolicy`."""
     policy = batching_policy(spec)
     assert isinstance(policy, BatchingPolicy)
     assert policy.name == spec
@@ -48,7 +48,7 @@ def test_conformance(spec: str) -> None:
     st.floats(1e-3, 0.1),
 )
 def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> None:
-    """The predicted step meets its target, or has the minimum share of prompts."""
+    """The predicted step meets its target or has the minimum share of prompts."""
     batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(
@@ -60,7 +60,7 @@ def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> N
 
 
 def test_tighter_target_never_gives_a_longer_chunk() -> None:
-    """Chunks shrink from all waiting tokens to the minimum chunk."""
+    """A tighter target gives a chunk between the minimum chunk and all waiting tokens."""
     chunks = [
         Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s), COST)
         for within_s in (0.1, 0.03, 0.02, 0.008, 0.0)
@@ -71,7 +71,7 @@ def test_tighter_target_never_gives_a_longer_chunk() -> None:
 
 
 def test_prompts_keep_their_share_under_an_impossible_target() -> None:
-    """Prompts get a third of the step, and at least the minimum chunk."""
+    """Prompts receive a third of the step and at least the minimum chunk."""
     tokens = Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, 0.0), COST)
     own_s = COST.seconds(32, 16_000, 32)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
@@ -89,8 +89,7 @@ def test_step_without_a_target_is_stretched_five_times() -> None:
 
 
 def test_drafts_do_not_stretch_a_step() -> None:
-    """Without a target, the step is a multiple of the decodes' own time, and drafts shorten the
-    chunk."""
+    """Drafts shorten the chunk and do not lengthen a step without a target."""
     chunks = [Slack().prefill_tokens(BatchView(32 + n, 16_000, 32, 100_000), COST) for n in DRAFTS]
     assert chunks == sorted(chunks, reverse=True)
     for drafts, tokens in zip(DRAFTS, chunks, strict=True):
@@ -102,7 +101,7 @@ def test_drafts_do_not_stretch_a_step() -> None:
 
 
 def test_uncertain_forecasts_leave_a_margin() -> None:
-    """With normal errors of this median, one step in 200 is late instead of half of them."""
+    """One step in 200 is late instead of half of the steps when errors are normal."""
     sigma, within_s = 0.04, 0.05
     error = sigma * NormalDist().inv_cdf(0.75)
     batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, error)
@@ -114,19 +113,20 @@ def test_uncertain_forecasts_leave_a_margin() -> None:
 
 @given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0))
 def test_decode_waits_between_half_and_all_of_its_target(due_in_s, tpot_s) -> None:
-    """An early decode waits at most its target; a late one waits half of it."""
+    """An early decode waits for at most its target, and a late decode waits for half."""
     waits_s = longest_wait_s(due_in_s, tpot_s)
     assert LATE_SHARE * tpot_s <= waits_s <= tpot_s
     assert waits_s == due_in_s or due_in_s < LATE_SHARE * tpot_s or due_in_s > tpot_s
 
 
 def test_prompt_without_decodes_takes_the_whole_step() -> None:
-    """Without decodes, no target shortens the step."""
+    """No target shortens a step without decodes."""
     assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6), COST) == 3000
 
 
 def test_baselines_follow_their_definitions() -> None:
-    """A fixed budget counts decodes and drafts; other baselines put prefills or decodes first."""
+    """A fixed budget counts decodes and drafts. The other baselines put prefills or
+    decodes first."""
     busy, idle = BatchView(100, 5000, 50, 3000), BatchView(0, 0, 0, 3000)
     assert FixedBudget(512).prefill_tokens(busy, COST) == 412
     assert FixedBudget(64).prefill_tokens(busy, COST) == 0
@@ -146,6 +146,6 @@ def test_baselines_follow_their_definitions() -> None:
     ],
 )
 def test_unknown_policy_is_refused(spec: str, words: str) -> None:
-    """The error names the request and the known policies."""
+    """The error names the requested policy and the known policies."""
     with pytest.raises(ValueError, match=words):
         batching_policy(spec)

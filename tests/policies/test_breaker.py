@@ -8,7 +8,7 @@ PATIENCE = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_
 
 
 def test_consecutive_failures_open_the_breaker() -> None:
-    """Fewer failures do not open it, and an answer in between restarts the count."""
+    """Only consecutive failures open the breaker, and a success restarts the count."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures - 1):
         breaker.failed("down", 0.0)
@@ -22,7 +22,7 @@ def test_consecutive_failures_open_the_breaker() -> None:
 
 
 def test_pauses_double_up_to_a_cap() -> None:
-    """Every failed probe doubles the pause; other failures meanwhile do not."""
+    """Every failed probe doubles the pause, and other failures leave the pause unchanged."""
     breaker, now_s, pauses = Breaker(PATIENCE), 0.0, []
     for _ in range(PATIENCE.failures):
         breaker.failed("down", now_s)
@@ -44,7 +44,7 @@ def test_pauses_double_up_to_a_cap() -> None:
 
 
 def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
-    """A stall of the gateway's own event loop would look the same."""
+    """The breaker stays closed because a stalled event loop causes the same burst of timeouts."""
     breaker, span_s = Breaker(PATIENCE), PATIENCE.timeouts_span_s
     for _ in range(10 * PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)
@@ -55,7 +55,7 @@ def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
 
 
 def test_refused_connection_among_timeouts_opens_the_breaker() -> None:
-    """The gateway itself can cause timeouts, but not a refused connection."""
+    """The breaker opens because a stalled gateway cannot cause a refused connection."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)

@@ -8,7 +8,7 @@ from tests.policies.calibration import brier_score, calibration_error, reliabili
 
 
 def test_brier_score_is_the_mean_squared_difference() -> None:
-    """Certain forecasts score 0 if right and 1 if wrong; a coin scores 1/4."""
+    """A certain forecast scores 0 if right and 1 if wrong, and a coin scores 1/4."""
     assert brier_score([1.0, 0.0], [True, False]) == 0.0
     assert brier_score([1.0, 0.0], [False, True]) == 1.0
     assert brier_score([0.5] * 4, [True, False, True, False]) == 0.25
@@ -16,7 +16,7 @@ def test_brier_score_is_the_mean_squared_difference() -> None:
 
 
 def test_reliability_bins_hold_mean_forecast_observed_share_and_size() -> None:
-    """Empty bins are left out."""
+    """Each bin holds its mean forecast, observed share and size, and empty bins are omitted."""
     chances = [*[0.25] * 4, *[0.75] * 4, 1.0]
     came = [True, False, False, False, True, True, True, False, True]
     bins = reliability(chances, came)
@@ -26,7 +26,7 @@ def test_reliability_bins_hold_mean_forecast_observed_share_and_size() -> None:
 
 
 def test_invalid_forecasts_are_refused() -> None:
-    """No forecasts, unequal numbers, and values that are not probabilities raise."""
+    """Missing forecasts, unequal lengths and values outside 0 to 1 raise an error."""
     with pytest.raises(ValueError, match="no forecasts"):
         brier_score([], [])
     with pytest.raises(ValueError, match="shorter"):

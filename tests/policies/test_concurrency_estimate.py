@@ -18,9 +18,9 @@ def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 900))
-def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: int) -> None:
-    """Under excess load, few requests wait in the engine."""
-    estimate, demand = before, limit + 1 + asked
+def test_estimate_settles_at_the_engines_limit(before: int, limit: int, excess: int) -> None:
+    """Few requests wait in the engine under excess load."""
+    estimate, demand = before, limit + 1 + excess
     sent = []
     for _ in range(60):
         sent.append(min(estimate or demand, demand))
@@ -36,5 +36,6 @@ def test_estimate_settles_at_the_engines_limit(before: int, limit: int, asked: i
 def test_estimate_is_never_below_the_running_sequences_of_a_queue(
     estimate: int, running: int, waiting: int
 ) -> None:
-    """With a queue the estimate is at least the running sequences; without one it never falls."""
+    """The estimate is at least the running sequences with a queue and never falls without
+    a queue."""
     assert next_estimate(estimate, running, waiting) >= (max(1, running) if waiting else estimate)

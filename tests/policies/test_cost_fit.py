@@ -1,4 +1,4 @@
-"""Step costs that follow measurements."""
+"""Step costs that are fitted to measurements."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BUCKETS = (1, 2, 4, *range(8, 257, 8))
 
 
 def true_s(size: StepSize) -> float:
-    """A device that is not a table: a roofline over tiles of 16 rows, and an overhead."""
+    """Return the step time of a roofline over tiles of 16 rows plus an overhead."""
     tiles = -(-size.tokens // 16) * 16
     memory_s, compute_s = 5e-3 + 40e-9 * size.kv_tokens, 2e-3 + 40e-6 * tiles
     return max(memory_s, compute_s) + 4e-6 * size.sequences + 2e-9 * size.pairs + 3e-4
 
 
-def some_step(rng: np.random.Generator) -> StepSize:
-    """A random batch: sequences of some context, drafts, sometimes a chunk."""
+def random_step(rng: np.random.Generator) -> StepSize:
+    """Return a random batch with contexts, drafts and sometimes a prompt chunk."""
     sequences, drafts = int(rng.integers(1, 65)), int(rng.integers(0, 4))
     chunk = int(rng.integers(1, 128)) if rng.random() < 0.1 else 0
     kv_tokens = sequences * int(rng.integers(200, 1000))
@@ -32,11 +32,13 @@ def some_step(rng: np.random.Generator) -> StepSize:
     return StepSize(sequences * (1 + drafts) + chunk, kv_tokens, sequences, pairs)
 
 
-def fed(fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 1.0) -> StepCostFit:
-    """Feed measurements with 5% noise, some of them 50 times too long."""
+def fit_steps(
+    fit: StepCostFit, steps: int, *, outliers: float = 0.0, factor: float = 1.0
+) -> StepCostFit:
+    """Return the fit after measurements with 5% noise, some of which are 50 times too long."""
     rng = np.random.default_rng(7)
     for _ in range(steps):
-        size = some_step(rng)
+        size = random_step(rng)
         noise = math.exp(rng.normal(0.0, 0.05)) * (50.0 if rng.random() < outliers else 1.0)
         fit.add_step(size, factor * true_s(size) * noise)
     return fit
@@ -47,7 +49,7 @@ def median_error(cost: StepCost, factor: float = 1.0) -> float:
     rng = np.random.default_rng(8)
     errors = []
     for _ in range(400):
-        size = some_step(rng)
+        size = random_step(rng)
         slots = size.pairs * size.sequences / max(size.kv_tokens, 1)
         predicted = cost.seconds(size.tokens, size.kv_tokens, size.sequences, round(slots))
         errors.append(abs(predicted / (factor * true_s(size)) - 1.0))
@@ -74,7 +76,7 @@ steps = st.tuples(
 @given(st.lists(steps, max_size=150), st.booleans())
 @settings(max_examples=60)
 def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
-    """`StepCost` refuses tables that fall, so a refit that made one would raise."""
+    """Any measurements leave a valid table, because `StepCost` rejects tables that fall."""
     fit = StepCostFit(StepCost((4, 16, 64), (1e-3,) * 3) if flat else seed(1.0))
     for size, step_s in measured:
         fit.add_step(size, step_s)
@@ -87,33 +89,36 @@ def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
 def test_profile_30_percent_off_is_corrected(factor: float) -> None:
-    """With 5% noise and 2% of steps 50 times too long: within 6% after 256 steps, 4% after 2,000.
-    No table with linear terms could follow the device exactly."""
+    """The fit is within 6% after 256 steps and within 4% after 2,000 steps.
+
+    The steps have 5% noise, and 2% of them are 50 times too long. A table with linear terms cannot
+    match the device exactly.
+    """
     fit = StepCostFit(seed(factor))
-    assert median_error(fed(fit, 256, outliers=0.02).cost) < 0.06
-    assert median_error(fed(fit, 1744, outliers=0.02).cost) < 0.04
+    assert median_error(fit_steps(fit, 256, outliers=0.02).cost) < 0.06
+    assert median_error(fit_steps(fit, 1744, outliers=0.02).cost) < 0.04
 
 
 def test_step_50_times_too_long_moves_predictions_by_less_than_2_percent() -> None:
-    """One outlier in a block hardly counts."""
+    """A single outlier in a block has almost no effect on predictions."""
     predictions = []
     for hiccup in (1.0, 50.0):
-        fit = fed(StepCostFit(seed(1.0)), 1024)
+        fit = fit_steps(StepCostFit(seed(1.0)), 1024)
         fit.add_step(StepSize(8, 4000, 8, 0), hiccup * true_s(StepSize(8, 4000, 8, 0)))
-        fed(fit, REFIT_STEPS - 1)
+        fit_steps(fit, REFIT_STEPS - 1)
         predictions.append([fit.cost.seconds(n, 500 * n, n) for n in (1, 8, 64)])
     assert predictions[1] == pytest.approx(predictions[0], rel=0.02)
     assert predictions[1] != predictions[0]
 
 
 def test_fit_follows_a_device_that_slows_down() -> None:
-    """After steps double, predictions are within 10% in 512 steps."""
-    fit = fed(StepCostFit(seed(1.0)), 2048)
-    assert median_error(fed(fit, 512, factor=2.0).cost, factor=2.0) < 0.10
+    """Predictions are within 10% after 512 steps when step times double."""
+    fit = fit_steps(StepCostFit(seed(1.0)), 2048)
+    assert median_error(fit_steps(fit, 512, factor=2.0).cost, factor=2.0) < 0.10
 
 
 def test_unmeasured_stairs_follow_measured_ones() -> None:
-    """If the whole profile was 30% too low, unmeasured stairs rise with the others."""
+    """Unmeasured stairs rise with the measured stairs when the whole profile was 30% too low."""
     truth, fit = seed(1.0), StepCostFit(seed(0.7))
     for _ in range(256):
         for tokens in (1, 4, 16, 32):
@@ -122,16 +127,16 @@ def test_unmeasured_stairs_follow_measured_ones() -> None:
 
 
 def test_relative_error_falls_from_the_profiles_to_that_of_measurements() -> None:
-    """The error falls from 30% to the noise."""
+    """The relative error falls from 30% to the noise of the measurements."""
     fit = StepCostFit(seed(0.7))
-    fed(fit, 64)
+    fit_steps(fit, 64)
     assert fit.relative_error > 0.05
-    fed(fit, 4000)
+    fit_steps(fit, 4000)
     assert 0.02 < fit.relative_error < 0.08
 
 
 def test_invalid_durations_are_ignored() -> None:
-    """NaN, infinity, zero, and empty steps leave the cost unchanged."""
+    """Empty steps and durations of NaN, infinity or zero leave the cost unchanged."""
     fit = StepCostFit(seed(1.0))
     for step_s in (math.nan, math.inf, 0.0, -1.0):
         fit.add_step(StepSize(4, 0, 1, 0), step_s)

@@ -1,4 +1,4 @@
-"""The forecast of a request's drafts, whose constants fit the recorded drafts."""
+"""The forecast of a request's drafts, whose constants are fitted to recorded drafts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def test_caps_exclude_little_of_the_gain_of_slots() -> None:
 
 
 def test_weight_of_a_tenants_history_predicts_best() -> None:
-    """No other tested weight has a lower loss by more than a thousandth of a nat."""
+    """No other tested weight lowers the loss by more than a thousandth of a nat."""
     losses = {row["weight_tokens"]: row["nats"] for row in RESULTS["history"]}
     assert losses[HISTORY_TOKENS] <= min(losses.values()) + 1e-3
 
 
 def test_repetition_constants_match_their_fits() -> None:
-    """The slope fits whole texts and lies within the range of all fits; the mean fits prompts."""
+    """The slope is within the range of all fits to whole texts, and the mean matches the
+    prompts."""
     rows = [
         row
         for row in RESULTS["repetition"]
@@ -59,7 +60,7 @@ def test_repetition_constants_match_their_fits() -> None:
 
 
 def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
-    """64 tested tokens of a tenant or model move the estimate half of the way."""
+    """64 tested tokens of a tenant or model move the estimate halfway."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
     expected = forecast_drafts(view, load, "ngram")
@@ -79,7 +80,7 @@ def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
     ],
 )
 def test_request_with_a_tpot_target_weighs_as_if_late(service, weight) -> None:
-    """The class of the request counts as well; a TTFT target attracts no slots."""
+    """A TPOT target and the class raise the weight of a request, and a TTFT target does not."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, service=service)
     assert forecast_drafts(view, load, ANY_PROPOSER).weight == weight
@@ -88,7 +89,7 @@ def test_request_with_a_tpot_target_weighs_as_if_late(service, weight) -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 1e-9, 0.5, 1.0])
 @pytest.mark.parametrize("repetition", [None, 0.0, 1.0])
 def test_survivals_of_a_good_draft_are_probabilities_that_fall(acceptance, repetition) -> None:
-    """Survivals are between 0 and 1 and never rise from slot to slot."""
+    """Survivals are probabilities that never rise from slot to slot."""
     expected = DraftForecast(acceptance, "", repetition, 1.0)
     survivals = [expected.survival(slot) for slot in range(1, 17)]
     assert all(0.0 < survival < 1.0 for survival in survivals)

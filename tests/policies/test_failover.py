@@ -1,4 +1,4 @@
-"""Failover: bystanders resume, poison requests are given up before they take all workers."""
+"""Failover: a bystander resumes, and a poison request stops before it takes all workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def losses(*new_tokens: int) -> list[Loss]:
 
 
 def test_first_loss_resumes_on_any_worker() -> None:
-    """After one loss a request may use the last worker, with or without a token so far."""
+    """A request may use the last worker after one loss, with or without progress."""
     for tokens in (0, 9):
         for workers in (0, 1, 7):
             assert given_up(losses(tokens), MOST_RESUMES, workers) is None
 
 
 def test_suspect_request_never_goes_to_the_last_worker() -> None:
-    """A second loss without a token in between makes it suspect; a token clears it."""
+    """A second loss without a token in between makes a request suspect, and a token clears it."""
     assert given_up(losses(9, 0), MOST_RESUMES, 1) is GivenUp.LAST_WORKER
     assert given_up(losses(9, 0), MOST_RESUMES, 2) is None
     assert given_up(losses(0, 1), MOST_RESUMES, 1) is None
@@ -31,19 +31,19 @@ def test_suspect_request_never_goes_to_the_last_worker() -> None:
 def test_request_is_given_up_after_the_most_resumes(
     new_tokens: list[int], most_resumes: int, workers: int
 ) -> None:
-    """Progress and the number of workers do not raise the limit."""
+    """Progress and the number of workers do not raise the limit of resumes."""
     why = given_up(losses(*new_tokens), most_resumes, workers)
     assert (why is GivenUp.EXHAUSTED) == (len(new_tokens) > most_resumes)
 
 
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 5))
 def test_poison_takes_few_workers_and_never_the_last_of_three(
-    workers: int, most_resumes: int, said: int
+    workers: int, most_resumes: int, first_tokens: int
 ) -> None:
-    """A request that breaks each worker at one place takes at most `1 + most_resumes`."""
+    """A request that breaks every worker at the same position takes at most `1 + most_resumes`."""
     left, lost = workers, losses()
     while left:
-        lost.append(Loss(f"w-{len(lost)}", said if not lost else 0))
+        lost.append(Loss(f"w-{len(lost)}", first_tokens if not lost else 0))
         left -= 1
         if given_up(lost, most_resumes, left) is not None:
             break
@@ -51,7 +51,7 @@ def test_poison_takes_few_workers_and_never_the_last_of_three(
     assert left >= 1 or workers <= 2
 
 
-@pytest.mark.parametrize("spared", [0, 1, 2])
-def test_bystander_with_progress_is_never_suspect(spared: int) -> None:
-    """Losses with progress in between are accidents, so only their number counts."""
-    assert given_up(losses(1, 1), MOST_RESUMES, spared) is None
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_bystander_with_progress_is_never_suspect(workers: int) -> None:
+    """Only the number of losses counts for a request with progress between them."""
+    assert given_up(losses(1, 1), MOST_RESUMES, workers) is None

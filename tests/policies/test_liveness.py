@@ -1,4 +1,4 @@
-"""Liveness: a worker or stream is lost only if it owes something for long enough."""
+"""Liveness: a worker or stream is lost only if its work is overdue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOAD = WorkerLoad(1, 0, 8, 8, 0.0, 0.5, (), step_tokens=512, steps=5)
 def check_for(
     silence: WorkerSilence, load: WorkerLoad, seconds: float, *, owes: bool = True
 ) -> bool:
-    """Check every second for some time; return the last answer."""
+    """Check every second for this many seconds and return the last result."""
     hung = False
     for _ in range(round(seconds)):
         hung = silence.look(load, 1.0, owes=owes)
@@ -41,7 +41,7 @@ def check_for(
     ids=["unknown", "fast", "slow decodes", "slow prompts"],
 )
 def test_patience_is_20_times_the_longest_usual_step(speed: WorkerSpeed, patience: float) -> None:
-    """The longer of a decode and a full prompt step counts; the minimum is 10 s."""
+    """The patience is 20 times the longer of a decode and a full prompt step, and at least 10 s."""
     assert patience_s(structs.replace(LOAD, speed=speed)) == pytest.approx(patience)
 
 
@@ -54,7 +54,7 @@ def test_worker_without_steps_hangs_after_the_patience() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30))
 def test_worker_with_steps_or_without_requests_never_hangs(spells: list[tuple[int, bool]]) -> None:
-    """Every silence is shorter than the patience, or no request waits."""
+    """A worker does not hang if its silence is shorter than the patience or no request waits."""
     silence = WorkerSilence()
     for steps, (seconds, owes) in enumerate(spells):
         load = structs.replace(LOAD, steps=steps)
@@ -63,7 +63,7 @@ def test_worker_with_steps_or_without_requests_never_hangs(spells: list[tuple[in
 
 
 def test_next_step_ends_a_hang() -> None:
-    """Only a step ends the hang, not a change of the waiting requests."""
+    """Only a step ends the hang, and a change of the waiting requests does not."""
     silence = WorkerSilence()
     assert check_for(silence, LOAD, 2 + LEAST_PATIENCE_S)
     assert check_for(silence, LOAD, RETRY_S / 2, owes=False)
@@ -71,7 +71,7 @@ def test_next_step_ends_a_hang() -> None:
 
 
 def test_hung_worker_is_tried_again() -> None:
-    """A hung worker becomes eligible again after a while, and hangs again without a step."""
+    """A hung worker becomes eligible again after a while and hangs again without a step."""
     silence = WorkerSilence()
     assert check_for(silence, LOAD, 2 + LEAST_PATIENCE_S)
     assert not check_for(silence, LOAD, RETRY_S + 1, owes=False)
@@ -79,7 +79,7 @@ def test_hung_worker_is_tried_again() -> None:
 
 
 def test_silent_running_stream_is_lost_after_the_patience() -> None:
-    """Every delta restarts the timer."""
+    """Every delta restarts the timer of a running stream."""
     silence = StreamSilence()
     for deltas in (1, 2):
         found = [silence.look(deltas, LOAD, 1.0, runs=True) for _ in range(12)]
@@ -87,7 +87,7 @@ def test_silent_running_stream_is_lost_after_the_patience() -> None:
 
 
 def test_stream_that_may_wait_is_not_lost() -> None:
-    """A stream may wait if requests queue on its worker, or if it is held back."""
+    """A silent stream is not lost while requests queue on its worker or the stream is held back."""
     silence = StreamSilence()
     for load, runs in ((structs.replace(LOAD, waiting=1), True), (LOAD, False)):
         assert not any(silence.look(1, load, 1.0, runs=runs) for _ in range(1000))

@@ -8,13 +8,13 @@ from draftgate.policies.speculation.lookup_gain import FIRST_GAIN, LookupGains
 
 
 def test_first_lookups_are_expected_to_gain() -> None:
-    """Without earlier lookups, the expected gain is positive after any outcome."""
+    """The expected gain is positive without earlier lookups, after any outcome."""
     gains = LookupGains()
     assert [gains.expected(row) for row in range(3)] == [FIRST_GAIN] * 3
 
 
 def test_expected_gain_approaches_the_mean_of_its_row() -> None:
-    """Each row has its own mean."""
+    """The expected gain of each row approaches the mean gain of that row."""
     gains = LookupGains()
     for turn in range(400):
         gains.add_lookup(1, 0.4 if turn % 4 == 0 else 0.0)
@@ -24,7 +24,7 @@ def test_expected_gain_approaches_the_mean_of_its_row() -> None:
 
 
 def test_unseen_row_has_the_mean_of_all_rows() -> None:
-    """The first draft of a row is expected to gain as much as those of others."""
+    """The first draft of a row is expected to gain as much as drafts of other rows."""
     gains = LookupGains()
     for _ in range(400):
         gains.add_lookup(1, 0.2)
@@ -32,7 +32,7 @@ def test_unseen_row_has_the_mean_of_all_rows() -> None:
 
 
 def test_old_gains_are_forgotten() -> None:
-    """A text that begins to repeat is worth lookups again after a few matches."""
+    """A text that begins to repeat regains a positive expected gain after a few matches."""
     gains = LookupGains()
     for _ in range(1000):
         gains.add_lookup(1, 0.0)

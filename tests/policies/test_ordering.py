@@ -24,13 +24,13 @@ def ticket(key: int, deadline_s: float = 0.0, **others) -> Ticket:
 
 
 def jain(values: list[float]) -> float:
-    """Jain's fairness index (Jain, Chiu, Hawe, 1984): 1 for equal values, 1 / n if one has all."""
+    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984), from 1 / n to 1 for equal values."""
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
 @pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
 def test_conformance(spec: str) -> None:
-    """Every shipped policy keeps the contract of `OrderingPolicy`, and is found by its name."""
+    """Every shipped policy is found by its name and keeps the contract of `OrderingPolicy`."""
     policy = ordering_policy(spec)
     assert isinstance(policy, OrderingPolicy)
     assert policy.name == spec
@@ -48,7 +48,7 @@ def test_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
 def test_duplicate_key_is_refused(spec: str) -> None:
-    """The key of a waiting request cannot be pushed again."""
+    """The queue rejects the key of a request that already waits."""
     queue = ordering_policy(spec)
     queue.push(ticket(1))
     with pytest.raises(ValueError, match="waits already"):
@@ -58,7 +58,7 @@ def test_duplicate_key_is_refused(spec: str) -> None:
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=4 * PIECE))
 @settings(max_examples=30)
 def test_prefix_sum_queue_is_sorted_and_sums_up(moves) -> None:
-    """After any changes, the first place and the work before each place are right."""
+    """The queue keeps its order and the work before each place after any changes."""
     line, there = PrefixSumQueue(), {}
     for key, (at_s, leaves) in enumerate(moves):
         line.insert((at_s, key), at_s)
@@ -78,7 +78,7 @@ def test_prefix_sum_queue_is_sorted_and_sums_up(moves) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_prefix_sum_queue_of_several_pieces_sums_up(seed) -> None:
-    """A queue of several pieces is sorted as well."""
+    """A queue of several pieces stays sorted and keeps its sums."""
     rng, line = random.Random(seed), PrefixSumQueue()
     places = [(rng.random(), key) for key in range(10 * PIECE)]
     for place in places:
@@ -95,7 +95,7 @@ def test_prefix_sum_queue_of_several_pieces_sums_up(seed) -> None:
     st.lists(st.tuples(st.integers(-2, 2), st.floats(0, 9), st.sampled_from("abc")), max_size=40)
 )
 def test_better_classes_are_first(requests) -> None:
-    """Without overdue or pressing requests, a class precedes all worse ones."""
+    """A class precedes all worse classes when no request is overdue or pressing."""
     queue = Fair(PATIENT)
     for key, (priority, deadline_s, tenant) in enumerate(requests):
         queue.push(ticket(key, 200.0 + deadline_s, priority=priority, tenant=tenant, work_s=0.1))
@@ -105,7 +105,7 @@ def test_better_classes_are_first(requests) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), max_size=40))
 def test_requests_of_a_tenant_are_taken_by_deadline(requests) -> None:
-    """Within a tenant and class, the order is by deadline, then by arrival."""
+    """The queue takes requests of a tenant and class by deadline, then by arrival."""
     queue = Fair(PATIENT)
     for key, (deadline_s, work_s) in enumerate(requests):
         queue.push(ticket(key, deadline_s, work_s=work_s))
@@ -120,9 +120,9 @@ def test_requests_of_a_tenant_are_taken_by_deadline(requests) -> None:
 )
 @settings(max_examples=25)
 def test_waiting_tenants_are_served_by_their_shares(shares, seed, early) -> None:
-    """Jain's index of work / share is at least 0.98 for tenants that always wait, in any order.
+    """Jain's index of work per share is at least 0.98 for tenants that always wait.
 
-    Sizes vary a hundredfold, one tenant floods the queue, and deadlines favour some.
+    Sizes vary a hundredfold, one tenant floods the queue, and some deadlines are earlier.
     """
     queue, served, key, rng = Fair(PATIENT), [0.0] * len(shares), 0, random.Random(seed)
 
@@ -147,7 +147,8 @@ def test_waiting_tenants_are_served_by_their_shares(shares, seed, early) -> None
 
 
 def test_absent_tenant_gains_no_credit() -> None:
-    """A tenant that arrives late gets its share from then on, not the service it has missed."""
+    """A tenant that arrives late receives its share from that time on, without the missed
+    service."""
     queue = Fair(PATIENT)
     for key in range(1000):
         queue.push(ticket(key, tenant="flood", work_s=0.1))
@@ -160,7 +161,7 @@ def test_absent_tenant_gains_no_credit() -> None:
 
 
 def test_returning_tenant_pays_for_its_last_request() -> None:
-    """A tenant with one waiting request at a time gets exactly its share."""
+    """A tenant with one waiting request at a time receives exactly its share."""
     queue, key = Fair(PATIENT), 1000
     for old in range(500):
         queue.push(ticket(old, deadline_s=1e6, tenant="patient", work_s=0.1))
@@ -207,7 +208,7 @@ def test_overdue_request_is_taken_within_its_bound(moves, every) -> None:
 
 
 def test_overdue_bulk_gets_one_request_in_four() -> None:
-    """Three of four requests are still those of the better class."""
+    """The better class still receives three of four turns when bulk requests are overdue."""
     queue = Fair()
     for key in range(400):
         queue.push(ticket(key, priority=5, tenant="bulk", work_s=0.1))
@@ -219,7 +220,8 @@ def test_overdue_bulk_gets_one_request_in_four() -> None:
 
 @given(st.integers(1, 40), st.integers(2, 5))
 def test_pressing_class_gets_one_request_in_four(bulk, every) -> None:
-    """With half of its time gone, a class gets one in `every` turns of endless better traffic."""
+    """A class with half of its time elapsed receives one of `every` turns under endless better
+    traffic."""
     queue, key = Fair(PATIENT, every), 0
     for key in range(bulk):
         queue.push(Ticket(key, 0.0, 100.0, 1, "bulk", 1.0, 0.1))
@@ -243,7 +245,7 @@ def test_pressing_class_gets_one_request_in_four(bulk, every) -> None:
 def test_work_ahead_never_shrinks_as_others_join(
     requests, deadline_s, work_s, tenant, spec
 ) -> None:
-    """No new request reduces the work ahead of another one."""
+    """A new request never reduces the work ahead of another request."""
     queue, last_s = ordering_policy(spec), 0.0
     newcomer = Ticket(10**6, 100.0, deadline_s, 0, tenant, 1.0, work_s)
     for key, (at_s, size_s, other) in enumerate(requests):
@@ -255,7 +257,7 @@ def test_work_ahead_never_shrinks_as_others_join(
 
 
 def test_flood_delays_another_tenants_first_request_by_at_most_a_lag() -> None:
-    """Only a lag and the tenant's own work are ahead, however long the flood."""
+    """Only a lag and the tenant's own work are ahead, regardless of the flood."""
     queue = Fair()
     for key in range(1000):
         queue.push(ticket(key, tenant="flood", work_s=0.1))
@@ -282,7 +284,7 @@ def test_pressing_requests_count_as_ahead_of_better_classes() -> None:
 
 
 def test_work_ahead_of_baselines_is_exact() -> None:
-    """For `fcfs` and `edf`, the work ahead is exactly what is taken before."""
+    """The work ahead for `fcfs` and `edf` is exactly the work of the requests taken before."""
     for spec in ("fcfs", "edf"):
         queue, rng = ordering_policy(spec), random.Random(5)
         for key in range(100):
@@ -296,7 +298,7 @@ def test_work_ahead_of_baselines_is_exact() -> None:
 
 
 def test_memory_of_absent_tenants_is_bounded() -> None:
-    """Memory stays bounded if many tenants arrive once while another always waits."""
+    """Memory stays bounded when many tenants arrive once while another tenant always waits."""
     queue = Fair(PATIENT)
     queue.push(ticket(0, deadline_s=1e9, priority=0, tenant="always", work_s=0.0))
     for key in range(1, 12_000):

@@ -49,7 +49,7 @@ def test_price_is_never_negative(cost, sequences, kv, prefill) -> None:
 
 
 def test_price_rises_with_the_batch() -> None:
-    """On an H100 a slot is nearly free alone, and expensive in a full batch."""
+    """A slot on an H100 is nearly free for one sequence and expensive in a full batch."""
     prices = [slot_price(decodes(n, n * 500), H100_8B) for n in (1, 8, 32, 64, 128, 256, 512)]
     assert prices == sorted(prices)
     assert prices[0] < 0.01
@@ -57,19 +57,19 @@ def test_price_rises_with_the_batch() -> None:
 
 
 def test_long_contexts_lower_the_price() -> None:
-    """With 32 requests of 32k tokens, a slot costs about 0.013."""
+    """A slot costs about 0.013 with 32 requests of 32k tokens."""
     assert slot_price(decodes(32, 32 * 32_768), H100_8B) == pytest.approx(0.013, abs=0.003)
 
 
 def test_attention_raises_the_price_of_slots_with_long_contexts() -> None:
-    """A slot's cost includes the KV tokens that it attends to, on average over the sequences."""
+    """The cost of a slot includes the mean number of KV tokens that the slot reads."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert slot_price(decodes(2, 4000), cost) > slot_price(decodes(2, 400), cost)
 
 
 @given(costs(), st.integers(1, 64), small, st.floats(0, 100))
 def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted) -> None:
-    """The formula is evaluated up to the next edge."""
+    """The price uses the extra time up to the next edge of the step cost."""
     step_s = cost.seconds(sequences, kv, sequences)
     assume(step_s > 1e-9)  # all devices are equal below
     edge = cost.next_edge(sequences)
@@ -80,14 +80,14 @@ def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted
 
 @given(costs(), st.integers(1, 64), small, verifying)
 def test_fixed_time_of_verification_is_not_in_the_price(cost, sequences, kv, verify_s) -> None:
-    """The price is that of one more slot; all slots together bear the fixed time."""
+    """The price is that of one more slot and excludes the fixed time of verification."""
     step = decodes(sequences, kv)
     expensive = replace(step, verify_s=verify_s)
     assert slot_price(expensive, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
 
 
 def test_prompts_raise_the_price_of_slots() -> None:
-    """Decodes share the time that prompts leave: with two thirds for prompts, the price triples."""
+    """The price triples when prompts take two thirds of the step."""
     cost = StepCost(tuple(range(1, 1025)), tuple(1e-5 * n for n in range(1, 1025)))
     alone = slot_price(decodes(100), cost)
     beside = slot_price(beside_prompts(100, 200, 1000), cost)
@@ -103,9 +103,9 @@ def test_prompts_raise_the_price_of_slots() -> None:
     verifying,
 )
 def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_s) -> None:
-    """Slots use spare tokens, then displace prompt tokens, then lengthen the step again.
+    """Slots use spare tokens, then displace prompt tokens, then lengthen the step.
 
-    The time of prompts is left out, and verification is added once.
+    The slot times omit the prompts and include verification once.
     """
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
     step = replace(step, verify_s=verify_s)
@@ -131,8 +131,7 @@ def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_
 def test_least_price_is_that_of_the_cheapest_number_of_slots(
     cost, sequences, prefill, free, most, verify_s
 ) -> None:
-    """No number of slots takes a smaller average share of the step's rate, and one takes exactly
-    it."""
+    """No number of slots takes a smaller average share of the rate than the least price."""
     step = replace(
         beside_prompts(sequences, prefill, free, 50 * sequences),
         slot_budget=most,
@@ -147,7 +146,7 @@ def test_least_price_is_that_of_the_cheapest_number_of_slots(
 
 @given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))
 def test_another_slot_never_shortens_a_step(cost, sequences, prefill, free) -> None:
-    """The price of a slot is never negative, even if it displaces prompts."""
+    """A slot has a non-negative price even if it displaces prompts."""
     times_s = slots_s(beside_prompts(sequences, prefill, free, 50 * sequences), cost, 100)
     assert (times_s[1:] >= times_s[:-1] - 1e-12).all()
     assert least_slot_price(beside_prompts(sequences, prefill, free), cost) >= 0.0

@@ -28,7 +28,7 @@ def balances(totals: Totals) -> bool:
 
 @given(steps)
 def test_ledger_balances_after_any_sequence_of_calls(moves) -> None:
-    """After any reserve, settle, error and release, the sums agree and none is negative."""
+    """The sums agree and stay non-negative after any reserve, settle, error and release."""
     ledger, now_s = QuotaLedger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
     for move, tenant, request, tokens, wait_s in moves:
         name = f"{tenant}{request}"
@@ -59,7 +59,7 @@ def test_ledger_balances_after_any_sequence_of_calls(moves) -> None:
     )
 )
 def test_no_interval_holds_more_than_burst_and_rate(moves) -> None:
-    """In any interval at most burst + rate x length is kept, even if the rest is released late."""
+    """The ledger keeps at most burst + rate x length in any interval, even with late releases."""
     ledger, now_s, kept, ends = QuotaLedger({"a": QUOTA}), 0.0, [], []
     for number, (tokens, wait_s, used, later) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
@@ -82,7 +82,7 @@ def test_no_interval_holds_more_than_burst_and_rate(moves) -> None:
     st.integers(0, 60),
 )
 def test_released_tokens_count_as_never_reserved(moves, probe) -> None:
-    """After settling, the ledger accepts as much as if only the used tokens had been reserved."""
+    """The ledger accepts as much after settling as if only the used tokens had been reserved."""
     quota = {"a": Quota(tokens_per_minute=60, burst_tokens=120)}
     ledger, exact, now_s, taken = QuotaLedger(quota), QuotaLedger(quota), 0.0, []
     for number, (tokens, wait_s) in enumerate(moves):
@@ -98,7 +98,7 @@ def test_released_tokens_count_as_never_reserved(moves, probe) -> None:
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=30), st.floats(0, 1e6))
 def test_request_fits_exactly_after_retry_after(sizes, begin_s) -> None:
-    """Two milliseconds earlier the request does not fit."""
+    """The request fits at `retry_after` and does not fit two milliseconds earlier."""
     ledger, now_s = QuotaLedger({"a": QUOTA}), begin_s
     for number, tokens in enumerate(sizes):
         shortage = ledger.reserve("a", str(number), tokens, now_s)
@@ -112,7 +112,7 @@ def test_request_fits_exactly_after_retry_after(sizes, begin_s) -> None:
 
 @given(st.integers(0, 600), st.integers(0, 600), st.floats(0, 200))
 def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
-    """After a refill, released tokens do not exceed the burst."""
+    """Released tokens never exceed the burst after a refill."""
     used = min(first, used)
     ledger = QuotaLedger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
     assert ledger.reserve("a", "1", first, 0.0) is None
@@ -127,7 +127,7 @@ def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s)
 
 
 def test_shortage_names_the_limit_with_the_longest_wait() -> None:
-    """A request that never fits gets the largest amount that does."""
+    """A request that never fits receives the largest amount that fits."""
     ledger = QuotaLedger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
     assert (never.limit, never.retry_after_s, never.asked, never.most) == ("tokens", None, 601, 600)
@@ -140,7 +140,7 @@ def test_shortage_names_the_limit_with_the_longest_wait() -> None:
 
 
 def test_released_request_counts_against_no_quota() -> None:
-    """A released request does not count, but a settled one does."""
+    """The ledger counts a settled request and ignores a released request."""
     ledger = QuotaLedger({"a": Quota(requests_per_minute=1)})
     assert ledger.reserve("a", "1", 5, 0.0) is None
     ledger.release("1")
@@ -152,7 +152,7 @@ def test_released_request_counts_against_no_quota() -> None:
 
 
 def test_tokens_beyond_the_reservation_count_against_the_quota() -> None:
-    """Excess tokens count, and the sums still agree."""
+    """Excess tokens count against the quota, and the sums still agree."""
     ledger = QuotaLedger({"a": Quota(tokens_per_minute=60)})
     assert ledger.reserve("a", "1", 10, 0.0) is None
     ledger.settle("1", 90)
@@ -169,7 +169,7 @@ def test_unlimited_tenant_is_counted_but_never_short() -> None:
 
 
 def test_only_idle_tenants_are_forgotten() -> None:
-    """A forgotten tenant has empty buckets and no open reservation, so quotas hold."""
+    """The ledger forgets only tenants with full buckets and no open reservation."""
     ledger = QuotaLedger(default=Quota(tokens_per_minute=60), most_tenants=10)
     assert ledger.reserve("open", "open", 1, 0.0) is None
     assert ledger.reserve("owes", "owes", 60, 0.0) is None
@@ -184,7 +184,7 @@ def test_only_idle_tenants_are_forgotten() -> None:
 
 
 def test_invalid_quotas_are_refused() -> None:
-    """Limits below 1, and bursts without a limit, raise an error."""
+    """Limits below 1 and bursts without a limit raise an error."""
     for wrong in ({"requests_per_minute": 0}, {"tokens_per_minute": -1}, {"burst_tokens": 5}):
         with pytest.raises(ValueError, match=r"quota|burst"):
             Quota(**wrong)

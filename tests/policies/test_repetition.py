@@ -1,4 +1,4 @@
-"""Repetition: the share of n-gram lookups in a prompt that were right."""
+"""Repetition: the share of correct n-gram lookups in a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftgate.policies.speculation.repetition import (
 
 
 def repetition_by_definition(token_ids: list[int]) -> float | None:
-    """Follow the definition: find each pair's latest earlier place, and compare what follows."""
+    """Return the share of correct lookups by comparing each pair with its latest earlier place."""
     tail, latest, outcomes = token_ids[-TAIL_TOKENS:], {}, []
     for end in range(MATCH_TOKENS, len(tail)):
         key = tuple(tail[end - MATCH_TOKENS : end])
@@ -28,12 +28,12 @@ def repetition_by_definition(token_ids: list[int]) -> float | None:
 
 @given(st.lists(st.integers(0, 5), max_size=700))
 def test_repetition_is_the_share_of_lookups_that_were_right(token_ids) -> None:
-    """The vectorized form equals lookups token by token."""
+    """The vectorized form equals a token-by-token computation."""
     assert repetition(token_ids) == repetition_by_definition(token_ids)
 
 
 def test_repetitive_text_has_1_and_new_text_is_unknown() -> None:
-    """New text has too few lookups for an estimate."""
+    """The repetition of new text is unknown because it has too few lookups."""
     assert repetition([1, 2, 3, 4, 5] * 50) == 1.0
     assert repetition(range(1000)) is None
     pairs = [token for n in range(100) for token in (7, 8, 1000 + n)]  # new tokens follow each pair
@@ -41,7 +41,7 @@ def test_repetitive_text_has_1_and_new_text_is_unknown() -> None:
 
 
 def test_only_the_tail_of_a_long_prompt_counts() -> None:
-    """100,000 tokens before the tail change nothing."""
+    """A prefix of 100,000 tokens does not change the result."""
     random = Random(0)
     tail = [random.randrange(9) for _ in range(TAIL_TOKENS)]
 
@@ -55,7 +55,7 @@ def test_only_the_tail_of_a_long_prompt_counts() -> None:
 
 
 def test_large_token_ids_do_not_collide() -> None:
-    """Ids of up to 31 bits fit the keys."""
+    """The keys distinguish token ids of up to 31 bits."""
     big = (1 << 31) - 1
     assert (
         repetition([big, 0, big, 1] * 30) == repetition_by_definition([big, 0, big, 1] * 30) == 1.0

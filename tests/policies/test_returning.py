@@ -1,4 +1,4 @@
-"""Returning requests precede all others."""
+"""Returning requests precede all other requests in the queue."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from draftgate.policies.types import Ticket
 SPECS = ("fair", "fcfs", "edf")
 
 
-def line(spec: str) -> ReturningFirst:
+def returning_queue(spec: str) -> ReturningFirst:
     return ReturningFirst(partial(ordering_policy, spec))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_conformance(spec: str) -> None:
-    """Around any policy, it keeps the contract of `OrderingPolicy` and that policy's name."""
-    queue = line(spec)
+    """The wrapper keeps the contract of `OrderingPolicy` and the name of the wrapped policy."""
+    queue = returning_queue(spec)
     assert isinstance(queue, OrderingPolicy)
     assert queue.name == spec
-    check_ordering(partial(line, spec))
+    check_ordering(partial(returning_queue, spec))
     queue.push(Ticket(1, 0.0, 1.0, returning=True))
     with pytest.raises(ValueError, match="waits already"):
         queue.push(Ticket(1, 0.0, 1.0, returning=True))
@@ -41,32 +41,32 @@ TICKETS = st.lists(
 
 
 @given(st.sampled_from(SPECS), TICKETS)
-def test_returning_requests_precede_all_others(spec: str, asked: list[tuple]) -> None:
-    """Class and deadline do not matter; the policy orders returning requests among themselves."""
-    queue, returning, others = line(spec), ordering_policy(spec), ordering_policy(spec)
-    for key, (priority, deadline_s, tenant, again) in enumerate(asked):
+def test_returning_requests_precede_all_others(spec: str, requests: list[tuple]) -> None:
+    """Returning requests precede all others, and the policy orders them among themselves."""
+    queue, returning, others = returning_queue(spec), ordering_policy(spec), ordering_policy(spec)
+    for key, (priority, deadline_s, tenant, again) in enumerate(requests):
         ticket = Ticket(key, float(key), 50.0 + deadline_s, priority, tenant, 1.0, 0.1, again)
         queue.push(ticket)
         (returning if again else others).push(ticket)
-    expected = [one.take(40.0) for one in (returning, others) for _ in range(len(one))]
-    assert [queue.take(40.0) for _ in asked] == expected
+    expected = [policy.take(40.0) for policy in (returning, others) for _ in range(len(policy))]
+    assert [queue.take(40.0) for _ in requests] == expected
 
 
 @given(st.sampled_from(SPECS), TICKETS)
-def test_returning_work_is_ahead_of_new_requests(spec: str, asked: list[tuple]) -> None:
-    """A returning request never waits for a new one."""
-    queue = line(spec)
-    for key, (priority, deadline_s, tenant, again) in enumerate(asked):
+def test_returning_work_is_ahead_of_new_requests(spec: str, requests: list[tuple]) -> None:
+    """A returning request never waits for a new request."""
+    queue = returning_queue(spec)
+    for key, (priority, deadline_s, tenant, again) in enumerate(requests):
         queue.push(Ticket(key, float(key), deadline_s, priority, tenant, 1.0, 0.1, again))
-    returning_s = 0.1 * sum(again for *_, again in asked)
+    returning_s = 0.1 * sum(again for *_, again in requests)
     newcomer = Ticket(99, 99.0, 100.0)
     assert queue.ahead_s(newcomer, 99.0) >= returning_s - 1e-9
     assert queue.ahead_s(replace(newcomer, returning=True), 99.0) <= returning_s + 1e-9
 
 
 def test_tenant_is_charged_once() -> None:
-    """Among new requests, a tenant is charged for its first turn and not for the second."""
-    queue = line("fair")
+    """The queue charges a tenant for the first turn of a request and not for its return."""
+    queue = returning_queue("fair")
     queue.push(Ticket(0, 0.0, 9.0, tenant="a", work_s=5.0))
     queue.push(Ticket(1, 0.0, 9.0, tenant="b", work_s=5.0))
     queue.push(Ticket(2, 0.0, 9.0, tenant="c", work_s=9.0))

@@ -1,4 +1,4 @@
-"""Speculation policies: their contracts with clients, and when drafts pay."""
+"""Speculation policies: their contracts with clients and the gain of drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ H100_8B = StepCost(
 
 
 def chain(length: int, acceptance: float) -> tuple[float, ...]:
-    """Return the survivals of a chain whose tokens all have this probability."""
+    """Return the survivals of a chain whose tokens all have this acceptance probability."""
     return tuple(acceptance**depth for depth in range(1, length + 1))
 
 
@@ -84,7 +84,7 @@ def test_conformance(spec: str) -> None:
 
 
 def test_conformance_check_refuses_a_policy_beyond_its_budget() -> None:
-    """Third parties can run the same checks."""
+    """The public conformance check rejects a policy that exceeds its budget."""
 
     class Greedy(Off):
         def draft_lengths(self, step, cost):
@@ -96,7 +96,8 @@ def test_conformance_check_refuses_a_policy_beyond_its_budget() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.4, 0.7, 0.9])
 def test_auto_shortens_as_the_batch_grows(acceptance: float) -> None:
-    """At equal acceptance, a larger batch never drafts longer, and a very large one shorter."""
+    """A larger batch never drafts longer at equal acceptance, and a very large batch
+    drafts less."""
     longest = [
         max(Auto().draft_lengths(batch(size, acceptance), H100_8B)) for size in (8, 64, 256, 512)
     ]
@@ -106,7 +107,7 @@ def test_auto_shortens_as_the_batch_grows(acceptance: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 32, 256])
 def test_auto_shortens_as_acceptance_falls(size: int) -> None:
-    """At an equal batch, drafts that are accepted less often are never longer."""
+    """Drafts with a lower acceptance are never longer in the same batch."""
     longest = [
         max(Auto().draft_lengths(batch(size, acceptance), H100_8B))
         for acceptance in (0.95, 0.8, 0.6, 0.3, 0.05)
@@ -116,20 +117,20 @@ def test_auto_shortens_as_acceptance_falls(size: int) -> None:
 
 
 def test_auto_drafts_nothing_without_a_gain() -> None:
-    """No drafts are made if tokens cost their full share of the step, or are never accepted."""
+    """`auto` drafts nothing if tokens cost their full share of the step or are never accepted."""
     linear = StepCost(tuple(range(1, 200)), tuple(1e-3 * n for n in range(1, 200)))
     assert set(Auto().draft_lengths(batch(8, 0.9), linear)) == {0}
     assert set(Auto().draft_lengths(batch(8, 0.0), H100_8B)) == {0}
 
 
 def test_auto_uses_all_free_slots() -> None:
-    """Before the end of a flat stair, every slot that may survive is worth taking."""
+    """`auto` takes every slot that may survive before the end of a flat stair."""
     flat = StepCost((64,), (1e-3,))
     assert Auto().draft_lengths(batch(2, 0.5), flat) == [16, 16]
 
 
 def test_auto_drafts_longer_if_kv_reads_dominate() -> None:
-    """With contexts of 32k, steps are long anyway, so drafts stay worthwhile at the same batch."""
+    """Drafts stay worthwhile with contexts of 32k tokens because steps are already long."""
     short = max(Auto().draft_lengths(batch(256, 0.7, context=200), H100_8B))
     long = max(Auto().draft_lengths(batch(256, 0.7, context=32_000), H100_8B))
     assert long > short
@@ -149,7 +150,7 @@ def test_auto_drafts_longer_if_kv_reads_dominate() -> None:
 def test_auto_never_expects_less_than_no_speculation(
     candidates, budget, kv_tokens, rises, first_s
 ) -> None:
-    """On any staircase, `auto` is at least as fast as `off` by its own cost model."""
+    """`auto` is at least as fast as `off` by its own cost model."""
     steps = [first_s]
     for rise in rises:
         steps.append(steps[-1] + rise)
@@ -164,7 +165,7 @@ def test_auto_never_expects_less_than_no_speculation(
 @pytest.mark.parametrize("size", [1, 16, 128, 512])
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
 def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptance) -> None:
-    """With equal estimates, no baseline's lengths have a higher forecast."""
+    """No baseline has a higher forecast than `auto` with equal estimates."""
     step = replace(batch(size, acceptance), acceptance=acceptance)
     best = tokens_per_s(step, Auto().draft_lengths(step, H100_8B), H100_8B)
     for spec in ("off", "fixed:2", "fixed:8", "smartspec", "adaptive_verification"):
@@ -173,7 +174,7 @@ def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptanc
 
 
 def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
-    """All sequences get the best length by the paper's formula, shorter in larger batches."""
+    """All sequences use the best length by the paper's formula, which falls with the batch."""
     chosen = []
     for size in (1, 64, 512):
         step = replace(batch(size, 0.5), acceptance=0.8)
@@ -191,7 +192,7 @@ def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
 
 
 def test_adaptive_verification_drafts_everything_then_trims() -> None:
-    """Computed drafts first have full length; then the likeliest slots are verified."""
+    """The policy computes drafts of full length, then verifies the likeliest slots."""
     expensive = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
     step = StepView(64, 32_000, 64, 4096, (expensive,) * 64)
     policy = AdaptiveVerification()
@@ -203,7 +204,7 @@ def test_adaptive_verification_drafts_everything_then_trims() -> None:
 
 
 def test_threshold_by_batch_follows_its_table(tmp_path) -> None:
-    """Batch sizes without a row draft nothing."""
+    """The policy drafts nothing for batch sizes without a row."""
     table = tmp_path / "table.json"
     table.write_text("[[1, 4, 8], [5, 64, 2]]")
     policy = speculation_policy(f"threshold_by_batch:{table}")
@@ -238,7 +239,7 @@ def test_invalid_table_is_refused(tmp_path, content, words) -> None:
 
 
 def test_auto_leaves_the_choice_of_several_proposers_open() -> None:
-    """The plan names a proposer only if it is the only one or requested by the client."""
+    """The plan names a proposer only if the client requests it or the worker has no other."""
     several = load(proposers=("ngram", "draft_model"))
     plan = Auto().decide(RequestView(1, 9, 0.0), several)
     assert plan.proposer == ANY_PROPOSER
@@ -250,7 +251,7 @@ def test_auto_leaves_the_choice_of_several_proposers_open() -> None:
 
 
 def test_fixed_drafts_the_same_whatever_the_load() -> None:
-    """`fixed:K` takes K slots per candidate, in their order, while the budget lasts."""
+    """`fixed:K` takes K slots per candidate, in order, until the budget is used."""
     assert Fixed(3).draft_lengths(batch(4, 0.01, budget=8), H100_8B) == [3, 3, 2, 0]
     assert Fixed(3).decide(RequestView(1, 9, 0.0), load(price=50.0)).max_draft_tokens == 3
 
@@ -271,7 +272,7 @@ def test_auto_plans_for_a_request_by_the_price() -> None:
 
 
 def test_decision_uses_the_nearest_history() -> None:
-    """A tenant's history outweighs that of all tenants, which outweighs the worker's."""
+    """A tenant's history outweighs that of all tenants, and both outweigh the worker's history."""
     here = load(price=0.6, acceptance=0.2)
     good, bad, little = DraftCounts(900, 100), DraftCounts(100, 900), DraftCounts(2, 0)
     caps, reasons = [], []
@@ -308,8 +309,8 @@ def cap_of(view: RequestView, price: float, acceptance: float) -> int:
 
 @given(VIEWS, st.floats(0, 5), st.floats(0, 1), st.floats(0, 1), st.floats(0, 5))
 def test_caps_are_monotone(view, price, acceptance, share, more) -> None:
-    """Repetition, acceptance, a target or a better class never shorten a cap; price never lengthens
-    it."""
+    """Repetition, acceptance, targets and better classes never shorten a cap. Price never lengthens
+    a cap."""
     cap = cap_of(view, price, acceptance)
     assert 1 <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
@@ -338,7 +339,7 @@ def test_tpot_target_raises_the_cap() -> None:
 
 
 def test_repetition_counts_only_for_ngram_drafts() -> None:
-    """Repetition does not predict the drafts of a draft model."""
+    """Repetition does not change the plan for a draft model."""
     view = RequestView(1, 9, 0.0, repetition=1.0)
     there = ("ngram", "draft_model")
     named = replace(view, mode=SpeculationMode.DRAFT_MODEL)
@@ -348,7 +349,7 @@ def test_repetition_counts_only_for_ngram_drafts() -> None:
 
 
 def test_reason_names_the_clients_cap() -> None:
-    """The reason names the cap if the client allows less than would pay."""
+    """The reason names the client's cap when the cap shortens the plan."""
     plan = Auto().decide(RequestView(1, 9, 0.0, max_draft_tokens=2), load())
     assert plan.reason.startswith("up to 2 draft tokens, as asked for; acceptance")
 
@@ -364,7 +365,7 @@ def test_reason_names_the_clients_cap() -> None:
     ids=["off", "cap 0", "no proposer", "another proposer"],
 )
 def test_plan_without_speculation_says_why(request_view, proposers, reason) -> None:
-    """Either the client or the worker excludes speculation."""
+    """The plan names the client or the worker as the reason for no speculation."""
     for policy in (Auto(), Fixed(4)):
         plan = policy.decide(request_view, load(proposers=proposers))
         assert plan.proposer is None
@@ -372,7 +373,7 @@ def test_plan_without_speculation_says_why(request_view, proposers, reason) -> N
 
 
 def test_a_named_proposer_is_used() -> None:
-    """The client's proposer replaces the worker's first one."""
+    """The plan uses the client's proposer instead of the worker's first proposer."""
     view = RequestView(1, 9, 0.0, SpeculationMode.DRAFT_MODEL, max_draft_tokens=2)
     plan = Auto().decide(view, load(proposers=("ngram", "draft_model")))
     assert (plan.proposer, plan.max_draft_tokens) == ("draft_model", 2)
@@ -380,7 +381,7 @@ def test_a_named_proposer_is_used() -> None:
 
 @pytest.mark.parametrize("spec", ["", "of", "fixed4", "AUTO"])
 def test_unknown_policy_is_refused_with_the_known_ones(spec: str) -> None:
-    """Every known policy is listed once."""
+    """The error lists every known policy once."""
     with pytest.raises(ValueError, match="unknown speculation policy") as unknown:
         speculation_policy(spec)
     assert repr(spec) in str(unknown.value)
@@ -394,14 +395,14 @@ def test_unknown_policy_is_refused_with_the_known_ones(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["fixed", "fixed:", "fixed:x", "fixed:-1", "fixed:0", "fixed:²"])
 def test_fixed_needs_a_whole_number(spec: str) -> None:
-    """`fixed` without a positive integer is refused with an explanation."""
+    """`fixed` without a positive integer raises an error that explains the argument."""
     with pytest.raises(ValueError, match="fixed:K needs"):
         speculation_policy(spec)
 
 
 @pytest.mark.parametrize("spec", ["off:1", "auto:x", "smartspec:4"])
 def test_unexpected_argument_is_refused(spec: str) -> None:
-    """A policy without parameters does not ignore an argument."""
+    """A policy without parameters rejects an argument."""
     with pytest.raises(ValueError, match="takes no argument"):
         speculation_policy(spec)
 
@@ -421,7 +422,7 @@ def test_unweighted_gives_slots_to_the_likeliest() -> None:
 
 
 def test_auto_drafts_as_deep_as_drafting_pays() -> None:
-    """A depth that costs as much as the step it saves is not drafted; a free one is."""
+    """`auto` skips a depth that costs more than its gain and drafts a free depth."""
     step_s = H100_8B.seconds(1, 500, 1)
     lengths = []
     for depth_s in (0.0, step_s / 20, step_s / 4, 2 * step_s):

@@ -12,7 +12,7 @@ BUDGET = 64
 
 
 def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float = 0.0) -> float:
-    """Run equal steps, and return the time at which the last one ended."""
+    """Run equal steps and return the end time of the last step, in seconds."""
     now_s = start_s
     for _ in range(steps):
         meter.begin(now_s)
@@ -23,7 +23,8 @@ def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float 
 
 
 def test_worker_without_steps_reports_predicted_speeds() -> None:
-    """The forecast is that of a lone decode and a full prompt step."""
+    """A worker without steps reports the predicted speeds of a lone decode and a full
+    prompt step."""
     speed = SpeedMeter(COST, BUDGET).speed(COST, 0, 0)
     assert speed.tpot_s == pytest.approx(COST.seconds(1, 1, 1))
     assert speed.prompt_token_s == pytest.approx(COST.seconds(BUDGET, BUDGET, 1) / BUDGET)
@@ -31,7 +32,7 @@ def test_worker_without_steps_reports_predicted_speeds() -> None:
 
 
 def test_speeds_are_those_of_the_last_steps() -> None:
-    """After a few windows, the forecast and slower steps are forgotten."""
+    """The meter forgets the forecast and slower steps after a few windows."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 100, 0.5, 4, 4, 32)
     run(meter, 10 * LAST_STEPS, 0.02, 4, 8, 50, start_s=now_s)
@@ -41,7 +42,7 @@ def test_speeds_are_those_of_the_last_steps() -> None:
 
 
 def test_rate_is_total_seconds_over_total_tokens() -> None:
-    """Alternating 1 token in 10 ms and 100 tokens in 100 ms gives 110 ms for 101 tokens."""
+    """The meter reports 110 ms per 101 tokens for alternating steps of 1 and 100 tokens."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = 0.0
     for turn in range(20 * LAST_STEPS):
@@ -53,7 +54,7 @@ def test_rate_is_total_seconds_over_total_tokens() -> None:
 
 
 def test_idle_time_does_not_count() -> None:
-    """A worker that was idle for an hour is as fast as before."""
+    """An idle hour does not change the speed of a worker."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 10 * LAST_STEPS, 0.02, 2, 2, 0)
     meter.rest()
@@ -63,7 +64,7 @@ def test_idle_time_does_not_count() -> None:
 
 
 def test_cost_of_another_sequence_is_spread_over_the_tokens_of_a_step() -> None:
-    """With two tokens per step, a longer step delays each of them by half."""
+    """A longer step delays each of two tokens per step by half."""
     plain, drafted = SpeedMeter(COST, BUDGET), SpeedMeter(COST, BUDGET)
     run(plain, 10 * LAST_STEPS, 0.02, 4, 4, 0)
     run(drafted, 10 * LAST_STEPS, 0.02, 4, 8, 0)
@@ -73,7 +74,7 @@ def test_cost_of_another_sequence_is_spread_over_the_tokens_of_a_step() -> None:
 
 
 def test_begin_returns_the_time_since_the_last_step() -> None:
-    """After idle time, or if the last step was not recorded, the result is None."""
+    """The result is None after idle time and after an unrecorded step."""
     meter = SpeedMeter(COST, BUDGET)
     assert meter.begin(1.0) is None
     assert meter.begin(2.0) is None

@@ -14,16 +14,16 @@ small = st.integers(0, 800)
 
 @given(costs(), small, small, small, small, small, small)
 def test_cost_is_monotone(cost, tokens, kv, sequences, a, b, c) -> None:
-    """Cost rises with tokens, KV tokens and sequences, also beyond the table.
+    """The cost rises with tokens, KV tokens and sequences, also beyond the table.
 
-    A draft reads as much as the sequences do on average.
+    A draft reads as many KV tokens as a sequence does on average.
     """
     here = cost.seconds(tokens, kv, sequences)
     assert cost.seconds(tokens + a, kv + b, sequences + c) >= here - 1e-12
 
 
 def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
-    """Beyond the last bucket every token costs time."""
+    """Tokens within a bucket are free, and every token beyond the last bucket costs time."""
     cost = StepCost((4, 8), (1.0, 1.4))
     assert [cost.seconds(n) for n in (0, 1, 4, 5, 8)] == [1.0, 1.0, 1.0, 1.4, 1.4]
     assert cost.seconds(10) == pytest.approx(1.6)
@@ -32,7 +32,7 @@ def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
 
 @given(costs(), small, small, small, st.integers(0, 300))
 def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, most) -> None:
-    """Each entry equals `seconds` for its number of slots."""
+    """Each entry of the vector equals `seconds` for its number of slots."""
     expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
     assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
     assert cost.few_slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
@@ -42,13 +42,13 @@ def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, mo
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
 def test_next_edge_is_the_end_of_the_next_more_expensive_stair(tokens: int, edge: int) -> None:
-    """The edge skips stairs of equal cost; after the last one it adds that stair's width."""
+    """The edge skips stairs of equal cost and adds the last width beyond the table."""
     assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
 
 
 @given(costs(), small)
 def test_edges_are_the_ends_of_stairs(cost, tokens) -> None:
-    """Edges ascend: those of the table, then one per width of the last stair."""
+    """Edges ascend from the table's own to one per width of the last stair."""
     edges = cost.edges_up_to(tokens)
     last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
     assert edges == sorted(set(edges))
@@ -70,7 +70,7 @@ def test_next_edge_always_advances(cost, tokens) -> None:
 
 
 def test_attention_makes_slots_of_long_contexts_cost_more() -> None:
-    """A slot costs what its token attends to, on average over the sequences."""
+    """A slot costs the mean number of KV tokens that its token reads."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert cost.seconds(8, 1000, 2, slots=3) == pytest.approx(1.4 + 3 * 500 * 1e-3)
     assert cost.seconds(8, 0, 0, slots=3) == pytest.approx(1.4)

@@ -29,7 +29,7 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
 @given(drafts, st.floats(0.01, 0.99))
 def test_rate_is_strictly_between_0_and_1(observed, prior) -> None:
-    """The rate stays in this interval after any drafts."""
+    """The rate stays strictly between 0 and 1 after any drafts."""
     acceptance = AcceptanceRate(forgetting=0.998)
     for accepted, rejected in observed:
         acceptance.add_draft(accepted, rejected=rejected)
@@ -46,7 +46,7 @@ def test_rate_starts_at_the_prior_and_approaches_the_frequency() -> None:
 
 
 def test_old_drafts_lose_their_weight_in_the_rate() -> None:
-    """After a change the estimate follows the new drafts within some 500 of them."""
+    """The rate follows a change within about 500 drafts."""
     acceptance = AcceptanceRate(forgetting=0.998)
     for _ in range(5000):
         acceptance.add_draft(4, rejected=False)
@@ -75,7 +75,7 @@ def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
 
 
 def test_every_evidence_and_outcome_has_its_row() -> None:
-    """Each way in which a draft can end is counted."""
+    """The table counts every way in which a draft can end."""
     assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
     assert [outcome_row(accepted, rejected=rejected) for accepted, rejected in ends] == [
@@ -85,13 +85,12 @@ def test_every_evidence_and_outcome_has_its_row() -> None:
 
 
 def test_table_starts_at_the_prior_and_approaches_the_counts() -> None:
-    """The prior of an unseen row is one half to the power of the position."""
+    """An unseen row starts at one half to the power of the position."""
     table = SurvivalTable(2)
     assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
     for count in range(2048):
-        table.add_draft(
-            1, 1 + 2 * (count % 2), rejected=True
-        )  # one accepted, then half of them two more
+        # Every draft has one accepted token, and every second draft has two more.
+        table.add_draft(1, 1 + 2 * (count % 2), rejected=True)
     assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
 
 
@@ -105,7 +104,7 @@ def test_unseen_row_follows_the_others() -> None:
 
 
 def test_table_follows_drafts_that_turn_bad() -> None:
-    """Old drafts lose their weight."""
+    """Old drafts lose their weight in the table."""
     table = SurvivalTable(1)
     for _ in range(20_000):
         table.add_draft(0, 4, rejected=False)
@@ -115,7 +114,7 @@ def test_table_follows_drafts_that_turn_bad() -> None:
 
 
 def test_own_drafts_shift_the_estimates_of_a_request() -> None:
-    """With equal evidence, better earlier drafts mean higher survivals."""
+    """Better earlier drafts raise the survivals of a request with equal evidence."""
     survivals, others = SurvivalModel(), RequestRecord()
     for count in range(300):
         survivals.add_draft(others, 3, count % 2, rejected=True)
@@ -129,7 +128,7 @@ def test_own_drafts_shift_the_estimates_of_a_request() -> None:
 
 
 def test_lookups_that_find_nothing_lower_the_next_survival() -> None:
-    """A draft that is not found counts as rejected."""
+    """A lookup without a match counts as a rejected draft."""
     survivals, record = SurvivalModel(), RequestRecord()
     before = survivals.next_draft(record).survivals[0]
     for _ in range(50):
@@ -138,9 +137,10 @@ def test_lookups_that_find_nothing_lower_the_next_survival() -> None:
 
 
 def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
-    """Survivals are within 3 points of a truth that is logistic in evidence, position and request.
+    """Survivals are within 3 points of the true probabilities.
 
-    Their Brier score is within 0.01 of the truth's own; one rate for all is worse.
+    The true probabilities are logistic in evidence, position and request. The Brier score is within
+    0.01 of the best possible score, and a constant rate scores worse.
     """
     rng = random.Random(5)
     survivals, overall = SurvivalModel(), AcceptanceRate()
@@ -169,7 +169,7 @@ def test_forecasts_are_calibrated_for_a_known_distribution() -> None:
 
 
 def test_positions_beyond_the_table_count_as_the_last() -> None:
-    """A draft of 64 tokens has survivals for every position."""
+    """A draft of 64 tokens has a survival for every position."""
     row = SurvivalTable(1).row(0)
     chain = row.of_length(64)
     assert chain[:POSITIONS] == row.survivals

@@ -1,4 +1,4 @@
-"""The choice between replicas that draft and plain ones."""
+"""The choice between replicas with and without speculation."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ DRAFTING = WorkerLoad(8, 0, 0, 0, 0.1, 0.7, ("upstream",), draft_tokens=4.0)
 PLAIN = WorkerLoad(8, 0, 0, 0, 0.0, 0.0, ())
 
 
-def chosen(
+def choose(
     request: RequestView = REQUEST,
     policy: str = "auto",
     *,
     price: float = 0.1,
-    rooms: tuple[bool, bool] = (True, True),
+    capacity: tuple[bool, bool] = (True, True),
     plain: WorkerLoad = PLAIN,
     drafting: WorkerLoad = DRAFTING,
 ):
-    """Return the choice; `rooms` says which pools have capacity, the speculating one first."""
-    offer = PoolState(structs.replace(drafting, price=price), rooms[0])
-    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, rooms[1]))
+    """Return the choice between a speculating and a plain pool with these capacities."""
+    offer = PoolState(structs.replace(drafting, price=price), capacity[0])
+    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, capacity[1]))
 
 
-@pytest.mark.parametrize("rooms", [(True, True), (False, True)])
-def test_request_without_drafts_goes_to_a_plain_replica(rooms: tuple[bool, bool]) -> None:
-    """A plain replica with capacity is used, however well drafts pay."""
+@pytest.mark.parametrize("capacity", [(True, True), (False, True)])
+def test_request_without_drafts_goes_to_a_plain_replica(capacity: tuple[bool, bool]) -> None:
+    """A request without drafts uses a plain replica with capacity, regardless of the gain of
+    drafts."""
     for request in (
         replace(REQUEST, mode=SpeculationMode.OFF),
         replace(REQUEST, max_draft_tokens=0),
         replace(REQUEST, max_draft_tokens=3),  # the engine always drafts four
     ):
-        choice = chosen(request, rooms=rooms)
+        choice = choose(request, capacity=capacity)
         assert choice.pool is ReplicaPool.PLAIN
         assert (choice.plan.proposer, choice.plan.max_draft_tokens) == (None, 0)
         assert "asked for" in choice.plan.reason
-    assert chosen(policy="off", rooms=rooms).pool is ReplicaPool.PLAIN
-    named = chosen(replace(REQUEST, mode=SpeculationMode.NGRAM), rooms=rooms)
+    assert choose(policy="off", capacity=capacity).pool is ReplicaPool.PLAIN
+    named = choose(replace(REQUEST, mode=SpeculationMode.NGRAM), capacity=capacity)
     assert named.pool is ReplicaPool.PLAIN
     assert "no proposer 'ngram'" in named.plan.reason
 
 
 def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
-    """Above that price, a plain replica is chosen."""
+    """A drafting replica is chosen below the break-even price, and a plain replica above that
+    price."""
     means = draft_means(DRAFTING)
     even = means.accepted / means.drafted
-    paid, unpaid = chosen(price=even * 0.99), chosen(price=even * 1.01)
+    paid, unpaid = choose(price=even * 0.99), choose(price=even * 1.01)
     assert paid.pool is ReplicaPool.SPECULATING
     assert paid.plan.proposer == "upstream"
     assert paid.plan.price == even * 0.99
@@ -73,25 +75,25 @@ def test_drafting_replica_is_chosen_below_the_break_even_price() -> None:
 
 
 def test_long_enough_cap_allows_drafts() -> None:
-    """Drafting is allowed if the client's cap covers the usual length."""
-    assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
+    """The policy allows drafts if the client's cap covers the usual length."""
+    assert choose(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
 
 
 def test_policies_without_a_price_always_speculate() -> None:
-    """With `fixed:K` the operator has already decided."""
-    assert chosen(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
-    assert chosen(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
+    """`fixed:K` always chooses the drafting replica."""
+    assert choose(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
+    assert choose(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
 
 
 def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
-    """If only a drafting replica has capacity, it is used, and the reason says so."""
-    choice = chosen(replace(REQUEST, mode=SpeculationMode.OFF), rooms=(True, False))
+    """A request without drafts uses a drafting replica if no plain replica has capacity."""
+    choice = choose(replace(REQUEST, mode=SpeculationMode.OFF), capacity=(True, False))
     assert (choice.pool, choice.plan.proposer) == (ReplicaPool.SPECULATING, None)
     assert "only speculating replicas have capacity" in choice.plan.reason
 
 
 @pytest.mark.parametrize(
-    ("price", "rooms", "pool", "word"),
+    ("price", "capacity", "pool", "word"),
     [
         (0.1, (False, True), ReplicaPool.PLAIN, "only plain replicas have capacity"),
         (0.9, (True, False), ReplicaPool.SPECULATING, "only speculating replicas have capacity"),
@@ -100,27 +102,27 @@ def test_request_without_drafts_does_not_wait_for_a_plain_replica() -> None:
     ],
 )
 def test_capacity_decides_before_price(
-    price: float, rooms: tuple[bool, bool], pool: ReplicaPool | None, word: str
+    price: float, capacity: tuple[bool, bool], pool: ReplicaPool | None, word: str
 ) -> None:
-    """No request waits for one kind of replica while the other is free."""
-    choice = chosen(price=price, rooms=rooms)
+    """No request waits for a kind of replica while the other kind is free."""
+    choice = choose(price=price, capacity=capacity)
     assert choice.pool is pool
     assert word in choice.plan.reason
 
 
 def test_known_token_times_decide() -> None:
-    """A drafting replica loses to an idle plain one even if its drafts pay."""
+    """An idle plain replica wins against a drafting replica even if drafts pay."""
     idle = structs.replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
     busy = structs.replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
     fast = structs.replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
-    choice = chosen(plain=idle, drafting=fast)
+    choice = choose(plain=idle, drafting=fast)
     assert choice.pool is ReplicaPool.PLAIN
     assert "a token costs 32 ms in all with drafts, 20.1 ms without" in choice.plan.reason
-    assert chosen(plain=busy, drafting=fast, price=0.9).pool is ReplicaPool.SPECULATING
+    assert choose(plain=busy, drafting=fast, price=0.9).pool is ReplicaPool.SPECULATING
 
 
 class _Replica:
-    """An engine whose steps take a + c x tokens, with or without drafts."""
+    """An engine whose steps take `fixed_s` plus `token_s` per token, with or without drafts."""
 
     def __init__(self, fixed_s: float, token_s: float, drafted: float, accepted: float) -> None:
         self.fixed_s, self.token_s = fixed_s, token_s
@@ -152,9 +154,9 @@ class _Replica:
 def test_split_between_replicas_is_nearly_optimal(
     clients: int, chance: float, drafted: int, knee_tokens: float, draw
 ) -> None:
-    """With one replica of each kind, throughput is near the best split.
+    """The throughput of one replica of each kind is close to that of the best split.
 
-    It is within 5%, or 10% for few clients, and never below that of one pool.
+    The throughput is within 5%, or 10% for few clients, and never below that of one pool.
     """
     token_s = 0.02 / knee_tokens
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
@@ -163,11 +165,14 @@ def test_split_between_replicas_is_nearly_optimal(
         if fast.running + slow.running == clients:  # one request ends and another starts
             gone = fast if draw.random() * clients < fast.running else slow
             gone.running -= 1
-        offers = (PoolState(one.load(), has_capacity=True) for one in (fast, slow))
+        offers = (PoolState(replica.load(), has_capacity=True) for replica in (fast, slow))
         choice = choose_pool(REQUEST, AUTO, *offers)
         (slow if choice.pool is ReplicaPool.PLAIN else fast).running += 1
     got = fast.rate(fast.running) + slow.rate(slow.running)
-    rates = [fast.rate(there) + slow.rate(clients - there) for there in range(clients + 1)]
+    rates = [
+        fast.rate(drafting_clients) + slow.rate(clients - drafting_clients)
+        for drafting_clients in range(clients + 1)
+    ]
     assert got >= (0.95 if clients >= 20 else 0.9) * max(rates)
     assert got >= 0.999 * max(rates[0], rates[-1])
 
@@ -186,20 +191,21 @@ def test_plan_and_pool_agree(
     drafted: float,
     mode: SpeculationMode,
     cap: int | None,
-    rooms: tuple[bool, bool],
+    capacity: tuple[bool, bool],
 ) -> None:
-    """Plain replicas get no draft plan, and with free capacity the better pool is chosen."""
+    """Plain replicas receive no draft plan, and the better pool is chosen when both have
+    capacity."""
     request = replace(REQUEST, mode=mode, max_draft_tokens=cap)
     load = structs.replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
-    choice = chosen(request, price=price, rooms=rooms, drafting=load)
+    choice = choose(request, price=price, capacity=capacity, drafting=load)
     assert choice.plan.mode is mode
     if choice.pool is ReplicaPool.PLAIN:
         assert choice.plan.proposer is None
     willing = mode is SpeculationMode.AUTO and (cap is None or cap >= drafted)
     speculates = willing and drafts_pay(price, draft_means(load))
-    if all(rooms):
+    if all(capacity):
         assert choice.pool is (ReplicaPool.SPECULATING if speculates else ReplicaPool.PLAIN)
-    elif any(rooms):
-        assert choice.pool is (ReplicaPool.SPECULATING if rooms[0] else ReplicaPool.PLAIN)
+    elif any(capacity):
+        assert choice.pool is (ReplicaPool.SPECULATING if capacity[0] else ReplicaPool.PLAIN)
     else:
         assert choice.pool is None

@@ -1,4 +1,4 @@
-"""Whether drafts of a fixed length pay."""
+"""The gain of drafts of a fixed length on an upstream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = st.integers(1, 16)
 
 @given(CHANCES, LENGTHS)
 def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None:
-    """Any draft length gives back the acceptance probability."""
+    """The acceptance probability is recovered from the means of any draft length."""
     brute = sum(chance**slot for slot in range(1, drafted + 1))
     assert expected_accepted(chance, drafted) == pytest.approx(brute)
     assert acceptance_chance(DraftMeans(drafted, brute)) == pytest.approx(chance, abs=1e-6)
@@ -30,14 +30,14 @@ def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None
 
 @given(LENGTHS)
 def test_all_accepted_is_1_and_none_is_0(drafted: int) -> None:
-    """The extreme values are exact."""
+    """The extreme acceptance probabilities are exact."""
     assert acceptance_chance(DraftMeans(drafted, drafted)) == pytest.approx(1.0)
     assert acceptance_chance(DraftMeans(drafted, 0.0)) == pytest.approx(0.0, abs=1e-6)
 
 
 @given(CHANCES, LENGTHS)
 def test_drafts_pay_on_an_idle_engine_and_never_on_a_full_one(chance: float, drafted: int) -> None:
-    """Free slots earn tokens; slots that cost their full share cannot."""
+    """Drafts pay when slots are free and never pay when slots cost their full share."""
     means = DraftMeans(drafted, expected_accepted(chance, drafted))
     assert drafts_pay(fixed_draft_price(0.0, means), means)
     assert not drafts_pay(fixed_draft_price(1.0, means), means)
@@ -47,8 +47,7 @@ def test_drafts_pay_on_an_idle_engine_and_never_on_a_full_one(chance: float, dra
 def test_drafts_pay_exactly_if_they_raise_throughput(
     chance: float, drafted: int, running: int, fixed_tokens: float
 ) -> None:
-    """For slots worth the mean, the price says whether the last slot of each draft raises
-    throughput."""
+    """Drafts pay exactly if the last slot of each draft raises throughput."""
     accepted = expected_accepted(chance, drafted)
     means = DraftMeans(drafted, accepted)
     step = fixed_tokens + running * (1 + drafted)
@@ -73,7 +72,7 @@ def test_batch_share_is_learned_from_times() -> None:
 
 
 def test_batch_share_without_times_is_that_of_the_reference_scale() -> None:
-    """`KNEE_TOKENS` double the time of a step."""
+    """A batch of `KNEE_TOKENS` doubles the time of a step on the reference scale."""
     assert BatchShare().share(KNEE_TOKENS / 4, 4.0) == pytest.approx(0.5)
     same = BatchShare()
     for _ in range(20):
@@ -89,7 +88,7 @@ def test_batch_share_without_times_is_that_of_the_reference_scale() -> None:
 def test_batch_share_stays_between_0_and_1(
     streams: list[tuple[float, int]], running: int, step_tokens: float
 ) -> None:
-    """Noise, and times that fall with the load, cannot leave this range."""
+    """The share stays between 0 and 1 with noisy times and with times that fall with the load."""
     seen = BatchShare()
     for tpot_s, beside in streams:
         seen.add_stream(tpot_s, beside)

@@ -14,7 +14,7 @@ seconds = st.floats(-100.0, 100.0)
 
 @given(seconds, seconds, st.floats(1e-3, 1.0), st.integers(-9, 9))
 def test_later_sequence_never_weighs_less(one_s, other_s, tpot_s, priority) -> None:
-    """Weights stay between those of ample time and of lateness."""
+    """Weights stay between the weights of ample time and of lateness."""
     service = ServiceLevel(tpot_s=tpot_s, priority=priority)
     early, late = sorted((one_s, other_s), reverse=True)
     usual = weight(None, ServiceLevel(priority=priority))
@@ -23,7 +23,7 @@ def test_later_sequence_never_weighs_less(one_s, other_s, tpot_s, priority) -> N
 
 @given(seconds, st.floats(1e-3, 1.0), st.integers(-9, 8))
 def test_better_class_never_weighs_less(laxity_s, tpot_s, priority) -> None:
-    """Two classes differ by a factor of four."""
+    """The weights of two classes differ by a factor of four."""
     of = [weight(laxity_s, ServiceLevel(None, tpot_s, p)) for p in (priority, priority + 1)]
     assert of[0] >= of[1] > 0.0
     ends = [weight(None, ServiceLevel(priority=p)) for p in (-1, 1)]
@@ -31,7 +31,7 @@ def test_better_class_never_weighs_less(laxity_s, tpot_s, priority) -> None:
 
 
 def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
-    """A request far ahead of its target counts like one without."""
+    """A request far ahead of its target has the weight of a request without a target."""
     service = ServiceLevel(tpot_s=0.05)
     assert weight(None, ServiceLevel()) == 1.0
     assert weight(AMPLE_TOKENS * 0.05, service) == 1.0
@@ -40,6 +40,7 @@ def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
 
 
 def test_tokens_are_due_at_even_intervals() -> None:
-    """The third token is due two intervals after the first; without a target no token is due."""
+    """The third token is due two intervals after the first, and no token is due without a
+    target."""
     assert next_due_s(ServiceLevel(tpot_s=0.05), 10.0, 2) == pytest.approx(10.1)
     assert next_due_s(ServiceLevel(ttft_s=1.0), 10.0, 2) is None

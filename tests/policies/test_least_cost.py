@@ -1,0 +1,147 @@
+"""Routing by the predicted cost of a request on each worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgate.policies.capacity import WorkerUsage
+from draftgate.policies.registry import routing_policy
+from draftgate.policies.routing.prediction import predict
+from draftgate.policies.routing.types import Candidate, Candidates, RouteView
+from draftgate.policies.types import (
+    DraftCounts,
+    SpeculationMode,
+    WorkerSpeed,
+)
+from tests.policies.routing_workers import (
+    REQUEST,
+    SPEED,
+    decide,
+    load,
+    place,
+    prompt,
+    worker,
+    workers_with_tokens,
+)
+
+
+def cheapest(*workers: Candidate, request: RouteView = REQUEST) -> int:
+    """Return the index of the worker that a new `least_cost` policy chooses."""
+    return place(routing_policy("least_cost"), Candidates(workers), request)
+
+
+def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
+    """Each factor decides between otherwise equal workers."""
+    assert cheapest(worker(0, prompt_tokens=4000), worker(1)) == 1
+    assert cheapest(worker(0, running=8), worker(1, running=2)) == 1
+    slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
+    assert cheapest(worker(0, speed=slow), worker(1)) == 1
+    assert cheapest(worker(0, running=64, waiting=4), worker(1, running=60)) == 1
+    policy = routing_policy("least_cost")
+    policy.placed(prompt("a", 256), worker(1))
+    assert place(policy, workers_with_tokens(0, 0, 0), prompt("a", 256)) == 1
+
+
+def test_faster_worker_gets_more_but_not_everything() -> None:
+    """The faster worker receives more requests but stays faster than the slow worker."""
+    policy, slow = routing_policy("least_cost"), replace(SPEED, step_s=0.02, step_sequence_s=2e-4)
+    counts = [0, 0]
+    for _ in range(300):
+        workers = (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow))
+        counts[place(policy, Candidates(workers))] += 1
+    tpots_s = [
+        predicted.tpot_s
+        for predicted in predict(
+            REQUEST,
+            (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow)),
+            (0, 0),
+        )
+    ]
+    assert counts[0] > counts[1] > 0
+    assert tpots_s[0] < tpots_s[1]
+
+
+def test_nearly_equal_idle_workers_take_turns() -> None:
+    """Idle workers take turns although one worker was measured as 2% faster."""
+    policy = routing_policy("least_cost")
+    speeds = [replace(SPEED, step_s=0.01 * times) for times in (1.02, 1.0, 1.01)]
+    workers = tuple(worker(number, speed=speed) for number, speed in enumerate(speeds))
+    taken = Counter(place(policy, Candidates(workers)) for _ in range(30))
+    assert taken == {0: 10, 1: 10, 2: 10}
+
+
+def test_without_known_speed_tokens_decide() -> None:
+    """The policy chooses upstreams by their tokens and gives this reason."""
+    policy, unknown = (
+        routing_policy("least_cost"),
+        {"speed": WorkerSpeed(0.02, 1e-4), "max_sequences": 0},
+    )
+    route = decide(policy, workers_with_tokens(9, 4, 7, **unknown))
+    assert route.worker_id == "w-1"
+    assert route.ttft_s is None
+    assert "no speed is known" in route.reason
+    assert [place(policy, workers_with_tokens(0, 0, **unknown)) for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_worker_without_speed_counts_as_average() -> None:
+    """The policy neither avoids nor floods a worker of unknown speed."""
+    fresh = worker(0, speed=WorkerSpeed())
+    assert cheapest(fresh, worker(1, running=3)) == 0
+    assert cheapest(replace(fresh, usage=WorkerUsage(load(running=5), 5, 5)), worker(1)) == 1
+
+
+def test_placement_and_drafts_are_one_decision() -> None:
+    """A request with good drafts avoids the worker with expensive slots.
+
+    The two workers are equal for requests without drafts and for `:undrafted`.
+    """
+    good = replace(REQUEST.request, tenant_drafts=DraftCounts(900.0, 50.0))
+    drafting = replace(REQUEST, request=good)
+    plain = replace(REQUEST, request=replace(good, mode=SpeculationMode.OFF))
+    cheap = worker(0, 10, running=16, price=0.05)
+    expensive = worker(1, 10, running=16, price=0.9)
+    route = decide(routing_policy("least_cost"), Candidates((expensive, cheap)), drafting)
+    assert route.worker_id == "w-0"
+    assert route.draft_tokens >= 4
+    assert route.offers[0].level < 0.5 * route.offers[1].level
+    for spec, request in (("least_cost", plain), ("least_cost:undrafted", drafting)):
+        offers = decide(routing_policy(spec), Candidates((expensive, cheap)), request).offers
+        assert offers[0].level == pytest.approx(offers[1].level)
+
+
+@given(
+    st.integers(0, 63),
+    st.integers(0, 20_000),
+    st.integers(0, 999),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 5.0),
+)
+def test_cost_rises_with_load_and_falls_with_cached_tokens(
+    running, ahead, cached, price, age_s
+) -> None:
+    """The cost rises with every sequence and prompt token, and falls with cached tokens."""
+    current = worker(0, running=running, prompt_tokens=ahead, price=price)
+    busier = worker(0, running=running + 1, prompt_tokens=ahead, price=price)
+    more_ahead = worker(0, running=running, prompt_tokens=ahead + 100, price=price)
+    old = replace(current, age_s=age_s)
+    (now,), (with_sequence,), (with_prompt,), (with_age,), (with_cache,) = (
+        predict(REQUEST, (candidate,), (tokens,))
+        for candidate, tokens in (
+            (current, 0),
+            (busier, 0),
+            (more_ahead, 0),
+            (old, 0),
+            (current, cached),
+        )
+    )
+    assert now.score.value <= with_sequence.score.value
+    assert now.score.value < with_prompt.score.value
+    assert with_age.score.value <= now.score.value
+    assert with_cache.score.value <= now.score.value
+    assert with_cache.ttft_s <= now.ttft_s
+    assert now.score.per_token > 0.0

@@ -1,0 +1,71 @@
+"""Routing by cached prompt prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgate.policies.registry import routing_policy
+from draftgate.policies.routing.placement_history import STRIDE, PlacementHistory
+from draftgate.policies.routing.scoring import OVERLOAD
+from tests.policies.routing_workers import (
+    chain,
+    place,
+    prompt,
+    workers_with_tokens,
+)
+
+
+def test_prefix_affinity_follows_the_prompt_until_overload() -> None:
+    """A prefix returns to its worker until that worker is overloaded."""
+    policy = routing_policy("prefix_affinity")
+    assert policy.reads_prompts
+    assert place(policy, workers_with_tokens(9, 0, 9), prompt("a", 64)) == 1
+    assert place(policy, workers_with_tokens(0, 900, 0), prompt("a", 100)) == 1
+    assert place(policy, workers_with_tokens(0, 900, 0), prompt("b", 100)) != 1
+    heavy = int(3 * OVERLOAD * 2000) + 1
+    assert place(policy, workers_with_tokens(0, heavy, 0), prompt("a", 100)) != 1
+
+
+def test_prefix_affinity_without_hashes_is_least_loaded() -> None:
+    """The policy chooses by tokens when a request has no hashes."""
+    policy = routing_policy("prefix_affinity")
+    assert [place(policy, workers_with_tokens(9, 4, 7)) for _ in range(3)] == [1, 1, 1]
+
+
+CHAINS = st.lists(
+    st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("xyz"), st.integers(0, 200)), max_size=40
+)
+
+
+@given(CHAINS, st.integers(1, 40))
+def test_history_is_bounded_and_never_overstates_the_cache(placements, cache_entries) -> None:
+    """A worker's history is no larger than its cache and counts only prompts sent to that
+    worker."""
+    index, longest = PlacementHistory(), Counter[tuple[str, str]]()
+    for tenant, name, blocks in placements:
+        index.record(name, chain(tenant, blocks), cache_entries * STRIDE)
+        longest[tenant, name] = max(longest[tenant, name], blocks)
+        assert len(index) <= 3 * cache_entries
+        known = index.cached_blocks(name, chain(tenant, blocks))
+        # The history keeps the beginning of a prompt longest.
+        assert known == min(blocks // STRIDE, cache_entries) * STRIDE
+        for other in "abcdefgh":
+            for elsewhere in "xyz":
+                known = index.cached_blocks(elsewhere, chain(other, 200))
+                assert known <= longest[other, elsewhere]
+                assert known % STRIDE == 0
+
+
+def test_history_forgets_workers_that_left() -> None:
+    """The history forgets the workers that left the pool."""
+    index = PlacementHistory(most_workers=3)
+    for number in range(10):
+        index.record(f"w-{number}", chain("a", 80), 0)
+        index.record("stays", chain("b", 80), 0)
+    assert index.cached_blocks("stays", chain("b", 80)) == 80
+    assert index.cached_blocks("w-9", chain("a", 80)) == 80
+    assert index.cached_blocks("w-1", chain("a", 80)) == 0
+    assert len(index) == 30
