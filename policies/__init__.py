@@ -1,4 +1,5 @@
-"""Decisions: values in, values out. No clock, randomness, I/O or device.
+"""The decisions of the gateway and of its workers, as functions of their arguments.
 
-Third-party policies implement `protocols`, and `testing` checks them.
+These modules use no clock, randomness, I/O or device. Third-party policies implement `protocols`,
+and `testing` checks them.
 """

@@ -1,9 +1,9 @@
-"""How many prompt tokens join the decodes and drafts of a step.
+"""Policies that choose how many prompt tokens join the decodes and drafts of a step.
 
-Chunked prefill (Sarathi-Serve: Agrawal et al., arXiv 2403.02310) computes prompts in chunks beside
-decodes, so that no decode waits for a whole prefill. Sarathi-Serve finds one token budget by
-profiling against the target. Here each step has its own budget, from the time that the tightest
-decode can wait and the cost of the step.
+Chunked prefill (Sarathi-Serve: Agrawal et al., arXiv 2403.02310) computes prompts in chunks
+together with decodes, so no decode waits for a whole prefill. Sarathi-Serve profiles one token
+budget that meets the target. Here each step has its own budget. It follows from the time that the
+tightest decode can wait and from the cost of the step.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import BatchView
 
 STRETCH: Final = 5.0
-"""Without a target, a step with prompts may take this multiple of the time of its decodes: the
-strict target of Sarathi-Serve's evaluation."""
+"""Maximum duration of a step with prompts, as a multiple of the time of its decodes, without a
+target. This is the strict target of Sarathi-Serve's evaluation."""
 
 LATE_SHARE: Final = 0.5
-"""Share of its target that even a late decode waits for prompts: it catches up by a token with
-every other one. With none, a decode that was preempted for seconds would stop all prompts until it
-has caught up."""
+"""Share of its target that even a late decode waits for prompts, which lets it gain one token on
+its target in every second step. Without this share, a decode that was preempted for seconds
+would stop all prompts until it has caught up."""
 
 MARGIN_ERRORS: Final = 3.82
-"""Margin of a step before its target, in median errors: the 99.5th percentile of a normal error
-over the median of its absolute values (2.576 / 0.6745). P99 allows one gap in a hundred to be
-longer; half of these are left to stalls and preemptions. At the 99th percentile, the P99 of gaps
-was 0.98 to 1.00 of the target, and sometimes more (`draftgate bench capacity`, simulated,
-2026-11-21)."""
+"""Margin between a step and its target, in median errors. It is the 99.5th percentile of a normal
+error over the median of its absolute values (2.576 / 0.6745). P99 allows one longer gap in a
+hundred, and half of these are left to stalls and preemptions. With the 99th percentile, the P99
+of gaps was 0.98 to 1.00 of the target, and sometimes more (`draftgate bench capacity`,
+simulated, 2026-11-21)."""
 
 LEAST_STRETCH: Final = 1.5
-"""Prompts get at least a third of a step, whatever was promised. Otherwise one request that asks
-for more than the device can give stops all others. At 80% of the capacity of an h100-8b, half of
-the chats had a target of 12 ms: they met it, and all requests waited 7 to 10 s for the first token.
-With a third of each step, half of them met it, and first tokens took 0.1 to 0.4 s
-(`bench/results/classes.json`, simulated, 2026-11-21)."""
+"""Minimum share of a step for prompts, whatever the targets. Without it, one request with a target
+that the device cannot meet stops all prompts. At 80% of the capacity of an h100-8b, half of the
+chats had a target of 12 ms. They met it, and all requests waited 7 to 10 s for the first token.
+With a third of each step for prompts, half of these chats met the target, and first tokens took
+0.1 to 0.4 s (`bench/results/classes.json`, simulated, 2026-11-21)."""
 
 LEAST_CHUNK: Final = 32
-"""Prompt tokens that always join a step, even if a third of it is less: two tiles of 16 rows."""
+"""Minimum number of prompt tokens in a step with prompts: two tiles of 16 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Slack:
             return most
         edges = cost.edges_up_to(batch.tokens + most)
         chunks = [edge - batch.tokens for edge in edges if edge > batch.tokens]
-        # Step times rise with the chunk, so the longest chunk in time is found by bisection.
+        # Step times rise with the chunk, so bisection finds the longest chunk in time.
         fitting = bisect_right(chunks, within_s, key=lambda chunk: _seconds(batch, cost, chunk))
         longest = chunks[fitting - 1] if fitting else 0
         return min(max(longest, LEAST_CHUNK), most)
@@ -90,7 +90,7 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFirst:
-    """`prefill_first`: whole prompts alone while decodes wait, as vLLM before chunked prefill."""
+    """`prefill_first`: compute whole prompts before decodes, as vLLM did before chunked prefill."""
 
     name: str = "prefill_first"
     stalls_decodes: bool = True
@@ -102,7 +102,7 @@ class PrefillFirst:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFirst:
-    """`decode_first`: no prompt until every decode has ended, as FasterTransformer did."""
+    """`decode_first`: compute no prompt until every decode has ended, as FasterTransformer did."""
 
     name: str = "decode_first"
     stalls_decodes: bool = False
@@ -113,7 +113,7 @@ class DecodeFirst:
 
 
 def _within_s(batch: BatchView, cost: StepCost) -> float:
-    """Return the longest time that the step may be planned to take."""
+    """Return the longest time in seconds for which the step may be planned."""
     own_s = cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
     if batch.within_s is None:
         return STRETCH * own_s
@@ -121,19 +121,19 @@ def _within_s(batch: BatchView, cost: StepCost) -> float:
 
 
 def longest_wait_s(due_in_s: float, tpot_s: float) -> float:
-    """Return the seconds that a decode can wait for its next token, never more than its target.
+    """Return the seconds that a decode can wait for its next token, at most its target.
 
     Args:
-        due_in_s: seconds until the token is due; negative if it is late.
-        tpot_s: its target.
+        due_in_s: seconds until the token is due, negative if it is late.
+        tpot_s: TPOT target of the sequence, in seconds.
     """
     return min(max(due_in_s, LATE_SHARE * tpot_s), tpot_s)
 
 
 def _seconds(batch: BatchView, cost: StepCost, prefill_tokens: int) -> float:
-    """Return the predicted seconds of the step with that many prompt tokens.
+    """Return the predicted seconds of the step with `prefill_tokens` more prompt tokens.
 
-    They read the prompt's cached tokens, and attend to those and to each other.
+    Prompt tokens read the cached tokens of the prompt. They attend to those and to each other.
     """
     read = batch.prompt_kv_tokens + prefill_tokens
     pairs = prefill_tokens * (batch.prompt_kv_tokens + prefill_tokens / 2)

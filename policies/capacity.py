@@ -1,9 +1,9 @@
-"""Whether a worker can take one more request now.
+"""The rule that decides whether a worker has capacity for one more request.
 
-A request in the gateway's queue can still go to any worker, and a more urgent one can overtake it.
-On a worker it can do neither. So a request is dispatched as late as keeps the worker busy: when the
-worker can run one more sequence, has memory for the prompt, and has no more prompt tokens ahead
-than its next steps take.
+A request in the gateway's queue can still go to any worker, and a more urgent request can overtake
+it. A request on a worker can do neither. So the gateway dispatches each request as late as keeps
+the worker busy. A worker has capacity if it can run one more sequence and has memory for the
+prompt. The prompt tokens ahead must also fit into its next steps.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from typing import Final
 from draftgate.policies.types import WorkerLoad
 
 STEPS_AHEAD: Final = 2
-"""Steps' worth of prompt tokens that a worker holds: the running step and the next one. With one, a
-step would sometimes not be full, because news of its end and the next request need a moment."""
+"""Prompt tokens that a worker holds, in steps: the running step and the next one. With one step,
+some steps would not be full, because the end of a step and the next request take a moment to
+arrive."""
 
 SEQUENCES_PER_SPARE: Final = 16
-"""Beyond its capacity a worker gets one more sequence for each 16 that it can run. The spare one
-waits on the worker and starts in the very step in which another ends: 4 for 64, none below 16."""
+"""Number of sequences per spare sequence. A worker gets one spare sequence for each 16 that it can
+run: 4 for 64, and none below 16. A spare sequence waits on the worker and starts in the same
+step in which another one ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """The load of a worker, and the requests that this gateway sent there.
+    """The load of a worker, and the requests that this gateway sent to it.
 
     Attributes:
-        load: what the worker reports.
-        sequences: sequences sent there that have not ended for their clients.
-        started: of these, sequences with a first token; the worker may have finished them already.
+        load: load that the worker reports.
+        sequences: sequences of this gateway that have not ended for their clients.
+        started: number of these with a first token, some of which the worker may have finished.
         unstarted_prompt_tokens: prompt tokens of sequences without a first token.
-        tpot_s: the tightest TPOT target among these requests; None without a target.
-        others: sequences of other gateways on the worker, at least, according to its load.
-        gateways: number of gateways that may send requests there, this one included.
+        tpot_s: tightest TPOT target among these requests, in seconds, or None.
+        others: minimum number of sequences of other gateways, according to the worker's load.
+        gateways: number of gateways that may send requests to the worker, including this gateway.
     """
 
     load: WorkerLoad
@@ -51,10 +53,10 @@ class CapacityNeed:
     """The capacity that a request takes.
 
     Attributes:
-        sequences: its choices.
+        sequences: number of choices.
         prompt_tokens: tokens of the prompt, which the choices share.
-        most_tokens: prompt and output tokens of all choices.
-        tpot_s: its TPOT target; None without one.
+        most_tokens: maximum number of prompt and output tokens of all choices.
+        tpot_s: TPOT target in seconds, or None.
     """
 
     sequences: int
@@ -64,15 +66,16 @@ class CapacityNeed:
 
 
 def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
-    """Return whether a request should go to a worker now."""
-    # Without requests of this gateway a worker takes anything: the request may be larger than
-    # what other gateways ever leave free.
+    """Return whether the gateway should send a request to the worker now."""
+    # A worker without requests of this gateway takes any request, because the request may be larger
+    # than the capacity that other gateways ever leave free.
     if not usage.sequences:
         return True
     limit = sequence_limit(usage, need.tpot_s)
-    # Foreign clients of an upstream count for at most half of its capacity: they do not look at
-    # the load, and would take all of it. Other gateways count for at most their equal shares: one
-    # with a queue would take every sequence that ends, and this gateway's clients would starve.
+    # Foreign clients of an upstream ignore the load and would take all of its capacity, so they
+    # count for at most half. Other gateways count for at most their equal shares. Otherwise a
+    # gateway with a queue would take every sequence that ends, and the clients of this gateway
+    # would starve.
     gateways = min(usage.others, limit - max(1, limit // usage.gateways))
     others = min(usage.load.others, limit // 2) + gateways
     running = active_sequences(usage) + others
@@ -91,20 +94,20 @@ def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
     """Return a worker's usage with the sequences of other gateways included.
 
     Args:
-        gateways: number of gateways that send requests there, this one included.
+        gateways: number of gateways that send requests to the worker, including this gateway.
     """
     others = max(0, usage.load.running + usage.load.waiting - usage.sequences)
     return replace(usage, others=others, gateways=gateways)
 
 
 def active_sequences(usage: WorkerUsage) -> int:
-    """Return how many of this gateway's sequences run on the worker or are about to.
+    """Return how many of this gateway's sequences run on the worker or will start soon.
 
-    Sequences that are paused for a slow reader do not count, nor those that are complete and only
-    being read: otherwise a few stopped readers would keep every other request out.
+    Paused sequences do not count, nor do complete sequences that clients still read. Otherwise a
+    few stopped readers would block every other request.
     """
     on_worker = usage.load.running + usage.load.waiting
-    if usage.others:  # the load does not say whose sequences are paused
+    if usage.others:  # The load does not report whose sequences are paused.
         return usage.sequences
     return usage.sequences - usage.started + min(usage.started - usage.load.paused, on_worker)
 
@@ -116,12 +119,13 @@ def prompt_tokens_ahead(usage: WorkerUsage) -> int:
 
 
 def sequence_limit(usage: WorkerUsage, tpot_s: float | None = None) -> int:
-    """Return how many sequences a worker can run with every TPOT target kept.
+    """Return how many sequences a worker can run while it meets every TPOT target.
 
-    A target that even a lone sequence would miss is ignored. An unknown limit is no limit.
+    A target that even a lone sequence would miss is ignored. An unknown limit
+    counts as 2^30.
 
     Args:
-        tpot_s: a target to keep beside those of the running requests.
+        tpot_s: an additional TPOT target in seconds, or None.
     """
     load, speed = usage.load, usage.load.speed
     limit = load.max_sequences or _UNLIMITED

@@ -1,9 +1,9 @@
-"""How many sequences an engine runs at once, where it does not say: learned from its queue.
+"""Estimate of an engine's maximum number of concurrent sequences, learned from its queue.
 
-While requests wait at the engine, the number that runs is its limit. When none waits and as many
-run as the estimate allows, the limit may be higher. So the estimate follows the engine down at
-once, as long prompts fill its memory, and up step by step, like a sender's window (AIMD: Chiu and
-Jain, 1989).
+While requests wait at the engine, the number of running sequences is its limit. The limit may be
+higher when none waits and the number of running sequences reaches the estimate. So the estimate
+follows the engine down immediately, for example when long prompts fill its memory. It rises step by
+step, like the window of a sender (AIMD: Chiu and Jain, 1989).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from typing import Final
 
 GROWTH: Final = 0.25
-"""Relative growth of the estimate per reading: from 3 to 256 in twenty readings. At the limit a
-quarter of the sequences waits at the engine for one reading, and the next one takes them back.
-(Chosen by that reasoning, not tuned; 2026-11-22.)"""
+"""Relative growth of the estimate per reading: from 3 to 256 in twenty readings. At the limit, a
+quarter of the sequences waits at the engine for one reading. The next reading lowers the
+estimate again. (Chosen by that reasoning, not tuned, 2026-11-22.)"""
 
 
 def next_estimate(estimate: int, running: int, waiting: int) -> int:
-    """Return the estimated maximum of concurrent sequences after a reading.
+    """Return the estimated maximum number of concurrent sequences after a reading.
 
     Args:
-        estimate: the estimate before; 0 is unknown, and stays so until a request waits.
-        running, waiting: sequences that the engine reports.
+        estimate: previous estimate. It is 0 (unknown) until the first request waits.
+        running, waiting: numbers of sequences that the engine reports.
     """
     if waiting > 0:
         return max(running, 1)

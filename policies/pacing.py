@@ -1,11 +1,12 @@
-"""Back-pressure: how a worker treats a request whose reader falls behind.
+"""Back-pressure: the pace of a request with a slow reader.
 
-The unread output is counted in seconds, as the time in which the reader would take it,
+The backlog of unread output is measured in seconds, as the time that the reader would take:
 
-    drain = (bytes unsent + waiting tokens x bytes of a token) / bytes that it reads per second,
+    drain = (unsent bytes + waiting tokens x bytes per token) / bytes that it reads per second
 
-so fast readers far away may have much in flight, and slow ones little. A request gives way only if
-its backlog is large and its reader takes less than is generated. Memory has a bound of its own.
+So fast readers on long connections may have much output in flight, and slow readers little. A
+request slows down only if its backlog is large and its reader takes less than the worker generates.
+Memory has a separate bound.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from typing import Final
 from draftgate.policies.types import Pace
 
 UNTOUCHED_BYTES: Final = 16 * 1024
-"""Backlog that is always allowed: a hundred chunks of 160 bytes, less than the initial send buffer
-of a Linux socket (tcp_wmem: 16 KB)."""
+"""Backlog in bytes that is always allowed: a hundred chunks of 160 bytes, less than the initial
+send buffer of a Linux socket (tcp_wmem: 16 KB)."""
 
 SPARING_S: Final = 2.0
-"""Backlog in seconds from which a request gives way to those that are read at once: a few round
-trips of a bad mobile network, with a retransmission. (Chosen.)"""
+"""Backlog in seconds from which a request runs after all others. A few round trips of a bad mobile
+network with a retransmission take less. (Chosen.)"""
 
 PAUSED_S: Final = 8.0
-"""Backlog, or time without any progress, from which a request is paused: more output would only
-fill memory. (Chosen.)"""
+"""Backlog in seconds, or time without progress, from which a request is paused, because more output
+would only fill memory. (Chosen.)"""
 
 PAUSED_BYTES: Final = 256 * 1024
-"""Unread bytes that pause any request: 2,000 of them hold half a gigabyte. (Chosen.)"""
+"""Unread bytes that pause any request. 2,000 such requests hold half a gigabyte. (Chosen.)"""
 
 RESUME_SHARE: Final = 0.25
-"""A pace ends once the backlog is below this share of what led to it: with 1, a reader at the edge
-would change its pace with every chunk. (Chosen.)"""
+"""Share of a threshold below which its pace ends. With 1, a reader near a threshold would change
+its pace with every chunk. (Chosen.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """What is known about the reader of a stream.
+    """The state of a stream's reader.
 
     Attributes:
         unsent_bytes: bytes in the application's buffer and in the kernel's send queue.
-        stall_s: seconds since any of them moved; 0 if nothing waits.
+        stall_s: seconds since any of these bytes moved, or 0 if none are waiting.
         waiting_tokens: generated tokens that are not among these bytes yet.
-        read_bytes_s: bytes per second that the reader took, over the last seconds.
-        made_bytes_s: bytes per second that were generated, over the same time.
+        read_bytes_s: bytes per second that the reader took during the last seconds.
+        made_bytes_s: bytes per second that the worker generated during the same time.
         token_bytes: mean bytes of a token on the wire.
     """
 
@@ -63,16 +64,16 @@ class ReaderView:
 
     @property
     def drain_s(self) -> float:
-        """Seconds in which the reader would take them at its recent rate."""
+        """Seconds in which the reader would take these bytes at its recent rate."""
         if self.unread_bytes <= 0:
             return 0.0
         return self.unread_bytes / self.read_bytes_s if self.read_bytes_s > 0 else math.inf
 
 
 def pace(reader: ReaderView, previous: Pace) -> Pace:
-    """Return the pace of a request, given its previous one.
+    """Return the pace of a request, given its previous pace.
 
-    It changes by one step at a time: a request is never paused that was not sparing before.
+    The pace changes by one step per call, so a request is sparing before it is paused.
     """
     fallen, risen = _pace_at(reader, 1.0), _pace_at(reader, RESUME_SHARE)
     too_much = reader.unread_bytes > PAUSED_BYTES
@@ -82,7 +83,7 @@ def pace(reader: ReaderView, previous: Pace) -> Pace:
 
 
 def _pace_at(reader: ReaderView, share: float) -> Pace:
-    """Return the pace to which a backlog leads at a share of the thresholds."""
+    """Return the pace of a backlog at a share of the thresholds."""
     if reader.unread_bytes <= UNTOUCHED_BYTES:
         return Pace.FULL
     if reader.unread_bytes > share * PAUSED_BYTES or reader.stall_s > PAUSED_S:

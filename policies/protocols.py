@@ -1,4 +1,4 @@
-"""The contracts of policies. `policies.testing` checks them."""
+"""The interfaces of policies, which `policies.testing` checks."""
 
 from __future__ import annotations
 
@@ -19,73 +19,74 @@ from draftgate.policies.types import (
 
 
 class NamedPolicy(Protocol):
-    """What all policies have in common."""
+    """The interface that all policies share."""
 
     @property
     def name(self) -> str:
-        """The name that users give and that responses and metrics report, e.g. `fixed:4`."""
+        """The name in settings, responses and metrics, for example `fixed:4`."""
 
 
 @runtime_checkable
 class SpeculationPolicy(NamedPolicy, Protocol):
-    """Decides whether and how far to speculate: for each request, then for each step.
+    """Decides whether and how far to speculate, for each request and then for each step.
 
-    No decision changes the output, only its cost: verification is sampling. No method mutates.
+    Verification is sampling, so a decision changes the cost but never the output. No method mutates
+    the policy.
     """
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Decide for one request, at the gateway.
+        """Return the plan of a request at the gateway.
 
-        Must honour `request.mode` (`off`, or a proposer of `load.proposers`) and never exceed
-        `request.max_draft_tokens`.
+        The plan must honour `request.mode` (`off`, or a proposer in `load.proposers`). Its cap must
+        not exceed `request.max_draft_tokens`.
         """
 
     def least_survival(self, step: StepView, cost: StepCost) -> float | None:
-        """Return the weight x survival that the best slot must exceed, or no slot is taken.
+        """Return the weight x survival that the best slot must exceed, or None for all drafts.
 
-        Called before the step has candidates. Drafts that cannot reach the value are not computed,
-        and sequences that are unlikely to reach it are drafted for only now and then. A policy that
-        will take no drafts therefore costs no time. None asks for all drafts.
+        The worker calls this method before the step has candidates. Drafts that cannot reach the
+        value are not computed. Sequences that are unlikely to reach the value are drafted for only
+        occasionally. A policy that takes no drafts therefore costs no time.
         """
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Return how many draft tokens each of `step.candidates` may verify in this step.
 
-        Each length is between 0 and the candidate's `max_draft_tokens`; their sum is at most
-        `step.slot_budget`.
+        Each length is from 0 to the candidate's `max_draft_tokens`. The sum of the lengths is at
+        most `step.slot_budget`.
 
-        If drafts have to be computed (`DraftCandidate.depth_s`), the policy is asked again when
-        they are there. Then drafting costs nothing more, survivals are those of the actual drafts,
-        and each candidate may keep at most its earlier length.
+        If drafts must be computed first (`DraftCandidate.depth_s`), the worker calls the policy
+        again with the computed drafts. Drafting then costs nothing more, the survivals are those of
+        the actual drafts, and each candidate may keep at most its earlier length.
         """
 
 
 @runtime_checkable
 class BatchingPolicy(NamedPolicy, Protocol):
-    """Decides how many prompt tokens join a step. Does not mutate."""
+    """Decides how many prompt tokens join a step, without mutating the policy."""
 
     @property
     def stalls_decodes(self) -> bool:
-        """Whether decodes wait while prompts wait to be computed."""
+        """Whether decodes stop while prompts wait for computation."""
 
     def prefill_tokens(self, batch: BatchView, cost: StepCost) -> int:
         """Return how many prompt tokens join the step, 0 to `batch.most_prefill_tokens`.
 
-        More than 0 if nothing decodes and a prompt waits.
+        The result is more than 0 if a prompt waits and no sequence decodes.
         """
 
 
 @runtime_checkable
 class OrderingPolicy(NamedPolicy, Protocol):
-    """Decides which waiting request is next. It holds the queue, so each queue has its own.
+    """Decides which waiting request is next.
 
-    `now_s` never goes back. Operations take O(log n) besides moving pointers, or O(tenants that
-    wait).
+    The policy holds the queue, so each queue needs its own policy. `now_s` never decreases.
+    Operations take O(log n), plus the time to move pointers, or O(waiting tenants).
     """
 
     @property
     def work_s(self) -> float:
-        """Seconds of the pool that all waiting requests take."""
+        """Work of all waiting requests, in seconds of the pool."""
 
     def __len__(self) -> int:
         """Return how many requests wait."""
@@ -94,26 +95,30 @@ class OrderingPolicy(NamedPolicy, Protocol):
         """Add a request.
 
         Raises:
-            ValueError: a ticket with its key waits already.
+            ValueError: a ticket with the same key is waiting already.
         """
 
     def remove(self, key: int) -> Ticket | None:
-        """Remove a request that waits no longer, e.g. as its client left; None if it is unknown."""
+        """Remove and return a request that no longer waits, or return None if it is unknown."""
 
     def choose(self, now_s: float) -> Ticket | None:
-        """Return the next request; None if none waits. Does not mutate."""
+        """Return the next request without removing it, or None if the queue is empty."""
 
     def take(self, now_s: float) -> Ticket | None:
-        """Remove and return the next request, which is started now."""
+        """Remove and return the next request, which starts now."""
 
     def ahead_s(self, ticket: Ticket, now_s: float) -> float:
-        """Return the work of all requests that would start before this one if it were pushed now.
+        """Return the work of all requests that would start before this ticket if pushed now.
 
-        0 to `work_s`; never less if more requests wait. Does not mutate.
+        The result is from 0 to `work_s`, and never falls as requests join the queue. The method
+        does not mutate the queue.
         """
 
     def class_ahead_s(self, ticket: Ticket) -> float:
-        """Return the part of `ahead_s` in the ticket's own class; all of it without classes."""
+        """Return the part of `ahead_s` in the ticket's own class.
+
+        The result is `ahead_s` if classes do not count.
+        """
 
     def queued_of(self, tenant: str) -> int:
         """Return how many requests of a tenant wait."""
@@ -121,35 +126,44 @@ class OrderingPolicy(NamedPolicy, Protocol):
 
 @runtime_checkable
 class AdmissionPolicy(NamedPolicy, Protocol):
-    """Decides which requests may wait. It may remember refusals and predictions."""
+    """Decides which requests may wait.
+
+    A policy may remember its refusals and predictions.
+    """
 
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
-        """Decide once for each attempt of a request, before it waits.
+        """Decide whether a request may wait, once for each attempt.
 
-        The queue never grows past `view.queue.capacity`, except under a policy that says so.
+        The queue never exceeds `view.queue.capacity`, except with policies that document otherwise.
         """
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
-        """Learn the time to the first token of a request that was admitted."""
+        """Learn the time to first token of an admitted request."""
 
 
 @runtime_checkable
 class RoutingPolicy(NamedPolicy, Protocol):
-    """Decides which worker a request goes to. It may remember earlier placements."""
+    """Decides which worker receives a request.
+
+    A policy may remember earlier placements.
+    """
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it reads the hashes of prompts; otherwise they are not computed for it."""
+        """Whether the policy reads prompt hashes, which the gateway computes only in this case."""
 
     def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
-        """Choose one of the candidates, and offer others as alternatives, each once.
+        """Choose one of the candidates, and offer others as alternatives without repetition.
 
-        Does not mutate: the same draws give the same answer. Takes no more than a few microseconds
-        per candidate, besides reading the hashes.
+        The method does not mutate the policy, and equal draws give equal routes. It takes at most a
+        few microseconds per candidate, plus the time to read the hashes.
 
         Args:
             draw: the only source of randomness.
         """
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
-        """Learn where a request went: the chosen worker, an alternative, or the only candidate."""
+        """Learn which worker received a request.
+
+        The worker is the chosen one, an alternative or the only candidate.
+        """

@@ -1,23 +1,24 @@
 """Quotas of tenants: an exact ledger of requests and tokens.
 
-A request reserves the most tokens that it may use, and settles what it used. The rest is released
-and can be used at once. In whole numbers, for each tenant and at any time,
+A request reserves the maximum number of tokens that it may use. It settles the tokens that it used,
+and the rest is released for immediate use. All counts are integers. For each tenant and at any
+time,
 
     reserved == settled + released + open.
 
 Limits are leaky buckets as meters (the generic cell rate algorithm: ATM Forum, Traffic Management
-4.0, 1996). There are no windows at whose edges twice as much would fit, or into which a refund
-could fall. A bucket is one time, the theoretical arrival time: the part after `now` is in use, and
-drains at the quota's rate. To stay exact, it counts in units of 1 / rate nanoseconds: a minute is
-rate x 60e9 units, and one request or token is 60e9.
+4.0, 1996). Unlike windows, buckets have no edges at which twice the limit would fit or a refund
+would be lost. The state of a bucket is one time, the theoretical arrival time. The part after `now`
+is in use, and drains at the quota's rate. The unit is 1 / rate nanoseconds, which keeps arithmetic
+exact. A minute is rate x 60e9 units, and one request or token is 60e9 units.
 
-Released units leave the bucket as if they had never been reserved. A reservation of n at t turns
-the time F into max(F, t) + n. So F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
-i. Taking m off the j-th one leaves
+Released units leave the bucket as if they had never been reserved. A reservation of n at t changes
+the time F to max(F, t) + n. So F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
+i. If the j-th reservation releases m, F becomes
 
-    max(F - m, F_j), where F_j is the F of the reservations after the j-th alone,
+    max(F - m, F_j), where F_j is the F of only the reservations after the j-th.
 
-which is kept for each open reservation.
+The ledger keeps F_j for each open reservation.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ from typing import Final, NamedTuple
 MINUTE_NS: Final = 60_000_000_000
 
 RETRY_GRACE_NS: Final = 1_000_000
-"""Added to the time until a request fits, so that it still does if clocks are read as floats."""
+"""Nanoseconds added to the time until a request fits, so that it still fits if clocks are floats.
+"""
 
 MOST_TENANTS: Final = 4096
-"""Tenants to remember, a few megabytes. Beyond it the least recently used are forgotten, if they
-have no open reservations and their buckets are empty: as new tenants they would have the same."""
+"""Maximum number of tenants, a few megabytes. Beyond it, the least recently used tenants are
+forgotten if they have no open reservations and their buckets are empty. A new tenant starts in
+that state, so no information is lost."""
 
 _FORGET_TRIES: Final = 8
-"""Old tenants to check for a new one: more than one, so that their number falls."""
+"""Number of old tenants to check for each new tenant. It exceeds 1 so that the total falls."""
 
 
 class Limit(StrEnum):
-    """What a quota counts."""
+    """The unit that a quota limits."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -50,11 +53,11 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use.
+    """The limits of a tenant.
 
     Attributes:
-        requests_per_minute, tokens_per_minute: None is unlimited.
-        burst_requests, burst_tokens: most at once; None is a minute's worth.
+        requests_per_minute, tokens_per_minute: rates, or None for unlimited.
+        burst_requests, burst_tokens: maximum burst, or None for a minute's worth.
 
     Raises:
         ValueError: a limit is not positive, or a burst has no rate.
@@ -85,18 +88,18 @@ class Quota:
 
 
 UNLIMITED: Final = Quota()
-"""No limits; usage is recorded all the same."""
+"""No limits. The ledger still records the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why a request does not fit a quota.
+    """The quota that a request does not fit.
 
     Attributes:
-        limit: which quota.
-        retry_after_s: seconds until it fits if nothing else is used; None if it is larger than the
-            quota can ever hold.
-        asked, most: what it asked for, and the most that the quota can hold.
+        limit: the exceeded limit.
+        retry_after_s: seconds until the request fits if the tenant uses nothing else, or None if it
+            exceeds the size of the quota.
+        asked, most: requested amount, and the size of the quota.
     """
 
     limit: Limit
@@ -106,7 +109,7 @@ class Shortage:
 
 
 class Totals(NamedTuple):
-    """Tokens of a tenant: `reserved == settled + released + open`, always."""
+    """Token counts of a tenant, with `reserved == settled + released + open`."""
 
     reserved: int = 0
     settled: int = 0
@@ -120,9 +123,9 @@ class _Bucket:
 
     Attributes:
         rate: units per minute.
-        most: units that it holds.
-        full_at: when all of it is free again, in 1 / rate nanoseconds.
-        behind: for each open reservation, `full_at` of what was added after it alone.
+        most: size in units.
+        full_at: time when the whole bucket is free again, in 1 / rate nanoseconds.
+        behind: for each open reservation, the `full_at` of only the later reservations.
     """
 
     rate: int
@@ -131,7 +134,7 @@ class _Bucket:
     behind: dict[str, int] = field(default_factory=dict)
 
     def wait_ns(self, units: int, now_ns: int) -> int | None:
-        """Return the nanoseconds until the units fit, 0 if they do now, None if they never will."""
+        """Return the nanoseconds until the units fit, or None if they never fit."""
         if units > self.most:
             return None
         used = max(self.full_at - now_ns * self.rate, 0)
@@ -163,32 +166,34 @@ class _Account:
     open_requests: int = 0
 
     def is_idle(self, now_ns: int) -> bool:
-        """Return whether nothing is open and all buckets are empty."""
+        """Return whether no reservation is open and all buckets are empty."""
         buckets = self.buckets.values()
         return not self.open_requests and all(b.full_at <= now_ns * b.rate for b in buckets)
 
 
 @dataclass(slots=True)
 class QuotaLedger:
-    """What tenants have reserved, used and released. Time that goes back counts as standing still.
+    """The tokens and requests that tenants have reserved, used and released.
+
+    The ledger treats time that decreases as unchanged time.
 
     Attributes:
-        quotas: of tenants by name.
-        default: of all other tenants.
+        quotas: quotas by tenant name.
+        default: quota of all other tenants.
     """
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     default: Quota = UNLIMITED
     most_tenants: int = MOST_TENANTS
     _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
-    _open: dict[str, tuple[str, int]] = field(default_factory=dict)  # tenant, tokens; by request
+    _open: dict[str, tuple[str, int]] = field(default_factory=dict)  # request -> (tenant, tokens)
     _now_ns: int = 0
 
     def reserve(self, tenant: str, request_id: str, tokens: int, now_s: float) -> Shortage | None:
-        """Reserve a request and the most tokens it may use: all of it, or nothing.
+        """Reserve a request and its maximum number of tokens, or reserve nothing.
 
         Returns:
-            None if it fits, else the quota that it has to wait for longest.
+            None if the request fits, otherwise the shortage with the longest wait.
 
         Raises:
             ValueError: the request has reserved already, or tokens are negative.
@@ -213,7 +218,7 @@ class QuotaLedger:
         return None
 
     def settle(self, request_id: str, used_tokens: int) -> None:
-        """Record what a request used and release the rest; further calls change nothing.
+        """Record the usage of a request and release the rest. Further calls have no effect.
 
         Tokens beyond the reservation are reserved now and count against the quota.
 
@@ -225,11 +230,11 @@ class QuotaLedger:
         self._close(request_id, used_tokens, released_requests=0)
 
     def release(self, request_id: str) -> None:
-        """Undo a reservation: its request does not count either."""
+        """Undo a reservation, so that its request does not count either."""
         self._close(request_id, 0, released_requests=1)
 
     def totals(self, tenant: str) -> Totals:
-        """Return the totals of a tenant; zeros if it is unknown."""
+        """Return the totals of a tenant, which are zero for an unknown tenant."""
         account = self._accounts.get(tenant)
         return Totals() if account is None else account.totals
 
@@ -252,7 +257,7 @@ class QuotaLedger:
                 bucket.add(excess, self._now_ns)
 
     def _shortage(self, account: _Account, units: Mapping[Limit, int]) -> Shortage | None:
-        """Return the quota that a request has to wait for longest, if any."""
+        """Return the shortage with the longest wait, or None."""
         longest: tuple[int, Shortage] | None = None
         for limit, bucket in account.buckets.items():
             asked = units[limit]
@@ -272,7 +277,7 @@ class QuotaLedger:
         return self._accounts[tenant]
 
     def _forget_idle(self) -> None:
-        """Forget some idle tenants if there are too many."""
+        """Forget some idle tenants if the ledger exceeds its maximum."""
         if len(self._accounts) < self.most_tenants:
             return
         for tenant in list(self._accounts)[:_FORGET_TRIES]:

@@ -1,6 +1,6 @@
-"""Policies by name, including those of other packages (entry points).
+"""Policies by name, including policies of other packages (entry points).
 
-The only module of `policies` that reads anything besides its arguments.
+Only this module of `policies` reads files or package metadata.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
 
 @dataclass(frozen=True, slots=True)
 class _Family(Generic[Policy]):
-    """Policies of one kind; entry points of `draftgate.policies.KIND` add to them.
+    """Policies of one kind, which entry points of `draftgate.policies.KIND` extend.
 
     Attributes:
-        kind: e.g. "speculation".
-        built_in: factories, called with the argument of the name ("" without one).
-        arguments: how the argument of a policy is written in messages, by name.
+        kind: kind of the policies, for example "speculation".
+        built_in: factories by name; a factory gets the argument of the name, or "" without one.
+        arguments: notation of each policy's argument in messages, by name.
     """
 
     kind: str
@@ -188,38 +188,38 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
 
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
-    """Build the policy that `NAME` or `NAME:ARGUMENT` names, e.g. `auto` or `fixed:4`.
+    """Return the policy for `NAME` or `NAME:ARGUMENT`, such as `auto` or `fixed:4`.
 
-    A name that is not built in is taken from the entry points of `draftgate.policies.speculation`:
-    factories that are called with the argument ("" without one).
+    Other packages add policies with entry points in the group `draftgate.policies.speculation`. An
+    entry point is a factory that takes the argument ("" without one).
 
     Raises:
-        ValueError: the policy is unknown (the message lists the names), or the argument is wrong.
+        ValueError: the argument is invalid, or the policy is unknown (the message lists the names).
     """
     return _SPECULATION.build(spec)
 
 
 def batching_policy(spec: str) -> BatchingPolicy:
-    """Return the batching policy with this name, such as `slack` or `fixed:512`."""
+    """Return the batching policy for a name such as `slack` or `fixed:512`."""
     return _BATCHING.build(spec)
 
 
 def ordering_policy(spec: str) -> OrderingPolicy:
-    """Build an empty queue of that policy, e.g. `fair`, as above; each queue needs its own."""
+    """Return a new, empty queue for a policy name such as `fair`."""
     return _ORDERING.build(spec)
 
 
 def admission_policy(spec: str) -> AdmissionPolicy:
-    """Build the admission policy of that name, e.g. `deadline`, as above."""
+    """Return the admission policy for a name such as `deadline`."""
     return _ADMISSION.build(spec)
 
 
 def routing_policy(spec: str) -> RoutingPolicy:
-    """Build the routing policy of that name, e.g. `least_cost` or `weighted:prefix=2,load=1`.
+    """Return a new routing policy for a name such as `least_cost` or `weighted:prefix=2,load=1`.
 
-    As above. Each gateway needs its own, because policies remember what they placed.
+    Each gateway needs its own policy, because policies remember their placements.
     """
     name, colon, argument = spec.partition(":")
-    if name == "price":  # its name in 0.1.0
+    if name == "price":  # the name of `least_cost` in 0.1.0
         name = "least_cost"
     return _ROUTING.build(f"{name}{colon}{argument}")

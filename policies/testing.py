@@ -1,4 +1,4 @@
-"""Conformance checks for policies, for this project's tests and for those of third parties."""
+"""Conformance checks for the policies of this project and of third parties."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SERVICE = ServiceLevel(0.5, 0.01, -1)
 
 
 def check_decision(policy: SpeculationPolicy, request: RequestView, load: WorkerLoad) -> None:
-    """Check that a decision honours what the client asked for and what the worker has.
+    """Check that a plan honours the request of the client and the abilities of the worker.
 
     Raises:
         AssertionError: the policy breaks the contract of `SpeculationPolicy.decide`.
@@ -129,7 +129,7 @@ def check_ordering(build: Callable[[], OrderingPolicy]) -> None:
     """Check an ordering policy on a queue that fills, is thinned out, and empties.
 
     Args:
-        build: makes an empty queue.
+        build: creates an empty queue.
 
     Raises:
         AssertionError: the policy breaks the contract of `OrderingPolicy`.
@@ -189,8 +189,8 @@ def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = Tru
     """Check an admission policy on many requests, pools and queues.
 
     Args:
-        build: makes a policy without a history.
-        bounded: whether it keeps the queue's bound.
+        build: creates a policy without a history.
+        bounded: whether the policy respects the queue's bound.
 
     Raises:
         AssertionError: the policy breaks the contract of `AdmissionPolicy`.
@@ -236,7 +236,7 @@ def check_routing(build: Callable[[], RoutingPolicy]) -> None:
     """Check a routing policy on many requests, workers and rivals.
 
     Args:
-        build: makes a policy that has placed nothing.
+        build: creates a policy without placements.
 
     Raises:
         AssertionError: the policy breaks the contract of `RoutingPolicy`.

@@ -1,6 +1,6 @@
-"""The vocabulary of decisions: what policies see, and what they answer.
+"""The values that policies receive and return.
 
-All values are immutable. Names end with their units: `_s` seconds, `_tokens` tokens.
+All values are immutable. Names end with their units: `_s` for seconds, `_tokens` for tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 
 class SpeculationMode(StrEnum):
-    """What a client may ask for in `speculation.mode`."""
+    """The modes that a client may request in `speculation.mode`."""
 
     AUTO = "auto"
     OFF = "off"
@@ -33,9 +33,10 @@ class ServiceLevel:
     """The targets and the priority of a request.
 
     Attributes:
-        ttft_s: most seconds from its arrival to its first token; None without a target.
-        tpot_s: most seconds per further token on average; None without a target.
-        priority: its class; lower ones come first, 0 is usual (as in vLLM).
+        ttft_s: longest time from its arrival to its first token in seconds, or None without a
+            target.
+        tpot_s: longest mean time per further token in seconds, or None without a target.
+        priority: priority class, where lower values go first and 0 is usual (as in vLLM).
     """
 
     ttft_s: float | None = None
@@ -47,16 +48,17 @@ ANYTIME: Final = ServiceLevel()
 """No targets."""
 
 ANY_PROPOSER: Final = "any"
-"""In a plan: for each sequence and step, the proposer of the worker that pays most."""
+"""Proposer of a plan in which the worker chooses the best proposer for each sequence and step."""
 
 
-# Recorded decisions and reports contain these counts under their first names, which stay.
+# Recorded decisions and reports contain these counts under their original names.
 class DraftCounts(Struct, frozen=True, rename={"accepted": "agreed", "rejected": "refuted"}):
-    """Verified draft tokens of earlier requests; old ones count less.
+    """Verified draft tokens of earlier requests, where old tokens count less.
 
     Attributes:
-        accepted: tokens that were right.
-        rejected: tokens that were wrong after right ones only; tokens after those are not tested.
+        accepted: number of correct tokens.
+        rejected: number of wrong tokens after only correct tokens, because later tokens are not
+            tested.
     """
 
     accepted: float = 0.0
@@ -64,25 +66,25 @@ class DraftCounts(Struct, frozen=True, rename={"accepted": "agreed", "rejected":
 
 
 UNTESTED: Final = DraftCounts()
-"""No draft was verified yet."""
+"""Counts without any verified draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a policy may know about a request before it runs.
+    """The facts about a request that are known before it runs.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        max_tokens: most tokens that the request may generate.
-        temperature: 0 is greedy.
-        mode: what the client asked for.
-        max_draft_tokens: the client's cap on the draft length; None leaves it to the policy.
-        service: its targets and priority.
+        max_tokens: maximum number of tokens that the request may generate.
+        temperature: sampling temperature, where 0 is greedy.
+        mode: speculation mode that the client requested.
+        max_draft_tokens: client's cap on the draft length, or None to leave it to the policy.
+        service: latency targets and priority.
         repetition: share of its tokens that n-gram lookups in the prompt would have drafted
-            correctly (`speculation.repetition`); None if that is unknown.
+            correctly (`speculation.repetition`), or None if unknown.
         tenant_drafts: record of the drafts of its tenant and model, for greedy or for sampled
-            requests, whichever it is.
-        model_drafts: the same over all tenants.
+            requests like this one.
+        model_drafts: the same record over all tenants.
     """
 
     prompt_tokens: int
@@ -97,31 +99,31 @@ class RequestView:
 
 
 class Pace(IntEnum):
-    """How a worker treats a request whose reader falls behind (back-pressure).
+    """The treatment of a request by a worker when its reader is slow (back-pressure).
 
     The text is the same at every pace, because noise belongs to positions, not to times.
     """
 
     FULL = 0
-    """Like any other request."""
+    """Run like any other request."""
     SPARING = 1
-    """After all others, and without drafts."""
+    """Run after all others, without drafts."""
     PAUSED = 2
-    """Not at all. The request keeps its place, and its KV while no other request needs the
+    """Stop the request. It keeps its place, and keeps its KV until another request needs the
     memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is, by its last steps (running means) and its step costs; 0 if unknown.
+    """The speed of a worker, by its last steps (running means) and its step costs; 0 if unknown.
 
     Attributes:
-        tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
-        prompt_token_s: seconds per prompt token, of steps with prompts.
-        sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
+        tpot_s: seconds between two tokens of a decoding sequence, including all work of its steps.
+        prompt_token_s: seconds per prompt token, in steps with prompts.
+        sequence_s: seconds that an additional decoding sequence adds to `tpot_s`.
         step_s: seconds of a step with one decoding sequence, by the step costs.
-        step_sequence_s: seconds by which one more sequence lengthens the last step's batch.
-        step_token_s: seconds per prompt token of a step that is full of them.
+        step_sequence_s: seconds that an additional sequence adds to a step of the last batch.
+        step_token_s: seconds per prompt token, in a step that is full of prompt tokens.
     """
 
     tpot_s: float = 0.0
@@ -133,35 +135,35 @@ class WorkerSpeed:
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()
-"""Nothing has run yet."""
+"""The speed of a worker that has run no step."""
 
 
-# `seats` is the name of the capacity in recorded decisions and in reports of nodes to each other.
+# `seats` is the name of the capacity in recorded decisions and in reports between nodes.
 class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
-    """A worker's load, as the gateway sees it.
+    """A worker's load from the view of the gateway.
 
     Attributes:
-        running, waiting: sequences in the batch, and queued for it.
-        kv_blocks_free, kv_blocks_total: KV memory of the worker, in blocks.
-        price: expected tokens that a draft slot must promise now; 0 on an idle worker.
-        acceptance: running probability that a drafted token is accepted.
-        proposers: the worker's proposers, cheapest first.
+        running, waiting: number of sequences in the batch, and in its queue.
+        kv_blocks_free, kv_blocks_total: free and total KV memory of the worker, in blocks.
+        price: present price of a draft slot in expected tokens, or 0 on an idle worker.
+        acceptance: running probability that a draft token is accepted.
+        proposers: names of the worker's proposers, cheapest first.
         step_cost_error: running median of |measured / predicted - 1| over step times.
-        max_sequences: most sequences that run at once; 0 if unknown.
-        prompt_tokens: prompt tokens that are still to be computed, and tokens to compute again
-            after preemption; cached ones count as well.
-        step_tokens: most tokens of a step; 0 if unknown.
-        kv_block_tokens: tokens of a KV block.
-        speed: how fast its steps are now.
-        paused: sequences whose readers have fallen far behind. They take no capacity, nor memory
-            that others need, and count neither as running nor as waiting.
-        steps: number of planned steps since the start, empty ones included; it stands still if the
-            worker hangs. None if steps are not counted.
-        others: the known part of `running` and `waiting` that clients other than gateways sent.
-        draft_tokens: mean tokens per draft, if the worker drafts for every request by its own rule;
-            0 if it follows plans.
-        age_s: age of the figures, if they were requested over HTTP; None if they are counted as
-            they change.
+        max_sequences: maximum number of concurrent sequences, or 0 if unknown.
+        prompt_tokens: prompt tokens that are not computed yet, including cached tokens, and tokens
+            to compute again after preemption.
+        step_tokens: maximum number of tokens in a step, or 0 if unknown.
+        kv_block_tokens: number of tokens in a KV block.
+        speed: present speed of its steps.
+        paused: number of sequences paused for slow readers. They take no capacity, nor memory that
+            others need, and count neither as running nor as waiting.
+        steps: number of planned steps since the start, including empty steps, or None if steps are
+            not counted. The number does not change while the worker hangs.
+        others: known part of `running` and `waiting` that belongs to clients other than gateways.
+        draft_tokens: mean tokens per draft if the worker drafts for every request by its own rule,
+            or 0 if it follows plans.
+        age_s: age of the metrics in seconds if they arrive over HTTP, or None if they are always
+            current.
     """
 
     running: int
@@ -186,15 +188,17 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
-    """The gateway's decision for one request; the worker decides each step within it.
+    """The gateway's speculation decision for one request.
+
+    The worker decides each step within the plan.
 
     Attributes:
-        policy: the name of the policy that decided.
-        mode: what the client asked for.
-        proposer: what may draft, by name or `ANY_PROPOSER`; None without speculation.
-        max_draft_tokens: most draft tokens of a step; 0 without speculation.
+        policy: name of the policy that decided.
+        mode: speculation mode that the client requested.
+        proposer: name of the proposer or `ANY_PROPOSER`, or None without speculation.
+        max_draft_tokens: maximum number of draft tokens in a step, or 0 without speculation.
         reason: the decision in words, for the client.
-        price: the price at the decision; None if the policy did not look at it.
+        price: price at the decision, or None if the policy ignores prices.
     """
 
     policy: str
@@ -210,16 +214,16 @@ class DraftCandidate:
     """A decoding sequence whose next step could verify a draft.
 
     Attributes:
-        survivals: for each slot, the probability that it and all before it are accepted. As many
-            as the plan's cap, the tokens left to generate and the proposer allow. They never rise:
-            the first n are the draft of n slots.
-        depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
+        survivals: for each slot, the probability that its token and all previous tokens are
+            accepted. The length is limited by the plan's cap, the remaining tokens and the
+            proposer. The values never rise, and the first n belong to the draft of n slots.
+        depth_s: seconds to draft one token deeper, once for all candidates with this cost, or 0 if
             the draft exists already.
-        weight: what a token of this sequence is worth (`speculation.weights`).
-        start_s: seconds to begin drafting for it, as far as this step bears them; only if depths
-            cost something.
-        call_s: seconds of drafting at all, besides depths; once for all candidates of one `depth_s`
-            and equal for all of them.
+        weight: weight of a token of this sequence (`speculation.weights`).
+        start_s: seconds to begin its draft, as far as this step bears them, only if depths have a
+            cost.
+        call_s: seconds to call the proposer at all, without depths. All candidates with the same
+            `depth_s` share this cost and have the same value.
     """
 
     survivals: tuple[float, ...]
@@ -230,25 +234,25 @@ class DraftCandidate:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The longest draft that the step may verify for it."""
+        """The longest draft of the sequence that the step may verify."""
         return len(self.survivals)
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The step that is about to be planned, before drafts are added.
+    """A step before drafts join it.
 
     Attributes:
-        tokens: tokens of the step without drafts.
-        kv_tokens: KV tokens that the step reads.
-        sequences: sequences that will sample a token.
-        slot_budget: most draft slots that the step can verify.
+        tokens: number of tokens in the step without drafts.
+        kv_tokens: number of KV tokens that the step reads.
+        sequences: number of sequences that will sample a token.
+        slot_budget: maximum number of draft slots that the step can verify.
         candidates: sequences that may draft.
-        weight: what the sampled tokens of all sequences are worth; None if each is worth 1.
-        acceptance: running probability that a drafted token is accepted, over all of the worker.
-        prefill_tokens: how many of `tokens` belong to prompts.
-        free_slots: slots that displace no prompt token; each further slot displaces one.
-        verify_s: seconds by which drafts lengthen the step, however many are verified
+        weight: total weight of the sampled tokens, or None if each weighs 1.
+        acceptance: running probability that a draft token of the worker is accepted.
+        prefill_tokens: number of prompt tokens among `tokens`.
+        free_slots: number of slots that displace no prompt token. Each further slot displaces one.
+        verify_s: seconds that drafts add to the step, however many are verified
             (`costs.drafting_cost`).
     """
 
@@ -265,7 +269,7 @@ class StepView:
 
     @property
     def total_weight(self) -> float:
-        """What the sampled tokens of all sequences are worth."""
+        """The total weight of the sampled tokens."""
         return float(self.sequences) if self.weight is None else self.weight
 
 
@@ -274,12 +278,12 @@ class BatchView:
     """A step with its decodes and drafts, before prompts join it.
 
     Attributes:
-        tokens: tokens of the decodes and of their drafts.
-        kv_tokens: KV tokens that these read.
+        tokens: number of tokens in the decodes and their drafts.
+        kv_tokens: number of KV tokens that these tokens read.
         sequences: number of decoding sequences.
-        most_prefill_tokens: most prompt tokens that fit; 0 if no prompt waits.
-        prompt_kv_tokens: cached tokens of the next prompt.
-        within_s: seconds that the tightest target of the decodes leaves; None without a target.
+        most_prefill_tokens: maximum number of prompt tokens that fit, or 0 if no prompt waits.
+        prompt_kv_tokens: number of cached tokens of the next prompt.
+        within_s: seconds that the tightest target of the decodes leaves, or None without a target.
         cost_error: median of |measured / predicted - 1| over step times.
     """
 
@@ -294,18 +298,17 @@ class BatchView:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request in the queue, as far as its order depends on it.
+    """The place of a request in the queue, and the values that determine its order.
 
     Attributes:
-        key: identifies the request; unique, ascending with arrival.
-        arrived_s: when it arrived.
-        deadline_s: when it should start at the latest.
-        priority: its class; lower ones come first (as in vLLM).
-        tenant: its tenant.
-        share: the weight of the tenant among tenants, more than 0.
-        work_s: seconds of the whole pool that it takes, by which it delays all after it; 0 if
-            unknown.
-        returning: whether it was started once, and lost its worker.
+        key: unique identifier of the request, ascending with arrival.
+        arrived_s: time of its arrival.
+        deadline_s: latest time at which it should start.
+        priority: priority class, where lower values go first (as in vLLM).
+        tenant: tenant of the request.
+        share: weight of the tenant among tenants, more than 0.
+        work_s: work of the request in seconds of the whole pool, or 0 if unknown.
+        returning: whether the request was started once and lost its worker.
     """
 
     key: int

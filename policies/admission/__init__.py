@@ -1,1 +1,1 @@
-"""Which requests may wait, and when refused ones should return."""
+"""Admission control: which requests may wait, and when refused requests should return."""

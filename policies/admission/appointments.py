@@ -1,8 +1,8 @@
-"""When refused requests return.
+"""Appointments: the times at which refused requests should return.
 
-The future time of the pool is one line. Admitted requests occupy it for W seconds from now on.
-Refused ones are booked after them and after all earlier bookings, and told to return when enough
-of the line has drained to admit them. Clients are recognised by the fingerprints of their requests.
+Admitted requests occupy the pool for the next W seconds. Each refused request is booked after them
+and after all earlier bookings. Its client should return when the pool has done enough of this work
+to admit the request. The gateway recognises clients by the fingerprints of their requests.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 MOST_BOOKINGS: Final = 16384
-"""Bookings to keep, about five megabytes: more than a minute at three times a load of 100 requests
-per second. Beyond it clients are told when to return, but are not recognised when they do."""
+"""Maximum number of bookings, which take about five megabytes. That is more than a minute of a load
+of 100 requests per second at three times the capacity. Clients without a booking get a time to
+return, but they are not recognised when they return."""
 
 EARLY_S: Final = 0.05
-"""A client that is no earlier is on time: clocks and timers differ."""
+"""A client is on time if it is at most this many seconds early, because clocks and timers differ.
+"""
 
 LATE_S: Final = 1.5
-"""A client that is no later has kept its appointment: `Retry-After` has whole seconds, and networks
-add some delay. A later one is admitted if there is capacity, but otherwise loses its place."""
+"""A client keeps its appointment if it is at most this many seconds late, because `Retry-After` has
+whole seconds and networks add some delay. A client that is later loses its place, and is
+admitted only if the pool has capacity."""
 
 GRACE_S: Final = 5.0
 GRACE_SHARE: Final = 0.25
-"""A client is expected until this many seconds and this share of its delay after its time: OpenAI's
-clients add a quarter of jitter to their own delays."""
+"""The gateway expects a client for this many seconds, plus this share of its delay, after its
+appointment. OpenAI's clients add a quarter of jitter to their delays."""
 
 SAME_BURST_S: Final = 0.25
-"""An equal request that arrives this soon after the first is another one, not the same returning:
-OpenAI's clients wait for at least half a second."""
+"""An equal request that arrives this soon after the first is a second request, not the first one
+again. OpenAI's clients wait for at least half a second before they retry."""
 
 KEPT_AT_FIRST: Final = 0.8
-"""Share of appointments that are expected to be kept before any was due."""
+"""Initial estimate of the share of appointments that clients keep."""
 
 _LEARNING: Final = 0.02
-"""Weight of an appointment in that share: the last fifty decide. (Chosen.)"""
+"""Weight of one appointment in that share, which averages about the last fifty. (Chosen.)"""
 
 
 @dataclass(slots=True)
@@ -45,10 +48,10 @@ class Booking:
     """A refused request with an appointment.
 
     Attributes:
-        due_s: when it should return.
-        booked_s: when it was told so.
-        again: whether it returned on time before, and was refused again.
-        number: identifies the booking, once it is booked.
+        due_s: time at which the client should return.
+        booked_s: time at which the client received the appointment.
+        again: whether the client returned on time before and was refused again.
+        number: identifier of the booking, set when it is booked.
     """
 
     fingerprint: int
@@ -70,13 +73,16 @@ class Booking:
 
     @property
     def until_s(self) -> float:
-        """The time from which the client is not expected any more."""
+        """The time after which the client is no longer expected."""
         return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
 
 
 @dataclass(slots=True)
 class _TenantBookings:
-    """Sums over the bookings of a tenant in a class; `again_s` over those refused again."""
+    """Sums over a tenant's bookings in a class.
+
+    `again_s` includes only requests that were refused again.
+    """
 
     share: float
     work_s: float = 0.0
@@ -85,17 +91,17 @@ class _TenantBookings:
 
 
 class Appointments:
-    """The bookings, and how much of the pool they will take.
+    """The bookings, and the work that they will bring to the pool.
 
     Attributes:
-        kept_share: share of appointments that clients keep, learned.
+        kept_share: learned share of appointments that clients keep.
     """
 
     def __init__(self, most: int = MOST_BOOKINGS) -> None:
         self.kept_share = KEPT_AT_FIRST
         self._most = most
-        self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # then by number
-        self._by_end: list[tuple[float, int, Booking]] = []  # a heap; may hold closed ones
+        self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # fingerprint -> number -> booking
+        self._by_end: list[tuple[float, int, Booking]] = []  # a heap
         self._classes: defaultdict[int, dict[str, _TenantBookings]] = defaultdict(dict)
         self._count = 0
         self._number = 0
@@ -106,7 +112,7 @@ class Appointments:
 
     @property
     def classes(self) -> Collection[int]:
-        """The classes with bookings."""
+        """The priority classes that have bookings."""
         return self._classes.keys()
 
     def expire(self, now_s: float) -> None:
@@ -118,9 +124,9 @@ class Appointments:
                 self._learn(kept=False)
 
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
-        """Return the booking of a request, the earliest of equal ones; None without one.
+        """Return the earliest booking of a request, or None.
 
-        A request of the same burst as an equal one, or on its first try, has none of its own. The
+        A first attempt has no booking. An equal request of the same burst has none either. The
         fingerprint 0 belongs to no request.
         """
         if not fingerprint or fingerprint not in self._by_fingerprint or retries == 0:
@@ -134,10 +140,11 @@ class Appointments:
     def ahead_s(
         self, priority: int, tenant: str, share: float, work_s: float
     ) -> tuple[float, float]:
-        """Return the work of bookings before a new request: in better classes, and in its own.
+        """Return the work of bookings ahead of a new request.
 
-        In its own class tenants share the line as `fair` orders them, so the bookings of one tenant
-        do not turn away the new requests of another.
+        The first value is the work in higher-priority classes. The second is the work in its own
+        class, in which tenants share the pool as in `fair`. So the bookings of one tenant do not
+        cause the refusal of new requests of another tenant.
         """
         better_s = 0.0
         for level, bookings in self._classes.items():
@@ -150,7 +157,10 @@ class Appointments:
         return better_s * self.kept_share, (own_s + sum(others_s)) * self.kept_share
 
     def again_s(self, priority: int) -> tuple[float, float]:
-        """Return the work of bookings refused again: in better classes, and in this one."""
+        """Return the work of requests that were refused again.
+
+        The first value is the work in higher-priority classes, the second the work in this class.
+        """
         by_class = {
             level: sum(one.again_s for one in bookings.values())
             for level, bookings in self._classes.items()
@@ -159,10 +169,10 @@ class Appointments:
         return better_s, by_class.get(priority, 0.0)
 
     def book(self, booking: Booking, share: float) -> None:
-        """Add a booking, unless its request cannot be recognised or there are too many.
+        """Add a booking if its request has a fingerprint and the limit permits it.
 
         Args:
-            share: the weight of its tenant.
+            share: weight of the tenant.
         """
         if not booking.fingerprint or self._count >= self._most:
             return
@@ -179,9 +189,10 @@ class Appointments:
         sums.bookings += 1
 
     def close(self, booking: Booking) -> None:
-        """Remove the booking of a request that returned; it is admitted or booked anew."""
+        """Remove the booking of a request that returned."""
         self._drop(booking)
-        if len(self._by_end) > 2 * self._count + 64:  # most of the heap is closed
+        # Rebuild the heap when most of its bookings are closed.
+        if len(self._by_end) > 2 * self._count + 64:
             open_ = [one for equal in self._by_fingerprint.values() for one in equal.values()]
             self._by_end = [(one.until_s, one.number, one) for one in open_]
             heapify(self._by_end)

@@ -1,4 +1,4 @@
-"""`bounded` and `none`: a bound for the queue, or none."""
+"""`bounded` and `none`: admission with and without a bound on the queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftgate.policies.admission.wait_forecast import admit, forecast_wait
 
 
 class Bounded:
-    """Admits requests until the queue is full, however long they wait, as most gateways do."""
+    """Admits requests until the queue is full, as most gateways do, however long requests wait."""
 
     name = "bounded"
 
@@ -26,7 +26,7 @@ class Bounded:
 
 
 class Unbounded:
-    """Admits every request: the queue grows while more arrive than are served."""
+    """Admits every request, so the queue grows while more requests arrive than the pool serves."""
 
     name = "none"
 

@@ -1,18 +1,19 @@
-"""How fast the line of a priority class drains.
+"""The speed at which the queue of a priority class drains.
 
-New requests of better classes overtake waiting ones. Let F be the work that they bring per second,
-in seconds of the pool. The last request of a line starts at the earliest of
+New requests of higher-priority classes overtake waiting requests. Let F be the work that these new
+requests bring per second, in seconds of the pool. The last request of a class starts at the
+earliest of three times:
 
-    after all / (1 - F)         all better classes before it and all that arrive are done
-          all + F x T           the same, if that flow ends T from now
-          own / product of q    at worst: each better class leaves at least q to worse ones,
-                                or 1 less its flow, if that is more and it has no bookings
+    all / (1 - F)         the pool has done `all` and all work that arrives meanwhile
+    all + F x T           the same, if that flow ends T seconds from now
+    own / product of q    the worst case, in which each higher class leaves at least q to lower
+                          classes; a class without bookings leaves 1 - its flow if that is more
 
-where `all` is the work before it, and `own` the part of that in its class. `fair` keeps q, one of
-`OVERDUE_EVERY` requests, for pressing requests of worse classes; so these take at most q.
+`all` is the work ahead of the request, and `own` is the part of `all` in its class. `fair` reserves
+q, one of `OVERDUE_EVERY` requests, for pressing requests of lower classes.
 
-How long a flow will last is unknown. Seen at a random moment, its rest is at most r times the
-elapsed part with probability r / (1 + r) (Gott, Nature 363, 1993).
+The duration of a flow is unknown. At a random moment, the remaining duration is at most r times the
+elapsed duration with probability r / (1 + r) (Gott, Nature 363, 1993).
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ from typing import Final
 from draftgate.policies.ordering.fair import OVERDUE_EVERY
 
 FLOW_S: Final = 20.0
-"""Time constant of the rate of a flow: a flow whose requests take a tenth of a second of the pool
-is known within 5%."""
+"""Time constant of the rate of a flow, in seconds. If each request takes a tenth of a second of the
+pool, the estimated rate is within 5%."""
 
 LEAST_FLOW_S: Final = 2.0
-"""Least time over which the first work of a class is spread: one request is not a flow."""
+"""Minimum time over which the first work of a class is spread, because one request is not a flow.
+"""
 
 NO_FLOW: Final = 0.01
-"""A class that brings less than this share of the pool is ignored."""
+"""Share of the pool below which the flow of a class is ignored."""
 
 MEMORY_S: Final = 600.0
-"""Time constant of the age of a flow, which is its work over its rate. (Chosen.)"""
+"""Time constant of the age of a flow, in seconds. The age is the work divided by the rate.
+(Chosen.)"""
 
 LASTS: Final = 1.5
-"""Flows are expected to last for this multiple of their age; three in five end sooner. With 2,
-worse classes keep slightly more appointments, and their clients wait a quarter longer (simulated,
-tests/policies/overload.py, 2026-11-21)."""
+"""Expected remaining duration of a flow, as a multiple of its age. Three of five flows end sooner.
+With 2, lower classes keep slightly more appointments, and their clients wait a quarter longer
+(simulated, tests/policies/overload.py, 2026-11-21)."""
 
 _LEAST: Final = 1.0 / OVERDUE_EVERY
 
 _PRIORITIES: Final = 8
-"""Classes beyond this many on either side of 0 count as the last."""
+"""Maximum distance of a class from 0. Classes farther away count as the last class."""
 
 
 @dataclass(slots=True)
 class _Flow:
-    """Recent and total work of new requests of a class, both discounted."""
+    """The recent and the total work of new requests of a class, both discounted."""
 
     since_s: float
     at_s: float
@@ -63,7 +66,7 @@ class _Flow:
         self.at_s = now_s
 
     def rate(self, now_s: float) -> float:
-        """Return the work per second, as if it had been constant since the start."""
+        """Return the work per second, assuming a constant rate since the start."""
         seen_s = max(now_s - self.since_s, LEAST_FLOW_S)
         left_s = self.recent_s * math.exp((self.at_s - now_s) / FLOW_S)
         return left_s / (FLOW_S * -math.expm1(-seen_s / FLOW_S))
@@ -71,13 +74,13 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """How fast the line of a class drains, as shares of the pool.
+    """The speed at which the queue of a class drains, as shares of the pool.
 
     Attributes:
-        strict: after all better classes; 0 if their new requests fill the pool.
-        least: whatever better classes do.
-        worse: the part of either that worse classes leave.
-        coming_s: work that better classes will bring until their flow ends.
+        strict: share after all higher-priority classes, or 0 if their new requests fill the pool.
+        least: share in the worst case.
+        worse: part of `strict` or `least` that lower classes leave.
+        coming_s: work that higher-priority classes will bring until their flow ends, in seconds.
     """
 
     strict: float = 1.0
@@ -86,11 +89,11 @@ class Drain:
     coming_s: float = math.inf
 
     def wait_s(self, all_s: float, own_s: float, pressing_s: float) -> float:
-        """Return how long the work ahead takes.
+        """Return the seconds that the work ahead takes.
 
         Args:
-            all_s, own_s: the work ahead in all classes, and in the own class.
-            pressing_s: the wait after which the request presses better classes.
+            all_s, own_s: seconds of work ahead in all classes, and in the request's own class.
+            pressing_s: wait in seconds after which the request counts as pressing.
         """
         if self.least >= 1.0:
             return all_s
@@ -99,28 +102,28 @@ class Drain:
 
 
 WHOLE: Final = Drain()
-"""A pool with one class."""
+"""The drain of a pool with one class."""
 
 
 class ClassFlows:
-    """The work that new requests of each class bring."""
+    """The flows of new work by class."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._flows: dict[int, _Flow] = {}
 
     def add_request(self, priority: int, work_s: float, now_s: float) -> None:
-        """Count the work of a new request."""
+        """Add the work of a new request to the flow of its class."""
         priority = _clamp(priority)
         if self._since_s is None:
             self._since_s = now_s
         self._flows.setdefault(priority, _Flow(self._since_s, now_s)).add(work_s, now_s)
 
     def drain(self, priority: int, now_s: float, booked: Container[int] = ()) -> Drain:
-        """Return how fast the line of a class drains.
+        """Return the drain of the queue of a class.
 
         Args:
-            booked: the classes with bookings.
+            booked: classes that have bookings.
         """
         priority = _clamp(priority)
         rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}

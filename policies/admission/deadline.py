@@ -1,4 +1,4 @@
-"""`deadline`, the default: admit what meets its deadline, and say when the rest could."""
+"""`deadline`, the default: admit requests that meet their deadlines, and give the others a time."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from draftgate.policies.admission.wait_forecast import (
 )
 
 TARGET_SHARE: Final = 0.5
-"""Appointments aim at half of the wait that surely meets a deadline: that forgives errors in either
-direction."""
+"""Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
+Half of that wait leaves a margin for errors in either direction."""
 
 LOW_WATER_SHARE: Final = 0.25
-"""While all waiting requests take less than this share of that wait, any request is admitted,
-whatever is booked: the pool is never idle because a client might return. If none returns, goodput
-at three times the capacity is within 4% of its peak (simulated, tests/policies/overload.py,
-2026-11-21)."""
+"""Low water mark, as a share of the longest sure wait. While the waiting requests take less time,
+the pool admits any request, despite bookings, so it is never idle because of clients that may
+not return. If no client returns, goodput at three times the capacity is within 4% of its peak
+(simulated, tests/policies/overload.py, 2026-11-21)."""
 
 OVERFLOW_LOG: Final = 3.0
-"""Appointments are spaced so that one in 20 = e^3 finds too much work ahead."""
+"""Spacing of appointments, such that one client in 20 = e^3 finds too much work ahead."""
 
 LEAST_PACE: Final = 0.7
-"""Least share of the pool's time that is given away by appointment. Less would keep a few more
-appointments in pools of few sequences, but make every client wait longer."""
+"""Minimum share of the pool's time for appointments. With a lower share, pools of few sequences
+would keep a few more appointments, but every client would wait longer."""
 
 LEAST_RETRY_S: Final = 0.05
-"""Shortest delay that a client is given."""
+"""Minimum delay of a client, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """The future time of the pool, as one request finds it.
+    """The predicted state of the pool for one request.
 
     Attributes:
-        predicted: its wait after all admitted requests.
-        booked_s, again_s: how much longer it is after all bookings, and after bookings of clients
-            that returned on time before and were refused again.
-        backlog_s: the work of all waiting requests.
-        sure_s, likely_s: the longest predicted waits that surely and likely meet its deadline.
-        drain: how fast its line drains.
+        predicted: predicted wait after all admitted requests.
+        booked_s, again_s: additional wait after all bookings, and after the bookings of clients
+            that returned on time and were refused again.
+        backlog_s: work of all waiting requests, in seconds.
+        sure_s, likely_s: longest predicted waits that surely and likely meet the deadline.
+        drain: drain of the request's class.
     """
 
     predicted: WaitForecast
@@ -63,11 +63,18 @@ class _Outlook:
 
     @property
     def low_water_s(self) -> float:
-        """The low water mark; lower if better classes, which fill it first, leave less."""
+        """The low water mark of the request's class.
+
+        The mark is lower if higher-priority classes, which fill the queue first, leave less of the
+        pool.
+        """
         return LOW_WATER_SHARE * self.sure_s * max(self.drain.strict, self.drain.least)
 
     def admits(self, *, on_time: bool) -> bool:
-        """Return whether the request may wait; one with an appointment precedes all bookings."""
+        """Return whether the request may wait.
+
+        A request with an appointment precedes all bookings.
+        """
         wait_s = self.predicted.wait_s
         if on_time:
             return wait_s <= self.likely_s
@@ -75,14 +82,17 @@ class _Outlook:
         return has_capacity or (wait_s <= self.sure_s and self.backlog_s <= self.low_water_s)
 
     def retry_s(self, *, again: bool) -> float:
-        """Return the seconds until the request could be admitted in its turn."""
+        """Return the seconds until the pool could admit the request in its turn."""
         others_s = self.again_s if again else self.booked_s
         ahead_s = max(self.predicted.wait_s, self.predicted.place_s)
         return ahead_s + others_s - TARGET_SHARE * self.sure_s
 
 
 class Deadline:
-    """Decides by the predicted wait; `wait_forecast` and `appointments` explain the formulas."""
+    """Admits a request if its predicted wait meets its deadline.
+
+    `wait_forecast` and `appointments` explain the formulas.
+    """
 
     name = "deadline"
 
@@ -106,7 +116,8 @@ class Deadline:
         if refused is None and not outlook.admits(on_time=on_time):
             refused = not_in_time(view, predicted, 0.0 if on_time else outlook.booked_s)
         if booking is None:
-            # Count a new request into the flow of its class, as far as it will be served.
+            # Count a new request in the flow of its class, weighted by the chance that it is
+            # served.
             share = 1.0
             if refused is not None:
                 share = 0.0 if view.sheddable else self._appointments.kept_share
@@ -157,7 +168,7 @@ class Deadline:
         booking: Booking | None,
         now_s: float,
     ) -> Refused:
-        """Say when to return, and book that time unless the request may be shed at any time."""
+        """Refuse with a time to return, and book that time unless the request is sheddable."""
         again = booking is not None and booking.is_kept(now_s)
         retry_s = max(refused.retry_after_s, outlook.retry_s(again=again), LEAST_RETRY_S)
         if booking is not None:
@@ -173,24 +184,25 @@ class Deadline:
 
 
 def _pace(predicted: WaitForecast, margin_s: float) -> float:
-    """Return the share of the pool's time that is given away by appointment.
+    """Return the share of the pool's time that is available for appointments.
 
-    If a share p is, and new requests fill up to the low water mark, the work above that is a
-    reflected random walk. In heavy traffic (Kingman, 1961) it exceeds x with the probability
-    exp(-2 x (1 - p) / (p x grain)), if lengths are as random as exponential ones.
+    Suppose that appointments take a share p, and new requests fill the pool up to the low water
+    mark. The work above the mark is then a reflected random walk. In heavy traffic (Kingman, 1961)
+    this work exceeds x with the probability exp(-2 x (1 - p) / (p x grain)) for exponential
+    lengths.
 
     Args:
-        margin_s: the x above the low water mark at which a client on time is refused.
+        margin_s: seconds above the low water mark at which a client on time is refused.
     """
     spread = OVERFLOW_LOG * predicted.grain_s / (2.0 * max(margin_s, 1e-9))
     return max(LEAST_PACE, 1.0 / (1.0 + spread))
 
 
 def _allowed_s(view: AdmissionView, predicted: WaitForecast) -> float:
-    """Return the wait that a request's deadline allows.
+    """Return the seconds that a request may wait.
 
-    A request without a target, or with one that its prompt alone exceeds, may wait for
-    `max_wait_s`.
+    The limit is `max_wait_s` if the request has no TTFT target or the prompt alone exceeds the
+    target.
     """
     target_s = view.service.ttft_s
     if target_s is None or target_s <= predicted.prompt_s:

@@ -1,4 +1,4 @@
-"""How much of their `max_tokens` the requests of a tenant generate."""
+"""The share of `max_tokens` that each tenant's requests generate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import OrderedDict
 from typing import Final, NamedTuple
 
 MOST_TENANTS: Final = 4096
-"""Tenants to remember; the least recently used is forgotten first."""
+"""Maximum number of tenants. The least recently used tenant is forgotten first."""
 
 FORGETTING: Final = 0.98
-"""Decay per finished sequence: the last fifty decide. (Chosen: lengths change with the application,
-within minutes.)"""
+"""Decay per finished sequence, which averages about the last fifty. (Chosen: output lengths change
+with the application, within minutes.)"""
 
 PRIOR_SEQUENCES: Final = 5.0
-"""Weight of the mean of all tenants in that of one tenant, and of the safe guess, `max_tokens`, in
-the mean of all; in sequences."""
+"""Weight of the mean of all tenants in the mean of one tenant, in sequences. The safe guess,
+`max_tokens`, has the same weight in the mean of all tenants."""
 
 
 class _Ratio(NamedTuple):
-    """A decaying number of sequences and the sum of their output / max_tokens."""
+    """The decaying number of sequences, and the decaying sum of output / max_tokens."""
 
     sequences: float = 0.0
     used: float = 0.0
@@ -35,16 +35,16 @@ class OutputHistory:
 
     def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
         self._most = most_tenants
-        self._tenants = OrderedDict[str, _Ratio]()  # the latest last
+        self._tenants = OrderedDict[str, _Ratio]()  # the most recently used tenant is last
         self._all = _Ratio()
 
     def expected_tokens(self, tenant: str, max_tokens: int) -> float:
-        """Return the expected output tokens of a sequence of a tenant."""
+        """Return the expected output tokens of a tenant's sequence."""
         ratio = self._tenants.get(tenant, _Ratio())
         return max_tokens * ratio.shrunk(self._all.shrunk(1.0))
 
     def add_sequence(self, tenant: str, output_tokens: int, max_tokens: int) -> None:
-        """Learn from a sequence that ended by itself or at its limit."""
+        """Count a sequence that reached its end or its token limit."""
         if max_tokens < 1:
             return
         used = min(max(output_tokens / max_tokens, 0.0), 1.0)

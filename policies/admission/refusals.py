@@ -1,7 +1,7 @@
-"""Reasons to refuse a request, and their messages to clients.
+"""Reasons to refuse a request, with messages for clients.
 
-Each function returns a refusal with the least seconds after which the answer could change. The
-policy decides when the client should return.
+Each function returns a refusal with the minimum seconds after which the decision could change, or
+None. The policy decides when the client should return.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refus
 from draftgate.policies.admission.wait_forecast import WaitForecast
 
 TENANT_ALPHA: Final = 8.0
-"""A tenant may have this multiple of the free places in the queue (dynamic thresholds: Choudhury,
-Hahne, IEEE/ACM Transactions on Networking, 1998). Alone it may fill eight ninths of the queue. Of n
-tenants that flood it each gets 8 / (1 + 8 n), which leaves a place for the next tenant."""
+"""Maximum queue length of a tenant, as a multiple of the free places (dynamic thresholds:
+Choudhury, Hahne, IEEE/ACM Transactions on Networking, 1998). A single tenant may fill eight
+ninths of the queue. Each of n tenants that flood the queue gets 8 / (1 + 8 n), which leaves a
+place for the next tenant."""
 
 TPOT_MARGIN: Final = 1.1
-"""Tokens may be predicted slower than their target by this factor: forecasts of steps are off by
-some percent, and the worker gives more slots to late requests. (Chosen.)"""
+"""Factor by which the predicted TPOT may exceed its target. Step forecasts are off by some percent,
+and the worker gives more draft slots to late requests. (Chosen.)"""
 
 UNKNOWN_RETRY_S: Final = 1.0
-"""Delay if it is unknown what requests take."""
+"""Delay of a client if the duration of requests is unknown, in seconds."""
 
 
 def queue_full(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
-    """Refuse a request if the queue has no place left, or none for its tenant."""
+    """Refuse a request if the queue has no free place for it or for its tenant."""
     queue = view.queue
     free = queue.capacity - queue.length
     least_s = predicted.grain_s or UNKNOWN_RETRY_S
@@ -42,7 +43,7 @@ def queue_full(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
 
 
 def too_slow(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
-    """Refuse a request whose TPOT target the load spoils, unless an idle pool would miss it too."""
+    """Refuse a request whose TPOT target breaks under the load but not in an idle pool."""
     target_s, speed = view.service.tpot_s, view.pool.speed
     if target_s is None:
         return None
@@ -61,7 +62,7 @@ def too_slow(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
 
 
 def shed(view: AdmissionView, low_water_s: float) -> Refused | None:
-    """Refuse a sheddable request as soon as others wait for longer than the low water mark."""
+    """Refuse a sheddable request if others wait for longer than the low water mark."""
     if not view.sheddable or not view.queue.length or 0 < view.queue.work_s <= low_water_s:
         return None
     reason = f"requests of this priority are shed while {view.queue.length} others wait"

@@ -1,4 +1,4 @@
-"""What an admission policy sees, and what it answers."""
+"""The inputs and results of an admission policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from draftgate.policies.types import ANYTIME, UNKNOWN_SPEED, ServiceLevel, Worke
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The workers that a request may go to, taken together (`wait_forecast.pool_of`).
+    """The workers that a request may use, as one pool (`wait_forecast.pool_of`).
 
     Attributes:
         workers: number of workers.
-        max_sequences: sequences that can run at once; 0 if unknown. Fewer than the workers' own
-            limits if KV memory or TPOT targets allow no more.
-        running: sequences that run or wait on the workers.
-        prompt_tokens: prompt tokens on the workers that are still to be computed.
+        max_sequences: maximum number of concurrent sequences, or 0 if it is unknown. This is less
+            than the workers' own limits if KV memory or TPOT targets allow fewer sequences.
+        running: number of sequences that run or wait on the workers.
+        prompt_tokens: prompt tokens that the workers have not computed yet.
         speed: mean speed of the workers.
     """
 
@@ -30,16 +30,16 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The queue, as a new request finds it.
+    """The queue at the arrival of a request.
 
     Attributes:
-        length, capacity: waiting requests, and the most that may wait.
-        tenant_length: waiting requests of its tenant.
-        work_s: seconds of the pool that all waiting requests take.
-        ahead_s: the part of that which would start before the request (`OrderingPolicy.ahead_s`).
-        place_s: the same if the request had no deadline to overtake others with.
+        length, capacity: number of waiting requests, and the maximum number.
+        tenant_length: number of waiting requests of the same tenant.
+        work_s: work of all waiting requests, in seconds of the pool.
+        ahead_s: part of that work that would start before the request (`OrderingPolicy.ahead_s`).
+        place_s: the same part if the request had no deadline.
         prompt_tokens: prompt tokens of the waiting requests.
-        class_s: the part of `ahead_s` in the request's own class.
+        class_s: part of `ahead_s` in the request's own class.
     """
 
     length: int = 0
@@ -54,19 +54,19 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionView:
-    """A request that asks for admission, the pool and the queue.
+    """A request that needs admission, with the pool and the queue.
 
     Attributes:
-        fingerprint: 64 bits over its tenant and body, by which it is recognised when it returns;
-            0 if it cannot be.
-        prompt_tokens: tokens of all its prompts.
+        fingerprint: 64-bit hash of the tenant and the body, which identifies the request when it
+            returns; 0 if it has none.
+        prompt_tokens: total tokens of its prompts.
         output_tokens: expected output tokens of each sequence (`OutputHistory`).
-        max_wait_s: seconds that it may wait without a TTFT target.
-        sequences: its choices over all prompts.
-        service: its targets and priority.
-        tenant, share: its tenant, and the tenant's weight.
-        sheddable: whether it is refused first if capacity runs short.
-        retries: how often its client has tried before, if it says so.
+        max_wait_s: longest wait without a TTFT target, in seconds.
+        sequences: number of choices over all prompts.
+        service: latency targets and priority.
+        tenant, share: tenant, and the tenant's weight.
+        sheddable: whether the request is refused first when capacity is short.
+        retries: number of earlier attempts that the client reports, or None.
     """
 
     fingerprint: int
@@ -85,13 +85,13 @@ class AdmissionView:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request may wait.
+    """A request that may wait.
 
     Attributes:
-        wait_s: predicted wait.
-        ttft_s: predicted time to first token: the wait and its own prompt.
-        work_s: seconds of the whole pool that it takes, for its `Ticket`.
-        service: its targets and priority.
+        wait_s: predicted wait in seconds.
+        ttft_s: predicted time to first token, in seconds.
+        work_s: work of the request in seconds of the whole pool, for its `Ticket`.
+        service: latency targets and priority.
         reason: the decision in words.
     """
 
@@ -103,26 +103,26 @@ class Admitted:
 
 
 class RefusalKind(StrEnum):
-    """Why a request was refused."""
+    """The cause of a refusal."""
 
     QUEUE_FULL = "queue_full"
-    """The queue has no place for it, or none for its tenant."""
+    """The queue has no free place for the request or its tenant."""
     DEADLINE = "deadline"
-    """Its first token would be late."""
+    """The first token would miss its deadline."""
     TPOT = "tpot"
-    """Its tokens would be too slow."""
+    """The tokens would miss the TPOT target."""
     SHED = "shed"
-    """It may be shed, and others wait."""
+    """The request is sheddable, and other requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request may not wait, but may return.
+    """A request that may not wait now, but may return.
 
     Attributes:
-        retry_after_s: seconds after which it will probably be admitted.
-        kind: why it was refused.
-        reason: the message for the client: what was predicted, and what was asked for.
+        retry_after_s: seconds after which the pool will probably admit the request.
+        kind: cause of the refusal.
+        reason: message for the client with the prediction and the limit.
     """
 
     retry_after_s: float

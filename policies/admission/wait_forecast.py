@@ -1,15 +1,15 @@
-"""How long a request would wait, and how much of the pool it takes.
+"""Forecast of a request's wait, and of the pool time that it takes.
 
     residence = prompt tokens x prompt_token_s + sequences x output tokens x tpot_s
-    work      = residence / sequences that the pool runs at once
-    wait      = the work ahead, as its class drains (`class_drain`), and the rest of a running
-                request, less what free capacity takes at once;
+    work      = residence / sequences that the pool runs concurrently
+    wait      = time to drain the work ahead (`class_drain`) and the rest of a running request,
+                less the work that free capacity takes immediately,
                 or the time to compute all prompts ahead, if that is longer
     TTFT      = correction x wait + own prompt tokens x prompt_token_s
 
-The sequences of a full pool end like a Poisson process, whatever the distribution of their lengths
-(Palm, Khintchine: many independent renewals). A wait W for requests of w each therefore has a
-variance of about W x w. It exceeds W + z sqrt(W w) with the probability that belongs to z.
+In a full pool, sequences end like a Poisson process, whatever the distribution of their lengths
+(Palm, Khintchine: many independent renewals). A wait W for requests of w seconds each therefore has
+a variance of about W x w. It exceeds W + z sqrt(W w) with the upper tail probability of z.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from draftgate.policies.ordering.fair import PRESSING_SHARE
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 Z_SURE: Final = 1.645
-"""One wait in twenty is longer (95th percentile of a normal error): the certainty with which a new
-request is promised its deadline."""
+"""Certainty of the deadline of a new request: one wait in twenty is longer than predicted (95th
+percentile of a normal error)."""
 
 Z_LIKELY: Final = 0.674
-"""One wait in four is longer: the certainty for a request that keeps its appointment. Few find that
-much ahead: 97 to 99% of all admitted requests still meet their deadline (simulated,
-tests/policies/overload.py, 2026-11-21)."""
+"""Certainty of the deadline of a request that keeps its appointment: one wait in four is longer.
+Few such requests find so much work ahead. 97 to 99% of all admitted requests still meet their
+deadlines (simulated, tests/policies/overload.py, 2026-11-21)."""
 
 _FIRST_LESSONS: Final = 20
 _LASTING_LESSONS: Final = 480
 _MOST_SURPRISE: Final = 2.0
-"""The n-th wait moves the correction by 1 / (20 + n) of its error, and at least by 1 / 500. A wait
-counts as at most twice its forecast. Appointments a minute ahead are off by 2 s for each 3% of
-error, so the correction has to be calm: with 1 / 33 throughout, one appointment in four could not
-be kept (simulated, as above)."""
+"""Gain of the correction. The n-th wait moves it by 1 / (20 + n) of its error, and by at least 1 /
+500. A wait counts as at most twice its forecast. Each 3% of error moves an appointment a minute
+ahead by 2 s, so the correction must change slowly. With a constant 1 / 33, clients could not
+keep one appointment in four (simulated, as above)."""
 
 _MOST_CORRECTION: Final = 20.0
-"""Largest factor of correction, in either direction."""
+"""Largest correction factor, in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class WaitForecast:
     """The predicted wait of a request.
 
     Attributes:
-        wait_s: seconds until it starts, or until the prompts before its own are computed.
-        place_s: the same without its deadline.
-        prompt_s: seconds of its own prompt.
-        work_s: seconds of the whole pool that it takes; 0 if unknown.
-        grain_s: work of a typical waiting request, by which waits are uncertain.
+        wait_s: seconds until it starts, or until the workers have computed the prompts ahead.
+        place_s: the same for a request without a deadline.
+        prompt_s: seconds to compute its own prompt.
+        work_s: seconds of the whole pool that it takes, or 0 if unknown.
+        grain_s: work of a typical waiting request, which sets the uncertainty of waits.
     """
 
     wait_s: float
@@ -65,13 +65,13 @@ class WaitForecast:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token."""
+        """Predicted seconds to the first token."""
         return self.wait_s + self.prompt_s
 
     def within_s(self, allowed_s: float, z: float) -> float:
         """Return the longest predicted wait that stays within a limit with the certainty of z.
 
-        Solves `W + z sqrt(W x grain) = allowed` for W.
+        The wait solves `W + z sqrt(W x grain) = allowed` for W.
         """
         spread = z * math.sqrt(self.grain_s)
         root = (math.sqrt(spread * spread + 4.0 * max(allowed_s, 0.0)) - spread) / 2.0
@@ -79,7 +79,7 @@ class WaitForecast:
 
 
 def admit(view: AdmissionView, predicted: WaitForecast) -> Admitted:
-    """Return the answer that admits a request."""
+    """Return the admission of a request."""
     reason = "capacity is free"
     if predicted.wait_s > 0:
         reason = f"{view.queue.length} requests wait; predicted wait {predicted.wait_s:.2f} s"
@@ -87,14 +87,14 @@ def admit(view: AdmissionView, predicted: WaitForecast) -> Admitted:
 
 
 class WaitCorrection:
-    """By which factor waits are longer than predicted, learned.
+    """The learned factor by which waits exceed their forecasts.
 
-    It moves by (waited - predicted) / (predicted + mean predicted). The weights depend only on
-    predictions, so the factor settles where waits are right in the mean. A mean of logarithms would
-    settle at 0.56 of that, because short waits are exponential.
+    The factor moves by (waited - predicted) / (predicted + mean predicted). The weights depend only
+    on predictions, so the factor settles where the mean wait is correct. A mean of logarithms would
+    settle at 0.56 of that value, because short waits are exponential.
 
-    Requests with a target overtake those without, whose waits therefore say little about the pool.
-    They count only while no others arrive.
+    Requests with a target overtake requests without one, whose waits therefore say little about the
+    pool. Waits without a target count only while no requests with a target arrive.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,8 @@ class WaitCorrection:
     def add_wait(self, predicted_s: float, waited_s: float, *, has_target: bool) -> None:
         """Learn from a wait that was predicted with this correction.
 
-        Requests that were to start at once say nothing about the queue and are ignored.
+        Requests that were expected to start immediately contain no information about the queue.
+        They are ignored.
         """
         self._since_target = 0 if has_target else self._since_target + 1
         if predicted_s <= 0.0 or 0 < self._since_target < _FIRST_LESSONS:
@@ -126,11 +127,11 @@ class WaitCorrection:
 
 
 def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolView:
-    """Return several workers as one pool, with the mean speed of those that have run something.
+    """Return several workers as one pool, with the mean speed of the workers that have run a step.
 
     Args:
-        sequence_tokens: prompt and output tokens of a typical sequence. KV memory may hold fewer of
-            them than can run at once. 0 ignores memory.
+        sequence_tokens: prompt and output tokens of a typical sequence, by which KV memory may
+            limit the number of sequences. 0 ignores memory.
     """
     workers = list(loads)
     limits = [_sequence_limit(load, sequence_tokens) for load in workers]
@@ -151,10 +152,12 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
 def forecast_wait(
     view: AdmissionView, drain: Drain = WHOLE, correction: float = 1.0
 ) -> WaitForecast:
-    """Return the predicted wait of a request, which is 0 while capacity or speed are unknown.
+    """Return the predicted wait of a request.
+
+    The wait is 0 if the capacity or the speed of the pool is unknown.
 
     Args:
-        correction: factor by which waits were longer than predicted (`WaitCorrection.factor`).
+        correction: factor by which waits exceed predictions (`WaitCorrection.factor`).
     """
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
@@ -175,7 +178,7 @@ def forecast_wait(
 
 
 def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
-    """Return the seconds of a whole pool that some tokens take; 0 if unknown."""
+    """Return the seconds of the whole pool that some tokens take, or 0 if unknown."""
     speed = pool.speed
     if not (pool.max_sequences > 0 and speed.tpot_s > 0):
         return 0.0
@@ -190,11 +193,11 @@ def drained_s(
     ahead_s: float,
     booked_s: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Return how long the waiting requests ahead of a request and some bookings take.
+    """Return the seconds that the waiting requests and bookings ahead of a request take.
 
     Args:
-        ahead_s: the work of the waiting requests ahead.
-        booked_s: the work of bookings: in better classes, and in the own class.
+        ahead_s: work of the waiting requests ahead, in seconds.
+        booked_s: work of bookings in higher-priority classes, and in the request's own class.
     """
     others_s = view.queue.ahead_s - view.queue.class_s
     better_s, own_s = booked_s

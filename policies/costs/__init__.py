@@ -1,1 +1,1 @@
-"""What work costs on a worker: step times, the time of drafting, and present speed."""
+"""The cost of work on a worker: step times, drafting times and the present speed."""

@@ -1,17 +1,18 @@
-"""The host time of drafting, learned from steps that do more of it and less.
+"""The host time of drafting, learned from the differences between steps.
 
-The forecast of a step (`step_cost`) is the device's time. Besides, the host looks drafts up, weighs
-them, calls proposers that compute, and accounts for verified tokens. That is a good part of short
-steps. On one core of a Zen 5 the shipped model takes 1.3 ms for a token after 200 others, and each
-of these parts 20 to 300 microseconds (2026-11-22).
+The forecast of a step (`step_cost`) is the device's time. The host also runs lookups, weighs
+drafts, calls proposers that compute, and accounts for verified tokens. This work is a considerable
+part of short steps. On one core of a Zen 5, the shipped model takes 1.3 ms for a token after 200
+others, and each of these parts takes 20 to 300 microseconds (2026-11-22).
 
-The time from the planning of a step to that of the next one is
+The time from the planning of a step to the planning of the next step is
 
-    step + depths + host x (1, sequences) + lookups x (1, sequences looked up for) + weighing
+    step + depths + host x (1, sequences) + lookups x (1, sequences with lookups) + weighing
          + verifying + calls of proposers x (1, sequences)
 
-with 1 for a part that occurs. Step and depths are known; the rest is learned and starts at 0. A
-simulated device, whose host takes no time, therefore learns only what its proposers take.
+with 1 for a part that occurs. `step` and `depths` are known. All other coefficients are learned and
+start at 0. The host of a simulated device takes no time, so only the times of its proposers are
+learned.
 """
 
 from __future__ import annotations
@@ -28,26 +29,29 @@ import numpy as np
 from draftgate.policies.costs.regression import NonNegativeRegression
 
 REFIT_STEPS: Final = 64
-"""Steps of a block to learn from: 2 to 3 microseconds per step (one core, Zen 5, 2026-11-22)."""
+"""Steps in a block of measurements. Learning takes 2 to 3 microseconds per step (one core, Zen 5,
+2026-11-22)."""
 
 HOST_SHARE: Final = 0.05
-"""Standard deviation of each part before any measurement, as a share of the shortest step. It only
-matters for parts that always occur together: they share the time of both."""
+"""Initial standard deviation of each part, as a share of the shortest step. This value matters only
+for parts that always occur together, because they share their measured time."""
 
 FOUND_RATE: Final = 1 / 64
-"""Weight of the latest step with lookups in the share of lookups that find something."""
+"""Weight of the latest step with lookups in the share of lookups that find a draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingCost:
-    """Seconds of the host, besides those of the device; all 0 before any measurement.
+    """Host time of drafting, in seconds.
+
+    All values are 0 before the first measurement.
 
     Attributes:
-        look_up_s: per step with lookups, and for weighing their drafts as often as any are found.
-        sequence_s: per sequence that is looked up for.
+        look_up_s: per step with lookups, including the expected time to weigh their drafts.
+        sequence_s: per sequence with a lookup.
         verify_s: per step that verifies drafts.
-        call_s: per step in which a proposer computes drafts, besides its depths; by its name.
-        called_s: the same per sequence that it drafts for.
+        call_s: per step in which a proposer computes drafts, without its depths, by proposer name.
+        called_s: the same per sequence with a computed draft.
     """
 
     look_up_s: float = 0.0
@@ -57,7 +61,7 @@ class DraftingCost:
     called_s: float = 0.0
 
     def calling_s(self, proposer: str, sequences: int) -> float:
-        """Return the seconds of computing drafts for some sequences, without depths."""
+        """Return the seconds to compute drafts for some sequences, without the depths."""
         return self.call_s.get(proposer, 0.0) + self.called_s * sequences
 
 
@@ -66,17 +70,17 @@ NO_DRAFTING_COST: Final = DraftingCost()
 
 @dataclass(slots=True)
 class StepDrafting:
-    """What a step of decodes did for drafts, filled in while it is planned.
+    """The drafting work of a step of decodes, recorded while the step is planned.
 
     Attributes:
         sequences: number of decoding sequences.
         looked_up: number of these with lookups.
-        weighed: number of drafts on offer, existing or to be computed.
+        weighed: number of offered drafts, computed or not.
         verified: number of sequences with verified drafts.
-        called: proposers that computed drafts.
-        computed: number of sequences that they drafted for.
-        computed_s: predicted seconds of computing, besides those learned here.
-        explored_s: predicted seconds of exploration, also besides; None without any.
+        called: names of the proposers that computed drafts.
+        computed: number of sequences with computed drafts.
+        computed_s: predicted seconds of computing, without the learned host time.
+        explored_s: predicted seconds of exploration, without the learned host time, or None.
     """
 
     sequences: int = 0
@@ -90,14 +94,14 @@ class StepDrafting:
 
 
 class DraftingMeter:
-    """A `DraftingCost` that follows what is measured.
+    """A `DraftingCost` that follows measurements.
 
     Attributes:
-        cost: the present estimate.
+        cost: present estimate.
     """
 
     def __init__(self, step_s: float, proposers: Many[str]) -> None:
-        """Start at 0.
+        """Start with an estimate of 0.
 
         Args:
             step_s: seconds of the shortest step.
@@ -112,12 +116,14 @@ class DraftingMeter:
         self._measured: list[tuple[StepDrafting, float, float]] = []
 
     def add_step(self, did: StepDrafting, known_s: float, whole_s: float) -> None:
-        """Record a step; every `REFIT_STEPS` of them are learned. Invalid durations are ignored.
+        """Record a step, and refit after every `REFIT_STEPS` steps.
+
+        Invalid durations are ignored.
 
         Args:
-            did: what it did.
+            did: drafting work of the step.
             known_s: seconds of the device.
-            whole_s: seconds from its planning to that of the next step.
+            whole_s: seconds from the planning of this step to the planning of the next step.
         """
         known_s += did.computed_s
         if not (0.0 < known_s < math.inf and 0.0 < whole_s < math.inf):
@@ -145,7 +151,7 @@ class DraftingMeter:
         )
 
     def _parts(self, did: StepDrafting) -> list[int]:
-        """Return the factor of each part."""
+        """Return the factor of each part, [parts]."""
         looked_up, weighed, verified = did.looked_up, did.weighed > 0, did.verified > 0
         parts = [1, did.sequences, looked_up > 0, looked_up, weighed, verified, did.computed]
         return parts + [name in did.called for name in self._proposers]

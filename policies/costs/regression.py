@@ -1,10 +1,10 @@
 """Linear regression with non-negative coefficients, learned from a stream of measurements.
 
-Recursive Bayesian least squares (Kalman, 1960), in blocks. Four properties make it suitable for
-control. Coefficients share a part of their error, so those without measurements follow the others.
-Innovations are clipped (Huber's M-estimate), which limits the effect of one measurement. Forgetting
-returns the covariance to the prior, so it neither freezes nor winds up. And a negative coefficient
-is conditioned to be 0, so the others make up for it.
+The method is recursive Bayesian least squares (Kalman, 1960), in blocks. Four properties make it
+suitable for control. Coefficients share a part of their error, so coefficients without measurements
+follow the others. Clipped innovations (Huber's M-estimate) limit the effect of one measurement.
+Forgetting returns the covariance to the prior, so the covariance neither freezes nor winds up. A
+negative coefficient is conditioned to be 0, and the others compensate.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SHARED_ERROR: Final = 0.3
-"""Relative error that all coefficients initially share: that of a profile from another machine of
-the same kind."""
+"""Initial relative error that all coefficients share, as for a profile from another machine of the
+same kind."""
 
 FORGETTING: Final = 1e-4
-"""Share of the learned covariance that each measurement gives up. Chosen for 5% noise: in steady
-state a measurement moves estimates by 1 to 2%, and a doubled cost is learned in about 200 steps."""
+"""Share of the learned covariance that each measurement removes. Chosen for 5% noise: in steady
+state a measurement moves estimates by 1 to 2%, and about 200 steps suffice to learn a doubled
+cost."""
 
 MOST_DEVIATIONS: Final = 3.0
-"""Limit of innovations, in their standard deviations."""
+"""Maximum innovation, in standard deviations."""
 
 FIRST_NOISE: Final = 0.05
 LEAST_NOISE, MOST_NOISE = 0.005, 0.3
-"""Relative standard deviation of a measurement: initial value, and bounds."""
+"""Initial value and bounds of the relative standard deviation of a measurement."""
 
 MEDIAN_RATE: Final = 0.02
-"""Relative step of the running median per measurement: the last hundred or so decide."""
+"""Relative step of the running median per measurement, which covers about the last hundred."""
 
 _MEDIAN_OF_NORMAL: Final = 0.6745
 """Median of |x| for x ~ N(0, 1)."""
@@ -44,17 +45,17 @@ class NonNegativeRegression:
     """Coefficients that predict positive values from rows of non-negative features.
 
     Attributes:
-        coefficients: the present estimate, never negative.
-        relative_error: running median of |measured / predicted - 1|, each prediction made before
-            its measurement was learned.
+        coefficients: present estimate, never negative.
+        relative_error: running median of |measured / predicted - 1|, where each prediction precedes
+            the learning of its measurement.
     """
 
     def __init__(self, seed: Array, spread: Array) -> None:
         """Start with an estimate.
 
         Args:
-            seed: the coefficients, 0 or more, [coefficients].
-            spread: standard deviation of each one's own error, more than 0, [coefficients].
+            seed: coefficients, 0 or more, [coefficients].
+            spread: standard deviation of each coefficient's own error, more than 0, [coefficients].
         """
         self._spread = spread
         self._scaled = seed / spread
@@ -96,13 +97,13 @@ class NonNegativeRegression:
         self._forbid_negative()
 
     def _note_error(self, errors: Array) -> None:
-        """Move the running median until half of the errors are above it."""
+        """Move the running median toward the value that half of the errors exceed."""
         above = np.count_nonzero(errors > self.relative_error) - len(errors) / 2
         moved = self.relative_error * np.exp(MEDIAN_RATE * 2.0 * above)
         self.relative_error = float(np.clip(moved, _TINY, 1.0 / _TINY))
 
     def _forbid_negative(self) -> None:
-        """Condition negative coefficients to be 0, the most negative one first."""
+        """Condition negative coefficients to be 0, starting with the most negative coefficient."""
         for _ in range(len(self._scaled)):
             worst = int(self._scaled.argmin())
             if self._scaled[worst] >= 0.0:

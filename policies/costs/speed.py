@@ -1,4 +1,4 @@
-"""The present speed of a worker, by which the gateway predicts latencies."""
+"""The present speed of a worker, from which the gateway predicts latencies."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import WorkerSpeed
 
 LAST_STEPS: Final = 32
-"""Steps that a mean covers: 0.3 to 1 second at steps of 10 to 30 ms. That averages over prompts
-that arrive several times a second, and notices a full batch within ten tokens. Chosen by that
-reasoning (2026-11-21), not tuned on a device."""
+"""Number of steps in a running mean: 0.3 to 1 second at steps of 10 to 30 ms. That averages over
+prompts that arrive several times a second, and detects a full batch within ten tokens. Chosen by
+that reasoning (2026-11-21), not tuned on a device."""
 
 SEED_STEPS: Final = 2
-"""Weight of the initial forecast in steps: the first few measured steps replace it."""
+"""Weight of the initial forecast, in steps. The first few measured steps replace it."""
 
 
 class SpeedMeter:
     """Running means over the steps of a worker.
 
-    A rate is the mean of the seconds over the mean of the tokens, not a mean of rates: a step that
-    takes twice as long for twice the tokens changes nothing, and short steps count little.
+    A rate is the mean of the seconds over the mean of the tokens, not a mean of rates. A step that
+    takes twice as long for twice the tokens therefore changes nothing, and short steps count
+    little.
 
-    Times are measured from the planning of a step to that of the next one. They include drafting
+    A step's time extends from its planning to the planning of the next step. It includes drafting
     and the work of the host, but no idle time.
     """
 
     def __init__(self, cost: StepCost, step_tokens: int) -> None:
-        """Start with the predicted times of a lone decode and of a step full of a prompt."""
+        """Start with the predicted times of a lone decode and of a step full of prompt tokens."""
         self._step_tokens = step_tokens
         self._decodes = _Means(cost.seconds(1, 1, 1), 1.0)
         self._prompts = _Means(cost.seconds(step_tokens, step_tokens, 1), step_tokens)
-        self._begun_s: float | None = None  # the last step was planned; None when idle
-        self._last: tuple[int, int, int] | None = None  # what was accounted for since
+        self._begun_s: float | None = None  # time of the last planning, None when idle
+        self._last: tuple[int, int, int] | None = None  # work recorded since then
 
     def begin(self, now_s: float) -> float | None:
-        """Record that a step is planned now.
+        """Record that the planning of a step begins.
 
         Returns:
-            The seconds since the previous step was planned; None if that step was not recorded by
-            `ran` yet, or the worker was idle.
+            The seconds since the previous planning. None if `ran` has not recorded that step yet,
+            or the worker was idle.
         """
         step_s = None
         if self._begun_s is not None and self._last is not None:
@@ -53,16 +54,16 @@ class SpeedMeter:
         return step_s
 
     def rest(self) -> None:
-        """Record that the step has nothing to do: idle time belongs to no step."""
+        """Record that the worker is idle, because idle time belongs to no step."""
         self._begun_s = None
 
     def ran(self, decodes: int, tokens: int, prompt_tokens: int) -> None:
-        """Record what a step did.
+        """Record the work of a step.
 
         Args:
-            decodes: sequences that decoded.
-            tokens: tokens that they got.
-            prompt_tokens: prompt tokens that were computed beside them.
+            decodes: number of sequences that decoded.
+            tokens: number of tokens that these sequences got.
+            prompt_tokens: number of prompt tokens in the same step.
         """
         self._last = decodes, tokens, prompt_tokens
 
@@ -75,8 +76,8 @@ class SpeedMeter:
         """
         there, full = max(sequences, 1), self._step_tokens
         here_s = cost.seconds(there, kv_tokens, there)
-        # The cost of one more sequence is the mean over doubling them: costs are a staircase, and
-        # the next sequence alone may fall on the same stair.
+        # The cost of an additional sequence is the mean over a doubled batch. Costs are a
+        # staircase, and the next sequence alone may not reach the next stair.
         more_s = (cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s) / there
         return WorkerSpeed(
             self._decodes.rate_s,
@@ -97,7 +98,7 @@ class _Means:
         self._steps = SEED_STEPS
 
     def add_step(self, step_s: float, tokens: float) -> None:
-        """Add a step: a plain mean at first, then older steps fade."""
+        """Add a step to a plain mean at first, and to a decaying mean later."""
         self._steps = min(self._steps + 1, LAST_STEPS)
         self.step_s += (step_s - self.step_s) / self._steps
         self.tokens += (tokens - self.tokens) / self._steps

@@ -1,4 +1,4 @@
-"""Step cost: the predicted seconds of a step."""
+"""The predicted seconds of a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class StepSize(NamedTuple):
     """The size of a step.
 
     Attributes:
-        tokens: computed tokens, drafts included.
-        kv_tokens: KV tokens read.
-        sequences: sequences of the batch.
-        pairs: pairs of a computed token, except the first of its sequence, and a KV token that it
-            attends to.
+        tokens: number of computed tokens, including drafts.
+        kv_tokens: number of KV tokens that the step reads.
+        sequences: number of sequences in the batch.
+        pairs: number of pairs of a computed token, except the first of its sequence, and a KV token
+            that it attends to.
     """
 
     tokens: int
@@ -34,18 +34,18 @@ class StepCost:
 
     `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs`. Tokens
     that fit into a bucket (a CUDA graph, a tile of padded rows) are free, so the table is a
-    staircase. Beyond the last bucket it continues with the slope of the last stair.
+    staircase. It continues beyond the last bucket with the slope of the last stair.
 
     Attributes:
-        token_buckets: ascending token counts, at least one.
-        step_s: seconds of a step of each bucket, not falling.
+        token_buckets: ascending token counts, not empty.
+        step_s: seconds of a step of each bucket, never falling.
         kv_token_s: seconds per KV token read.
         sequence_s: seconds per sequence of the batch.
-        pair_s: seconds per pair (`StepSize.pairs`): KV is read once per sequence, but multiplied
-            once per token. 0 if reading hides that time.
+        pair_s: seconds per pair (`StepSize.pairs`), because each token multiplies the KV that a
+            sequence reads once; 0 if reading hides that time.
 
     Raises:
-        ValueError: the table is empty, of unequal lengths, not ascending, or falls.
+        ValueError: the table is empty, not ascending, falling, or of unequal lengths.
     """
 
     token_buckets: tuple[int, ...]
@@ -72,8 +72,8 @@ class StepCost:
         """Return the predicted seconds of a step.
 
         Args:
-            slots: how many of the tokens are drafts; they count as attending to the mean number
-                of KV tokens per sequence.
+            slots: number of draft tokens among the tokens. Each attends to the mean number of KV
+                tokens per sequence.
         """
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
         pairs = slots * kv_tokens / sequences if sequences else 0.0
@@ -85,12 +85,12 @@ class StepCost:
         """Return the predicted seconds of a step with 0 to `most_slots` draft slots.
 
         Args:
-            tokens: tokens without drafts.
+            tokens: number of tokens without drafts.
 
         Returns:
             `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
         """
-        # Each stair covers the numbers of slots up to the one that fills it.
+        # Each stair covers the slot counts up to the count that fills it.
         ends = np.array((tokens - 1, *self.token_buckets)) - tokens
         ends = np.minimum(np.maximum(ends, -1), most_slots)
         beyond = np.arange(ends[-1] + 1, most_slots + 1) + (tokens - self.token_buckets[-1])
@@ -125,16 +125,21 @@ class StepCost:
         return seconds
 
     def edges_up_to(self, tokens: int) -> list[int]:
-        """Return the ends of the stairs up to a token count; beyond the table by its last width."""
+        """Return the ends of the stairs up to a token count.
+
+        Beyond the table, stairs have the width of the last stair.
+        """
         last = self.token_buckets[-1]
         beyond = range(last + self._last_width, tokens + 1, self._last_width)
         return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
 
     def least_token_s(self, tokens: int, most: int, once_s: float = 0.0) -> float:
-        """Return the least mean seconds of 1 to `most` more tokens, which is at the end of a stair.
+        """Return the smallest mean seconds per token of 1 to `most` more tokens.
+
+        The minimum is at the end of a stair.
 
         Args:
-            once_s: seconds that they take together besides their own.
+            once_s: additional seconds that all of these tokens share.
         """
         here_s = self._table_s(tokens) - once_s
         least_s = (self._table_s(tokens + most) - here_s) / most
@@ -148,7 +153,8 @@ class StepCost:
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count on the next stair above `tokens`.
 
-        After the last stair, one more of its width counts as a stair; beyond that, every token.
+        The table continues with one more stair of the last width. Beyond it, every token is a
+        stair.
         """
         here_s = self._table_s(tokens)
         higher = bisect_right(self.step_s, here_s)

@@ -1,4 +1,4 @@
-"""Step costs learned from measured steps, starting with a profile."""
+"""Step costs that start with a profile and follow measured steps."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from draftgate.policies.costs.regression import Array, NonNegativeRegression
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 
 REFIT_STEPS: Final = 64
-"""Steps of a block to learn from. Microseconds per step for tables of 16 / 67 stairs in blocks of
+"""Steps in a block of measurements. Microseconds per step for tables of 16 / 67 stairs in blocks of
 16: 10 / 15, of 32: 8 / 12, of 64: 6 / 9, of 128: 6 / 10 (one core, Zen 4, 2026-11-21)."""
 
-# Errors of a profile's values by themselves, besides the error that they share.
+# Errors of a profile's values, in addition to their shared error.
 OWN_ERROR: Final = 0.3
 """Relative error of each stair's rise and of each linear term."""
 RISE_ERROR: Final = 0.01
-"""Error of a stair that does not rise in the profile, as a share of its height."""
-# Errors of linear terms that a profile leaves out, as shares of its shortest step: per sequence,
-# per KV token read, per pair. (Measured on Zen 4 with the shipped model, 2026-11-21: 0, 2e-4 and
-# 2e-5; on an H100 with 8B parameters, published: 0, 7e-6 and 0.)
+"""Error of a stair without a rise in the profile, as a share of its height."""
+# Errors of the linear terms that a profile omits, as shares of its shortest step: per sequence, per
+# KV token read, per pair. (Measured on Zen 4 with the shipped model, 2026-11-21: 0, 2e-4 and 2e-5.
+# Published values for an H100 with 8B parameters: 0, 7e-6 and 0.)
 SEQUENCE_SHARE, KV_TOKEN_SHARE, PAIR_SHARE = 2e-3, 5e-6, 1e-6
 
 
 class StepCostFit:
     """A `StepCost` that follows measurements.
 
-    It keeps the stairs of its seed and learns their heights and the linear terms. The rises are
-    non-negative coefficients, so the table never falls.
+    The fit keeps the stairs of its seed, and learns their heights and the linear terms. The rises
+    are non-negative coefficients, so the table never falls.
 
     Attributes:
-        cost: the present estimate.
+        cost: present estimate.
     """
 
     def __init__(self, seed: StepCost) -> None:
-        """Start with a profile, measured at startup or saved."""
+        """Start with a measured or saved profile."""
         self.cost = seed
         self._buckets = np.asarray(seed.token_buckets)
         table = np.asarray(seed.step_s)
@@ -57,7 +57,10 @@ class StepCostFit:
         return self._regression.relative_error
 
     def add_step(self, size: StepSize, step_s: float) -> None:
-        """Record a measured step and refit after `REFIT_STEPS`; invalid durations are ignored."""
+        """Record a measured step, and refit after every `REFIT_STEPS` steps.
+
+        Invalid durations are ignored.
+        """
         if size.tokens > 0 and 0.0 < step_s < math.inf:
             self._measured.append((*size, step_s))
             if len(self._measured) >= REFIT_STEPS:
@@ -83,7 +86,7 @@ class StepCostFit:
         buckets, last = self._buckets, self._buckets[-1]
         reached = np.searchsorted(buckets, tokens)
         stairs = (np.arange(len(buckets)) <= reached[:, None]).astype(np.float64)
-        # Beyond the table the last rise continues.
+        # The last rise continues beyond the table.
         width = last - (buckets[-2] if len(buckets) > 1 else 0)
         stairs[:, -1] += np.maximum(tokens - last, 0.0) / width
         return np.column_stack((stairs, kv_tokens, sequences, pairs))

@@ -1,1 +1,1 @@
-"""Which of the waiting requests is next."""
+"""Ordering policies, which choose the next waiting request."""

@@ -1,4 +1,4 @@
-"""`fair`, the default: priority classes, tenants' shares, deadlines, and a bound on every wait."""
+"""`fair`, the default: priority classes, tenant shares, deadlines and bounded waits."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from draftgate.policies.ordering.single import fcfs
 from draftgate.policies.types import Ticket
 
 STARVATION_S: Final = 30.0
-"""A ticket that has waited longer is overdue, whatever its class: people and clients' timeouts give
-up on a first token at about this time. (Chosen; SMG promotes after 5 to 120 s by class.)"""
+"""Wait in seconds after which a ticket of any class is overdue. People and the timeouts of clients
+give up on a first token at about this time. (Chosen. SMG promotes after 5 to 120 s by class.)"""
 
 OVERDUE_EVERY: Final = 4
-"""One of this many tickets taken is the oldest overdue one. A quarter of the pool keeps old traffic
-moving, and leaves three quarters to the promised order if everything is overdue. (Chosen.)"""
+"""One of this many taken tickets is the oldest overdue ticket. A quarter of the pool keeps old
+traffic moving, and three quarters remain for the promised order if every ticket is overdue.
+(Chosen.)"""
 
 PRESSING_SHARE: Final = 0.5
-"""A ticket is pressing once it has waited for this share of what its deadline allows and is not of
-the best waiting class: half of its time is left to be taken as one of `OVERDUE_EVERY`. (Chosen.)"""
+"""Share of its allowed wait after which a ticket outside the best waiting class is pressing. Half
+of the time remains, in which the ticket can be taken as one of `OVERDUE_EVERY`. (Chosen.)"""
 
 
 class Fair:
-    """Lower classes first, in a class tenants by their shares, of a tenant the earliest deadline.
+    """Order by class, then by tenant shares, then by the deadlines of a tenant's requests.
 
-    Better classes that arrive later do not make all admitted requests late. While a ticket of any
-    class but the best one is pressing, one of `overdue_every` tickets taken is of its class; if
-    there are several such classes, of the one that has been pressing for longest.
+    Higher-priority requests that arrive later do not make all admitted requests late. While a
+    ticket outside the best class is pressing, one of `overdue_every` taken tickets is of its class.
+    If several classes have pressing tickets, the class that has been pressing for longest is
+    served.
 
-    Nothing starves. A ticket that has waited longer than `starvation_s` is overdue, and one of
-    `overdue_every` tickets taken is then the oldest overdue one instead of a pressing one. So if
-    the r-th oldest ticket is overdue, it is taken within the next
+    No ticket starves. A ticket that has waited longer than `starvation_s` is overdue. One of
+    `overdue_every` taken tickets is then the oldest overdue ticket instead of a pressing one. So
+    the r-th oldest ticket, once overdue, is taken within the next
 
         overdue_every x r
 
-    tickets, whatever arrives in the meantime. If one is taken every s seconds, it waits less than
-    `starvation_s + overdue_every x r x s`.
+    tickets, whatever arrives meanwhile. If the pool takes a ticket every s seconds, the wait is
+    less than `starvation_s + overdue_every x r x s`.
     """
 
     name = "fair"
@@ -48,10 +50,10 @@ class Fair:
         self._starvation_s = starvation_s
         self._overdue_every = overdue_every
         self._by_arrival = fcfs()
-        self._classes: dict[int, FairClass] = {}  # only those with waiting tickets
-        self._pressing: dict[int, PrefixSumQueue] = {}  # by the time at which tickets press
+        self._classes: dict[int, FairClass] = {}  # only tenants with waiting tickets
+        self._pressing: dict[int, PrefixSumQueue] = {}  # by pressing time
         self._priorities: list[int] = []  # sorted keys of both
-        self._passed_over = 0  # tickets taken since the last overdue or pressing one
+        self._passed_over = 0  # tickets taken since the last overdue or pressing ticket
 
     @property
     def work_s(self) -> float:
@@ -122,7 +124,7 @@ class Fair:
         return self._first_of(priority) if since_s < now_s else None
 
     def _forget(self, ticket: Ticket) -> None:
-        """Remove a ticket that has left its class from everything else."""
+        """Remove a ticket that has left its class from all other structures."""
         self._by_arrival.remove(ticket.key)
         self._pressing[ticket.priority].remove(_pressing_place(ticket))
         if not self._classes[ticket.priority]:

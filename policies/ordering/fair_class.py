@@ -1,23 +1,24 @@
-"""Tenants of one priority class, served by their shares.
+"""The tenants of one priority class, served in proportion to their shares.
 
-Start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996). Virtual time counts the work that a
-share of 1 has been served. Each tenant has a start tag, its position in virtual time, which each
-served request moves by work / share:
+The method is start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996). Virtual time counts the
+work that a share of 1 has received. Each tenant has a start tag, its position in virtual time. Each
+served request moves the tag by work / share:
 
-    start = max(virtual time, start of its last + work of its last / share)  when it begins to wait
-    virtual time = the least start of the waiting tenants
+    start = max(virtual time, last start + last work / share)     when the tenant begins to wait
+    virtual time = the smallest start of the waiting tenants
 
-Tenants whose start is within a lag of the least are even; among these, the earliest deadline is
-next. Without a lag, a tenant's second request would wait for the first requests of all others,
-however much later they arrived: queues are short where deadlines are promised.
+Tenants whose starts are within a lag of the smallest start are even. The earliest deadline among
+them is next. Without a lag, a tenant's second request would wait for the first requests of all
+other tenants, however much later these arrived. Deadlines keep queues short, so such turns would
+matter.
 
-So a tenant that was away gains no credit, and one that returns at once still pays for what it took.
-While two tenants both wait, however long,
+A tenant gains no credit by its absence, and a tenant that returns soon still pays for its earlier
+work. While two tenants both wait,
 
     |served_a / share_a - served_b / share_b| <= lag + largest_a / share_a + largest_b / share_b,
 
-with their largest requests. An empty class is forgotten with all that it served: there was capacity
-for everybody.
+where `largest` is the work of a tenant's largest request. An empty class forgets all past service,
+because the pool had capacity for all tenants.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
 from draftgate.policies.types import Ticket
 
 LEAST_WORK_S: Final = 1e-3
-"""Least work of a request: if work is unknown, all requests count alike."""
+"""Minimum work of a request. All requests count alike if their work is unknown."""
 
 LAG_S: Final = 0.5
-"""Tenants whose service differs by no more are even, and the earliest deadline among them is next.
-With strict turns, new requests overtake a second request that was promised its time: 92 to 97% of
-the promises were kept, with the lag 97 to 99% (simulated, tests/policies/overload.py,
-2026-11-21)."""
+"""Maximum difference in service, in seconds of work per share, at which tenants are even. The
+earliest deadline among even tenants is next. With strict turns, new requests overtake a second
+request with a promised time. Clients then kept 92 to 97% of the promises, and 97 to 99% with the
+lag (simulated, tests/policies/overload.py, 2026-11-21)."""
 
 MOST_DEBTORS: Final = 4096
-"""Tenants without waiting requests whose service is remembered, about half a megabyte. Beyond it,
-those that are nearest to even are forgotten."""
+"""Maximum number of remembered tenants without waiting requests, about half a megabyte. The tenants
+nearest to even are forgotten first."""
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class FairClass:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the pool that all waiting requests take."""
+        """Work of all waiting requests, in seconds of the pool."""
         return sum(tenant.queue.work_s for tenant in self._tenants.values())
 
     def push(self, ticket: Ticket) -> None:
@@ -79,7 +80,7 @@ class FairClass:
         tenant.queue.insert(_place(ticket), ticket.work_s)
 
     def choose(self) -> int:
-        """Return the key of the next request: the earliest deadline of the even tenants."""
+        """Return the key of the next request: the earliest deadline among even tenants."""
         even = self._least_start() + LAG_S
         tenants = self._tenants.values()
         return min(tenant.queue.first() for tenant in tenants if tenant.start <= even)[1]
@@ -103,13 +104,13 @@ class FairClass:
         self.remove(ticket)
 
     def ahead_s(self, ticket: Ticket) -> float:
-        """Return the work that would be served before a ticket.
+        """Return the work that the pool would serve before a ticket.
 
-        Follows generalised processor sharing. While the tenant is served its requests with earlier
-        deadlines and the ticket itself, each other tenant is served as much in proportion to its
-        share: a lag more of what has an earlier deadline, a lag less of what has a later one. So
-        another tenant's backlog, however long, delays a new request by at most a lag and the time
-        of its own service at its share.
+        The result follows generalised processor sharing. Each other tenant is served in proportion
+        to its share while the tenant's earlier deadlines and the ticket itself are served. Requests
+        with earlier deadlines get a lag more, and requests with later deadlines a lag less. So
+        another tenant's backlog delays a new request by at most a lag and the time of its own
+        service.
         """
         own, before_s = self._tenants.get(ticket.tenant), 0.0
         start = self._new_start(ticket.tenant)

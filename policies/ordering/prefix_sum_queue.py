@@ -6,18 +6,19 @@ from bisect import bisect_left
 from typing import Final
 
 PIECE: Final = 256
-"""Most entries of a piece: summing one takes 2 microseconds, and ten thousand entries make forty
-pieces (chosen on one core of a Zen 4 EPYC, 2026-11-21; 128 to 512 are equally fast)."""
+"""Maximum number of entries in a piece. One piece takes 2 microseconds to sum, and ten thousand
+entries make forty pieces. (Chosen on one core of a Zen 4 EPYC, 2026-11-21. 128 to 512 are
+equally fast.)"""
 
 Place = tuple[float, int]
-"""The time by which entries are sorted, and the key of the ticket, which settles ties."""
+"""The time by which entries are sorted, and the key of the ticket, which breaks ties."""
 
 
 class PrefixSumQueue:
     """Keys with their work, sorted by place.
 
-    A list of sorted pieces, each with its sum. Inserting, removing and summing up to a place take
-    O(log n + n / PIECE + PIECE), all but the logarithm inside built-in functions.
+    The queue is a list of sorted pieces, each with its sum. Inserting, removing and summing take
+    O(log n + n / PIECE + PIECE). Built-in functions do all of this work except the logarithm.
     """
 
     def __init__(self) -> None:
@@ -35,11 +36,11 @@ class PrefixSumQueue:
         return sum(self._sums)
 
     def first(self) -> Place:
-        """Return the first place; the queue must not be empty."""
+        """Return the first place of a queue that is not empty."""
         return self._pieces[0][0][:2]
 
     def insert(self, place: Place, work_s: float) -> None:
-        """Insert a key at its place, where it must not be yet."""
+        """Insert a new key at its place."""
         self._length += 1
         index = max(min(self._piece_of(place), len(self._pieces) - 1), 0)
         piece = self._pieces[index] if self._pieces else []
@@ -50,7 +51,7 @@ class PrefixSumQueue:
         self._sums[index : index + 1] = map(_sum, parts)
 
     def remove(self, place: Place) -> None:
-        """Remove the key at its place, where it must be."""
+        """Remove an existing key from its place."""
         index = self._piece_of(place)
         piece = self._pieces[index]
         del piece[bisect_left(piece, place)]
@@ -70,10 +71,10 @@ class PrefixSumQueue:
         return before_s + _sum(piece[: bisect_left(piece, place)])
 
     def _piece_of(self, place: Place) -> int:
-        """Return the index of the first piece that ends at the place or after it."""
+        """Return the index of the first piece that ends at or after the place."""
         return bisect_left(self._pieces, place, key=lambda piece: piece[-1][:2])
 
 
 def _sum(piece: list[tuple[float, int, float]]) -> float:
-    # Not a running sum: rounding errors of many insertions and removals would pile up.
+    # A running sum would accumulate the rounding errors of many insertions and removals.
     return sum([work_s for _, _, work_s in piece])

@@ -1,4 +1,4 @@
-"""Requests that lost their worker are started again before all others."""
+"""A queue that serves requests first if they lost their worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from draftgate.policies.types import Ticket
 
 
 class ReturningFirst:
-    """Two queues of one policy: returning tickets (`Ticket.returning`) come before all others.
+    """Two queues of one policy, in which returning tickets (`Ticket.returning`) are first.
 
-    The capacity that such a request used was its own until the worker failed, and its client has
-    part of an answer. It was charged when it was first taken. If it waited among new requests, its
-    tenant would pay for it again.
+    The worker that failed had reserved capacity for such a request, and its client already has part
+    of the output. The tenant paid for the request when it was first taken. If the request waited
+    among new requests, the tenant would pay again.
     """
 
     def __init__(self, build: Callable[[], OrderingPolicy]) -> None:

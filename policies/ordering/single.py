@@ -1,4 +1,4 @@
-"""`fcfs` and `edf`: one queue for all, in the order of one time of each ticket."""
+"""`fcfs` and `edf`: a single queue, sorted by one time of each ticket."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from draftgate.policies.types import Ticket
 
 
 class SingleQueue:
-    """All tickets in one queue; classes and tenants do not count.
+    """A queue of all tickets that ignores classes and tenants.
 
     Attributes:
-        tickets: the waiting tickets by key.
+        tickets: waiting tickets by key.
     """
 
     def __init__(self, name: str, time_of: Callable[[Ticket], float]) -> None:
@@ -68,10 +68,13 @@ class SingleQueue:
 
 
 def fcfs() -> SingleQueue:
-    """First come, first served."""
+    """Return an empty queue that serves tickets in the order of arrival."""
     return SingleQueue("fcfs", lambda ticket: ticket.arrived_s)
 
 
 def edf() -> SingleQueue:
-    """Earliest deadline first: optimal if all can be met (Liu, Layland 1973), useless otherwise."""
+    """Return an empty queue that serves the earliest deadline first.
+
+    The order is optimal if all deadlines can be met (Liu, Layland 1973), and useless otherwise.
+    """
     return SingleQueue("edf", lambda ticket: ticket.deadline_s)

@@ -1,1 +1,1 @@
-"""What happens when something fails: breakers, retries, hung workers and failover."""
+"""Policies for failures: circuit breakers, retries, hung workers and failover."""

@@ -1,7 +1,7 @@
-"""A circuit breaker: when to stop calling something that does not answer.
+"""A circuit breaker, which stops calls to a peer or upstream that does not respond.
 
-closed ──failures──> open ──pause ends──> half open: one probe ──answer──> closed
-                       ^                            └─failure─> open, twice as long
+closed ──failures──> open ──pause ends──> half open: a single probe ──answer──> closed ^ └─failure─>
+open, twice as long
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """When a breaker opens, and for how long.
+    """The conditions under which a breaker opens, and the length of its pauses.
 
     Attributes:
-        failures: consecutive failures that open it.
-        timeouts_span_s: least duration of a streak of timeouts alone. If our own event loop stalls,
-            all running timeouts end at once, which says nothing about the other side.
-        first_pause_s, longest_pause_s: the pause before the first probe, and the longest one; each
-            pause is twice the previous one.
+        failures: number of consecutive failures that open it.
+        timeouts_span_s: minimum seconds from the first to the last timeout of a streak of timeouts.
+            If our own event loop stalls, all timeouts end together, whatever the state of the
+            remote side.
+        first_pause_s, longest_pause_s: seconds before the first probe, and the longest pause. Each
+            pause is twice the previous pause.
     """
 
     failures: int
@@ -28,10 +29,12 @@ class Patience:
 
 
 class Breaker:
-    """Open while the other side is out. Times are seconds of any one monotonic clock.
+    """The state of a circuit breaker.
+
+    All times are seconds of the same monotonic clock.
 
     Attributes:
-        reason: why it is open; None while it is closed.
+        reason: why it is open, or None while it is closed.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -42,24 +45,25 @@ class Breaker:
         self.succeeded()
 
     def remaining_s(self, now_s: float) -> float:
-        """Return the seconds until the next probe; 0 if it is due or the breaker is closed."""
+        """Return the seconds until the next probe, or 0 if it is due or the breaker is closed."""
         return 0.0 if self.reason is None else max(0.0, self._until_s - now_s)
 
     def succeeded(self) -> None:
-        """Record an answer, whatever it says: the other side is reachable."""
+        """Record a response. Even an error response shows that the remote side is reachable."""
         self.reason = None
         self._streak = 0
         self._only_timeouts = True
         self._pause_s = self._patience.first_pause_s
 
     def failed(self, reason: str, now_s: float, *, timeout: bool = False) -> None:
-        """Record a call without an answer."""
+        """Record a call without a response."""
         if self._streak == 0:
             self._streak_since_s = now_s
         self._streak += 1
         self._only_timeouts = self._only_timeouts and timeout
         if self.reason is not None:
-            # Only a probe of the half-open state counts; other calls began before the pause ended.
+            # Count only the probe of a half-open breaker, because other calls began before the
+            # pause ended.
             if now_s >= self._until_s:
                 self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
                 self._open(reason, now_s)
@@ -67,7 +71,7 @@ class Breaker:
             self._open(reason, now_s)
 
     def refuse(self, reason: str, now_s: float) -> None:
-        """Open at once, without a streak: the other side has never been reached."""
+        """Open immediately, because the remote side was never reached."""
         self._open(reason, now_s)
 
     def _may_be_a_stall(self, now_s: float) -> bool:

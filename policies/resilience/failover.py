@@ -1,18 +1,19 @@
-"""Whether a request that lost its worker is resumed on another one.
+"""Failover: whether a request that lost its worker resumes on another worker.
 
-A worker may fail because of what it ran: a *poison* request takes down every worker it reaches. One
-loss does not distinguish it from a bystander, so
+A worker may fail because of the request that it ran. Such a *poison* request takes down every
+worker that it reaches. A single loss does not distinguish it from a bystander, so three rules
+apply:
 
-1. the first loss is taken for the worker's own fault: the request resumes on any worker with
-   capacity, and on the lost one only if there is no other;
-2. a request that loses a second worker before it has added a token is *suspect*. Output is a
-   function of seed and positions, so a poison request breaks the next worker at the same place,
-   while a bystander has probably advanced. A suspect never goes to the last worker;
-3. after `most_resumes` a request is given up, whatever it has produced.
+1. After its first loss, a request resumes on any worker with capacity. It resumes on the lost
+   worker only if no other worker remains.
+2. A request is a *suspect* if it loses a second worker before it has added a token. Its output is a
+   function of seed and positions, so a poison request breaks the next worker at the same position.
+   A bystander has probably advanced. A suspect never resumes on the last worker.
+3. A request fails after `most_resumes` resumptions, whatever it has produced.
 
-A worker that leaves in order is not a loss: a long stream outlives any number of restarts. So a
-poison request takes at most 1 + `most_resumes` workers, and never the last of three or more. Of
-two it may take both: otherwise no bystander could resume once one of them is gone.
+An orderly departure of a worker is not a loss, so a long stream survives any number of restarts. A
+poison request takes down at most 1 + `most_resumes` workers, and never the last of three or more.
+With two workers it may take down both, because otherwise no bystander could resume after a loss.
 """
 
 from __future__ import annotations
@@ -23,40 +24,40 @@ from enum import StrEnum
 from typing import Final
 
 MOST_RESUMES: Final = 2
-"""Default number of resumptions. Two workers that fail in turn under one request are a rare
-accident, three hardly ever. (Chosen, 2026-11-22.)"""
+"""Default number of resumptions. Two workers rarely fail in turn during one request, and three
+hardly ever do. (Chosen, 2026-11-22.)"""
 
 
 class Cause(StrEnum):
-    """How a request lost its worker."""
+    """The way in which a request lost its worker."""
 
     FAILED = "failed"
     """The worker failed, or cut the stream off."""
     STALLED = "stalled"
-    """The worker made no more progress (`liveness`)."""
+    """The worker hung (`liveness`)."""
     LEFT = "left"
-    """The worker left in order before the request ended; says nothing about the request."""
+    """The worker left in order before the request ended, so the request is not to blame."""
 
 
 class GivenUp(StrEnum):
-    """Why a request is not resumed."""
+    """The reason for which a request does not resume."""
 
     NO_WORKER = "no_worker"
-    """No worker is left, or none had capacity in time."""
+    """No worker remains, or none had capacity in time."""
     LAST_WORKER = "last_worker"
-    """The request is suspect, and only one worker is left."""
+    """The request is a suspect, and only one worker remains."""
     EXHAUSTED = "exhausted"
-    """It was resumed as often as allowed."""
+    """The request has reached its maximum number of resumptions."""
     UNABLE = "unable"
     """Workers of this kind cannot resume a request (`Capabilities.resume`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker that was lost under a request.
+    """The loss of a request's worker.
 
     Attributes:
-        new_tokens: output tokens that the worker had added.
+        new_tokens: number of output tokens that the worker had added.
     """
 
     worker_id: str
@@ -64,12 +65,12 @@ class Loss:
 
 
 def given_up(losses: Sequence[Loss], most_resumes: int, workers: int) -> GivenUp | None:
-    """Return why a request is not resumed, or None if it is.
+    """Return why a request does not resume, or None if it resumes.
 
     Args:
-        losses: of this request in order, the present one last.
-        most_resumes: how often it may be resumed.
-        workers: number of workers that could take it now.
+        losses: losses of the request in order, including the present loss.
+        most_resumes: maximum number of resumptions.
+        workers: number of workers that could run it now.
     """
     if len(losses) > most_resumes:
         return GivenUp.EXHAUSTED

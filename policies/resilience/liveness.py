@@ -1,12 +1,12 @@
-"""When a silent worker or stream counts as lost.
+"""Detection of hung workers and lost streams.
 
-A worker reports how many steps it has planned (`WorkerLoad.steps`). While a request waits for its
-tokens, the worker owes steps; without any it hangs, whatever the cause. A single stream can also
-be lost while its worker continues: it decodes, no request waits for capacity or memory, so it takes
-part in every step, and yet no tokens arrive.
+A worker reports how many steps it has planned (`WorkerLoad.steps`). While a request waits for
+tokens, the worker must plan steps. If it plans none, it hangs, whatever the cause. A single stream
+can also be lost while its worker continues. Such a stream takes part in every step, because it
+decodes and no request waits for capacity or memory, and yet no tokens arrive.
 
-Silence is counted in checks that found no progress, each worth the time between two checks. A
-gateway that was suspended itself, or whose event loop was blocked, therefore finds no worker hung.
+Silence is counted in checks without progress. Each check is worth the time between two checks. So a
+gateway that was suspended, or whose event loop was blocked, reports no worker as hung.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Final
 from draftgate.policies.types import WorkerLoad
 
 LATE_STEPS: Final = 20
-"""A worker hangs if a step takes longer than this many usual ones. With accepted drafts a step is
-worth several tokens, by which the reported speed counts, and a busy host stretches some steps
-several times: twenty allow for both at once. (Chosen by that reasoning, 2026-11-22, not tuned on a
+"""Duration of a step, in usual steps, after which a worker hangs. With accepted drafts a step
+yields several tokens, and the reported speed counts tokens. A busy host also stretches some
+steps several times. Twenty allow for both. (Chosen by that reasoning, 2026-11-22, not tuned on a
 device.)"""
 
 LEAST_PATIENCE_S: Final = 10.0
-"""Shortest silence that counts, however fast the worker usually is. Compiling a kernel for a new
-shape delays a step by seconds, swapping for longer; people and proxies give up on a silent stream
+"""Shortest silence that counts, in seconds, even for fast workers. A compilation for a new shape
+delays a step by seconds, and swapping by more. People and proxies give up on a silent stream
 after 30. A worker that is declared hung too early costs a prefill elsewhere. (Chosen,
 2026-11-22.)"""
 
 RETRY_S: Final = 60.0
-"""A hung worker without new steps is tried again after this time: it may be well, with its reports
-lost. Every trial makes a request wait once more, so trials are rare. (Chosen, 2026-11-22.)"""
+"""Seconds after which a hung worker without new steps gets another trial, because only its reports
+may be lost. Each trial makes a request wait again, so trials are rare. (Chosen, 2026-11-22.)"""
 
 
 def patience_s(load: WorkerLoad) -> float:
-    """Return the seconds without a step, or without tokens of a stream, that mean it is lost.
+    """Return the seconds without a step, or without tokens of a stream, that count as a loss.
 
-    By the longest steps that the worker makes: decodes, or steps full of a prompt.
+    The result follows from the worker's longest steps: decodes, or steps full of prompt tokens.
     """
     step_s = max(load.speed.tpot_s, load.speed.prompt_token_s * load.step_tokens)
     return max(LEAST_PATIENCE_S, LATE_STEPS * step_s)
@@ -44,11 +44,11 @@ def patience_s(load: WorkerLoad) -> float:
 
 @dataclass(slots=True)
 class WorkerSilence:
-    """For how long a worker has made no step.
+    """The time during which a worker has planned no step.
 
     Attributes:
         steps: number of planned steps at the last check.
-        seconds: of silence, or since the worker was declared hung.
+        seconds: seconds of silence, or seconds since the worker was declared hung.
         hung: whether the worker counts as hung.
     """
 
@@ -57,10 +57,10 @@ class WorkerSilence:
     hung: bool = False
 
     def look(self, load: WorkerLoad, elapsed_s: float, *, owes: bool) -> bool:
-        """Return whether the worker hangs; never if it does not report steps.
+        """Return whether the worker hangs, or False if it does not report steps.
 
         Args:
-            elapsed_s: what a check is worth.
+            elapsed_s: seconds that the check is worth.
             owes: whether a request waits for the worker's tokens.
         """
         moved, self.steps = load.steps is None or load.steps != self.steps, load.steps
@@ -75,11 +75,11 @@ class WorkerSilence:
 
 @dataclass(slots=True)
 class StreamSilence:
-    """For how long a running stream has produced nothing.
+    """The time during which a running stream has produced no output.
 
     Attributes:
         deltas: number of deltas at the last check.
-        seconds: of silence.
+        seconds: seconds of silence.
     """
 
     deltas: int = 0
@@ -90,8 +90,8 @@ class StreamSilence:
 
         Args:
             deltas: number of deltas so far.
-            elapsed_s: what a check is worth.
-            runs: whether it decodes, and is not held back.
+            elapsed_s: seconds that the check is worth.
+            runs: whether the stream decodes at full pace.
         """
         silent = runs and deltas == self.deltas and not load.waiting
         self.deltas = deltas

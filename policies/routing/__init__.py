@@ -1,1 +1,1 @@
-"""Which worker a request goes to."""
+"""Routing policies, which choose the worker of a request."""

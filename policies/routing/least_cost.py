@@ -1,4 +1,4 @@
-"""`least_cost`: each request goes where it costs least time, its own and that of all others."""
+"""`least_cost`: route each request to the worker on which all requests lose the least time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from draftgate.policies.routing.types import (
 )
 
 TIE_MARGIN: Final = 0.05
-"""A worker is equal to the best one if it costs at most this share more, is no busier and has as
-much of the prompt cached. Identical idle workers never measure quite the same speed."""
+"""Relative cost margin within which a worker equals the best worker. It must also be no busier and
+have as much of the prompt cached. Identical idle workers never measure exactly the same speed."""
 
 
 class LeastCost:
-    """The least cost in seconds wins (`prediction`).
+    """Chooses the worker with the least cost in seconds (`prediction`).
 
-    The cost contains the worker's price, so the choice of a worker and how far drafts pay there are
-    one decision. Until a speed is known, cached prompts and tokens decide, as in `prefix_affinity`.
+    The cost contains the worker's slot price, so it covers both the choice of a worker and the gain
+    of drafts on it. While speeds are unknown, cached prompts and tokens decide, as in
+    `prefix_affinity`.
     """
 
     reads_prompts = True
 
     def __init__(self, name: str = "least_cost", *, drafts: bool = True) -> None:
-        """Create a policy that has placed nothing.
+        """Create a policy without placements.
 
         Args:
-            drafts: whether the gain of drafting at a worker's price counts; not for `:undrafted`.
+            drafts: whether the gain of drafts at a worker's price counts. It does not for
+                `:undrafted`.
         """
         self.name = name
         self._drafts = drafts
@@ -82,7 +84,7 @@ class LeastCost:
 def _next_of_equals(
     offers: Ranking, by_id: dict[str, tuple[Candidate, Prediction]], last_worker: str
 ) -> ScoredWorker:
-    """Return whose turn it is among the best worker and its equals."""
+    """Return the next worker in turn among the best worker and its equals."""
     most = offers[0].level + TIE_MARGIN * abs(offers[0].level)
     best, best_prediction = by_id[offers[0].worker_id]
     equals = []
@@ -96,7 +98,7 @@ def _next_of_equals(
 
 
 def _no_busier(one: Candidate, other: Candidate) -> bool:
-    """Return whether a worker has no more to do than another by any count."""
+    """Return whether a worker has no more work than another by any count."""
     return (
         one.tokens + one.leased_tokens <= other.tokens + other.leased_tokens
         and one.sequences <= other.sequences

@@ -1,6 +1,6 @@
-"""Predicted latency of a request on each worker, and what it costs the requests there.
+"""Predicted latency of a request on each worker, and the time that other requests lose.
 
-    TTFT   = (prompt tokens ahead + own uncached ones) x step_token_s + a step
+    TTFT   = (prompt tokens ahead + own uncached tokens) x step_token_s + a step
              + wait for a free sequence
     TPOT   = step / tokens,    step = step_s + others in the batch x step_sequence_s
     tokens = 1 + sum over slots of (survival - price)
@@ -8,23 +8,23 @@
              + output / tokens x step_sequence_s)
     cost   = TTFT + output x TPOT + others
 
-`tokens` are those of a step, less what its drafts cost the other requests. `others` is the time
-that all other requests lose together (a congestion charge; Pigou 1920). Without it every request
-would go to the fastest worker until that is no better than the slowest.
+`tokens` is the number of tokens per step, less the cost of its drafts to other requests. `others`
+is the total time that other requests lose (a congestion charge, Pigou 1920). Without this term,
+every request would go to the fastest worker until it is no faster than the slowest worker.
 
-Speeds come from the step costs of each worker (`WorkerSpeed`), not from its last steps. Otherwise
-an idle worker would seem as slow as it was when busy, and get no chance to show otherwise. For the
-same reason, workers of one numerics class use the mean speed of the class, and all workers the mean
-acceptance.
+Speeds are the step costs of each worker (`WorkerSpeed`), not measurements of its last steps. With
+measurements, an idle worker would seem as slow as it was when busy, and would get no requests that
+could correct this. For the same reason, workers of one numerics class use the mean speed of the
+class, and all workers the mean acceptance.
 
-By the time of the decision a worker has processed part of the prompts in an old load, and part of
-the leases since. Leases are added to a score later, one by one, so the time for processing them is
-subtracted in advance: all of the time since the report, if workers have that much to do on average.
-A worker with an empty load can therefore score below zero. Subtracting at most what was ahead in
-the load is worse if workers have pauses, and no better otherwise. With reports 0 to 1 s old and
-leases, the mean work ahead falls from 32 to 11 ms at a load of 0.1, from 147 to 71 at 0.3 and from
-756 to 707 at 0.7. Without leases it falls from 3.5 to 2.9, from 75 to 41, and rises from 747 to 755
-(`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
+At the decision, a worker has already processed part of the prompts in an old load, and part of the
+later leases. Leases are added to a score later, one by one, so their processing time is subtracted
+in advance. The subtracted time is all of the time since the report, if workers have enough work on
+average. A worker with an empty load can therefore have a negative score. Subtracting at most the
+work in the load is worse if workers have pauses, and no better otherwise. With reports 0 to 1 s old
+and leases, the mean work ahead falls from 32 to 11 ms at a load of 0.1. It falls from 147 to 71 at
+0.3 and from 756 to 707 at 0.7. Without leases it changes from 3.5 to 2.9, from 75 to 41, and from
+747 to 755 (`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted course of a request on a worker, without leases that its load does not include.
+    """The predicted course of a request on a worker, without leases outside the worker's load.
 
     Attributes:
-        score: the cost in seconds, and what each leased token adds to it.
-        draft_tokens: slots per step that would pay.
+        score: cost in seconds, and its rise with each leased token.
+        draft_tokens: slots per step that are worth their price.
     """
 
     score: Score
@@ -66,11 +66,11 @@ def predict(
     gateways: int = 1,
     drafts: bool = True,
 ) -> list[Prediction] | None:
-    """Return a prediction for each worker; None if no speed is known.
+    """Return a prediction for each worker, or None if no speed is known.
 
     Args:
-        cached_tokens: prompt tokens in each worker's cache.
-        gateways: number of gateways that have leased as much as this one, itself included.
+        cached_tokens: prompt tokens in each worker's cache, [workers].
+        gateways: number of gateways with as many leases as this gateway, including this gateway.
         drafts: whether the gain and the cost of drafts count.
     """
     speeds = _speeds(workers)
@@ -92,10 +92,10 @@ def predict(
 def _prompts_ahead_s(
     request: RouteView, workers: Sequence[Candidate], speeds: Sequence[WorkerSpeed], gateways: int
 ) -> list[float]:
-    """Return the seconds of prompts ahead on each worker, less the time that has passed.
+    """Return the seconds of prompts ahead on each worker, less the elapsed time.
 
-    Below 0 by what will have been processed of the leases, which are added later. Leases are taken
-    to be of requests like this one.
+    A result is negative by the part of the leases that the worker will have processed. All leases
+    are assumed to be of requests like this one.
     """
     prompt_share = request.request.prompt_tokens / max(request.most_tokens, 1)
     reported_s, leased_s = [], 0.0
@@ -134,7 +134,7 @@ def _predict_on(
 
 
 def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, float]:
-    """Return the slots that pay, and the tokens of a step less what the slots cost others."""
+    """Return the slots worth their price, and the tokens of a step less the cost to others."""
     slots, tokens, survival = 0, 1.0, chance
     most = capped(MAX_DRAFT_TOKENS, request)
     while slots < most and survival > price:
@@ -145,7 +145,7 @@ def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, fl
 
 
 def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float) -> float:
-    """Return the chance that a drafted token is accepted if all before it are; 0 without drafts."""
+    """Return the probability of a draft token given all tokens before it, or 0 without drafts."""
     proposer, _ = choose_proposer_or_any(request, load)
     if proposer is None:
         return 0.0
@@ -154,7 +154,10 @@ def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float
 
 
 def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:
-    """Return the speed of each worker, the mean of all if it is unknown; None if none is known."""
+    """Return a speed for each worker, or None if no speed is known.
+
+    A worker without a known speed gets the mean of all workers.
+    """
     by_kind: dict[str, list[WorkerSpeed]] = {}
     for worker in workers:
         if worker.load.speed.step_s > 0.0:
@@ -166,14 +169,15 @@ def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:
     found = []
     for worker in workers:
         mean, own = means.get(_kind(worker), overall), worker.load.speed
-        if own.step_s > 0.0:  # the cost of one more sequence depends on the contexts there
+        # The cost of an additional sequence depends on the contexts on that worker.
+        if own.step_s > 0.0:
             mean = replace(mean, step_sequence_s=own.step_sequence_s)
         found.append(mean)
     return found
 
 
 def _kind(worker: Candidate) -> str:
-    """Return what equal workers have in common; its id for a worker without a numerics class."""
+    """Return the numerics class of a worker, or a unique name without a class."""
     return worker.numerics_class or f"only {worker.worker_id}"
 
 

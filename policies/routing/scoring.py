@@ -1,6 +1,6 @@
-"""Routing by weighted scores: `weighted:SCORER=WEIGHT,...`, and the baselines made of it.
+"""Routing by weighted scores (`weighted:SCORER=WEIGHT,...`) and baselines that use such scores.
 
-A scorer says what speaks against each worker, from 0 (nothing) to 1. The least weighted sum wins.
+A scorer rates each worker from 0 (best) to 1 (worst). The smallest weighted sum wins.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from draftgate.policies.routing.selection import Pick, Score, least, less_of_two
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PlacementHistory], Sequence[Score]]
-"""Returns the score of each candidate. Changes nothing."""
+"""A function that returns the score of each candidate without changing any state."""
 
 OVERLOAD: Final = 1.25
-"""A worker with more than this multiple of the mean load gets no credit for its cache: consistent
-hashing with bounded loads (Mirrokni et al. 2018) balances the two best near this value."""
+"""Multiple of the mean load above which a worker gets no credit for its cache. Consistent hashing
+with bounded loads (Mirrokni et al. 2018) balances load and cache hits best near this value."""
 
 STALE_S: Final = 1.0
-"""The age that scores one half: the second between two heartbeats."""
+"""Age of a load with a staleness of one half, in seconds: the interval between two heartbeats."""
 
 MOST_OFFERS: Final = 64
-"""Most workers that a decision offers to a reservation, which looks at each."""
+"""Maximum number of offers in a decision, because a reservation checks each of them."""
 
 
 def load(
     request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """Tokens on the worker, as a share of the most that any worker would have."""
+    """Return the tokens on each worker, as a share of the largest total with this request."""
     tokens = [_tokens(request, one) for one in workers]
     leased = [mine + one.leased_tokens for mine, one in zip(tokens, workers, strict=True)]
     per_token = 1.0 / max(request.most_tokens + max(leased), 1)
@@ -38,7 +38,7 @@ def load(
 
 
 def _tokens(request: RouteView, worker: Candidate) -> int:
-    """Return the tokens on a worker; uncounted sequences of others are taken to be like it."""
+    """Return the tokens on a worker, assuming that uncounted sequences are like the request."""
     uncounted = 0 if worker.load.kv_blocks_total else worker.load.others
     return worker.tokens + uncounted * request.most_tokens // max(request.sequences, 1)
 
@@ -46,7 +46,7 @@ def _tokens(request: RouteView, worker: Candidate) -> int:
 def prefix(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
-    """The share of the prompt that is not cached; 1 on an overloaded worker."""
+    """Return the share of the prompt that is not cached, or 1 for an overloaded worker."""
     tokens = [one.tokens + one.leased_tokens for one in workers]
     most = OVERLOAD * (sum(tokens) / len(workers) + request.most_tokens)
     prompt_tokens = max(request.request.prompt_tokens, 1)
@@ -59,27 +59,27 @@ def prefix(
 def price(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """The price of a draft slot; at 1 nothing is drafted."""
+    """Return the price of a draft slot on each worker, where 1 means no drafts."""
     return [Score(min(one.load.price, 1.0)) for one in workers]
 
 
 def staleness(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
-    """How old the load is."""
+    """Return a score that grows with the age of each worker's load."""
     return [Score(one.age_s / (one.age_s + STALE_S)) for one in workers]
 
 
 def latency(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
-    """The cost that `least_cost` predicts, as a share of the most anywhere; else `load`."""
+    """Return the cost that `least_cost` predicts, as a share of the highest, or else `load`."""
     cached = [history.cached_tokens(request, one) for one in workers]
     predictions = predict(request, workers, cached)
     if predictions is None:
         return load(request, workers, history)
     scores = [one.score for one in predictions]
-    lowest = min(0.0, *(score.value for score in scores))  # old loads can lead below 0
+    lowest = min(0.0, *(score.value for score in scores))  # Old loads can lead to negative levels.
     span = max(score.value for score in scores) - lowest
     return [Score((score.value - lowest) / span, score.per_token / span) for score in scores]
 
@@ -97,7 +97,10 @@ READ_PROMPTS: Final = frozenset({"prefix", "latency"})
 
 
 class WeightedScores:
-    """The least weighted sum of scores wins. Without scorers all are equal and take turns."""
+    """Chooses the worker with the smallest weighted sum of scores.
+
+    Without scorers, all workers are equal and take turns.
+    """
 
     def __init__(
         self,
@@ -106,17 +109,17 @@ class WeightedScores:
         pick: Pick = spread,
         history: PlacementHistory | None = None,
     ) -> None:
-        """Create a policy that has placed nothing.
+        """Create a policy without placements.
 
         Args:
-            weights: of scorers in `SCORERS`.
-            pick: takes one of the ranked workers.
-            history: shared with another policy, which also gets every `placed`.
+            weights: weights of scorers in `SCORERS`, by name.
+            pick: chooses one of the ranked workers.
+            history: placements shared with another policy, which also receives every `placed` call.
         """
         self._name = name
         self._weights = dict(weights)
         self._pick = pick
-        # Not `or`: an empty history is false, and has to be shared all the same.
+        # Do not use `or`, because an empty history is false but must still be shared.
         self._history = PlacementHistory() if history is None else history
 
     @property
@@ -163,27 +166,29 @@ class WeightedScores:
 
 
 def round_robin() -> WeightedScores:
-    """Workers take turns, whatever their load."""
+    """Return a policy in which workers take turns, whatever their load."""
     return WeightedScores("round_robin", {}, least)
 
 
 def least_loaded() -> WeightedScores:
-    """The worker with the fewest tokens."""
+    """Return a policy that chooses the worker with the fewest tokens."""
     return WeightedScores("least_loaded", {"load": 1.0}, least)
 
 
 def power_of_two() -> WeightedScores:
-    """Of two random workers the one with fewer tokens."""
+    """Return a policy that draws two random workers and chooses the one with fewer tokens."""
     return WeightedScores("power_of_two", {"load": 1.0}, less_of_two)
 
 
 def prefix_affinity() -> WeightedScores:
-    """The worker with most of the prompt cached, unless it is overloaded."""
+    """Return a policy that chooses the worker with most of the prompt cached, unless overloaded."""
     return WeightedScores("prefix_affinity", {"prefix": 2.0, "load": 1.0}, least)
 
 
 def weighted(argument: str) -> WeightedScores:
-    """Scorers with weights, e.g. `prefix=2,load=1`; the default weight is 1.
+    """Return a policy of weighted scorers such as `prefix=2,load=1`.
+
+    The default weight is 1.
 
     Raises:
         ValueError: a scorer is unknown or repeated, or its weight is not a number above 0.

@@ -1,9 +1,10 @@
-"""From scores to a choice: the least, the lesser of two, or a random draw that evens out the load.
+"""The choice of a worker from scores: the least, the lesser of two, or a balancing random draw.
 
-Gateways that decide by the same old loads must not all take the least: they would send everything
-there until the next report (herding). Mitzenmacher ("How useful is old information?", 2000) draws
-two workers and takes the better one. Dahlin ("Interpreting stale load information", 2000) draws
-each with the chance that evens out everything sent since the report, as `spread` does.
+Gateways that decide on the same old loads must not all choose the least loaded worker. Otherwise
+all requests would go to that worker until the next report (herding). Mitzenmacher ("How useful is
+old information?", 2000) draws two workers and chooses the better. Dahlin ("Interpreting stale load
+information", 2000) draws workers with probabilities that balance all requests since the report.
+`spread` uses the latter method.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from typing import Final, NamedTuple, TypeAlias
 from draftgate.policies.routing.types import Candidates, Draw, RouteView, ScoredWorker
 
 LEAST_PER_TOKEN: Final = 1e-12
-"""Least rise of a score per token, so that no worker can absorb unlimited tokens."""
+"""Minimum rise of a score per token, so that no worker can absorb unlimited tokens."""
 
 Ranking: TypeAlias = Sequence[ScoredWorker]
 
 
 class Score(NamedTuple):
-    """The cost of a request on a worker, and by how much it rises with each leased token."""
+    """The cost of a request on a worker, and its rise with each leased token."""
 
     value: float
     per_token: float = 0.0
 
 
 Pick: TypeAlias = Callable[[RouteView, Candidates, Ranking, Draw], Ranking]
-"""Moves the chosen worker of a ranking to the front; may leave others out."""
+"""Moves the chosen worker of a ranking to the front, and may omit other workers."""
 
 
 def rank(candidates: Candidates, scores: Sequence[Score], last_worker: str) -> list[ScoredWorker]:
-    """Return the candidates, the lowest level first.
+    """Return the candidates in ascending order of level.
 
     Args:
-        scores: one for each candidate.
-        last_worker: id of the worker that was chosen last. Among equals the next one by id comes
-            first, so idle workers take turns and a broken one does not get every request.
+        scores: score of each candidate, [workers].
+        last_worker: id of the last chosen worker. Among equal workers, the next id has precedence,
+            so idle workers take turns and a broken worker does not get every request.
     """
     ranking = [
         ScoredWorker(one.worker_id, score.value, score.per_token, one.leased_tokens, one.age_s)
@@ -47,14 +48,14 @@ def rank(candidates: Candidates, scores: Sequence[Score], last_worker: str) -> l
 
 
 def least(_request: RouteView, _candidates: Candidates, ranking: Ranking, _draw: Draw) -> Ranking:
-    """Take the least: best if loads are fresh."""
+    """Choose the least score, which is best if loads are fresh."""
     return ranking
 
 
 def less_of_two(
     _request: RouteView, _candidates: Candidates, ranking: Ranking, draw: Draw
 ) -> Ranking:
-    """Draw two workers and take the lesser; the others are left out."""
+    """Draw two workers, choose the lesser score, and omit the other."""
     count = len(ranking)
     if count < 3:
         return ranking
@@ -64,13 +65,15 @@ def less_of_two(
 
 
 def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: Draw) -> Ranking:
-    """Draw a worker by what it lacks of this gateway's share; without rivals take the least.
+    """Draw a worker by the unfilled part of this gateway's share.
+
+    Without rivals, the least score wins.
 
     Each rival is assumed to have sent as much since the last reports as this gateway, and to be
-    sending the same now. If all these tokens went where the level is lowest, they would fill the
-    workers to one common level (`fill_levels`). Each gateway owns an equal part of each fill. The
-    draw makes up for what this gateway has already sent, so no worker gets more than its part by
-    more than one request.
+    sending the same now. Tokens sent to the lowest level would fill the workers to one common level
+    (`fill_levels`). Each gateway owns an equal part of each fill. The draw subtracts the tokens
+    that this gateway has already sent. So no worker gets more than its part by more than one
+    request.
     """
     if not candidates.rivals or len(ranking) < 2:
         return ranking
@@ -91,21 +94,24 @@ def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: D
 
 
 def _draw_place(weights: Sequence[float], draw: Draw) -> int:
-    """Return a place with a chance proportional to its weight; one weight is more than 0."""
+    """Return a place with a probability proportional to its weight.
+
+    At least one weight must be positive.
+    """
     mark = draw() * sum(weights)
     for place, weight in enumerate(weights):
         mark -= weight
         if mark < 0.0:
             return place
-    return max(range(len(weights)), key=weights.__getitem__)  # rounding may leave a rest
+    return max(range(len(weights)), key=weights.__getitem__)  # Rounding may leave a remainder.
 
 
 def fill_levels(levels: Sequence[float], per_token: Sequence[float], tokens: float) -> list[float]:
-    """Return how many of the tokens go to each place if each goes where the level is lowest.
+    """Return how many tokens go to each place if each token goes to the lowest level.
 
     Args:
-        levels: ascending.
-        per_token: by how much each level rises with a token, more than 0.
+        levels: initial levels in ascending order, [places].
+        per_token: rise of each level with a token, more than 0, [places].
     """
     width = weighted = 0.0
     surface = levels[0]

@@ -1,4 +1,4 @@
-"""What a routing policy sees of a request and of the workers, and what it answers."""
+"""The inputs and results of a routing policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftgate.policies.capacity import WorkerUsage, active_sequences
 from draftgate.policies.types import RequestView, WorkerLoad
 
 Draw = Callable[[], float]
-"""A source of randomness: uniform in [0, 1), independent from call to call."""
+"""A source of random numbers, uniform in [0, 1) and independent from call to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,14 @@ class RouteView:
 
     Attributes:
         request: its lengths, service level and the record of its tenant's drafts.
-        most_tokens: prompt and output tokens of all its sequences, which a lease reserves.
+        most_tokens: maximum number of prompt and output tokens of all its sequences, the size of
+            its lease.
         output_tokens: expected output tokens of each sequence.
-        sequences: its choices.
-        tenant: its tenant.
-        block_hashes: hashes of the prompt's full KV blocks. Each covers all blocks before it and
-            the tenant, so no two tenants share one. Empty if they were not computed.
-        block_tokens: tokens of such a block.
+        sequences: number of choices.
+        tenant: tenant of the request.
+        block_hashes: hashes of the prompt's full KV blocks, or empty if they were not computed.
+            Each hash covers all previous blocks and the tenant, so tenants never share a hash.
+        block_tokens: number of tokens in a block.
     """
 
     request: RequestView
@@ -41,11 +42,12 @@ class Candidate:
     """A worker with capacity for the request.
 
     Attributes:
-        usage: its load, and the unfinished requests that this gateway sent there.
-        sent_tokens: most prompt and output tokens of these requests.
+        usage: its load, and the unfinished requests of this gateway.
+        sent_tokens: maximum number of prompt and output tokens of these requests.
         leased_tokens: prompt and output tokens of known requests that the load does not include.
-        age_s: age of the load; 0 for a worker in this process.
-        numerics_class: workers of one class generate identical texts; None without that promise.
+        age_s: age of the load in seconds, or 0 for a worker in this process.
+        numerics_class: class of workers that generate identical texts, or None without this
+            guarantee.
         own: whether the worker belongs to this process.
     """
 
@@ -64,19 +66,20 @@ class Candidate:
 
     @property
     def sequences(self) -> int:
-        """Sequences on the worker: those that this gateway sent, or more if it reports more."""
+        """Sequences that this gateway sent, or that the worker reports, whichever is larger."""
         return max(active_sequences(self.usage), self.load.running + self.load.waiting)
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens ahead of a new request, by the larger count likewise."""
+        """Prompt tokens ahead of a new request, by the larger of the same two counts."""
         return max(self.load.prompt_tokens, self.usage.unstarted_prompt_tokens)
 
     @property
     def tokens(self) -> int:
-        """Tokens on the worker without leases: those sent there, or those in its memory.
+        """Tokens on the worker without leases: tokens sent to it, or tokens in its memory.
 
-        The larger of the two: the first includes tokens still to come, the second other gateways'.
+        The larger of the two counts. The first includes future tokens, the second those of other
+        gateways.
         """
         load = self.load
         return max(
@@ -86,12 +89,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The workers that a request may go to.
+    """The workers that can run the request.
 
     Attributes:
-        workers: at least one, each once.
-        rivals: other gateways that place requests on the same workers, unseen until the next
-            report. 0 without any, or if an atomic reservation settles who goes where.
+        workers: candidates, not empty and without repetition.
+        rivals: number of other gateways that place requests on the same workers, unseen until the
+            next report. 0 if an atomic reservation settles the placement.
     """
 
     workers: tuple[Candidate, ...]
@@ -100,12 +103,14 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class ScoredWorker:
-    """The cost of placing the request on a worker, in the policy's unit; the least wins.
+    """The cost of placing the request on a worker, in the policy's unit.
+
+    The smallest cost wins.
 
     Attributes:
-        score: the cost, without leases that the load does not include.
-        score_per_token: by how much it rises with each leased token, 0 or more.
-        leased_tokens, age_s: the candidate's, for the record.
+        score: cost, without leases that the load does not include.
+        score_per_token: rise with each leased token, 0 or more.
+        leased_tokens, age_s: values of the candidate, for the decision log.
     """
 
     worker_id: str
@@ -116,7 +121,7 @@ class ScoredWorker:
 
     @property
     def level(self) -> float:
-        """The score with the known leases."""
+        """The score including the known leases."""
         return self.score + self.score_per_token * self.leased_tokens
 
 
@@ -125,13 +130,14 @@ class Route:
     """A routing decision.
 
     Attributes:
-        policy: the name of the policy that decided.
-        offers: the chosen worker, then alternatives, best first. A state store that knows all
-            leases takes the one with the least score including them.
+        policy: name of the policy that decided.
+        offers: chosen worker, then alternatives, best first. A state store that knows all leases
+            takes the offer with the smallest score including leases.
         reason: the decision in words.
-        ttft_s, tpot_s: predicted on the chosen worker; None without a prediction.
+        ttft_s, tpot_s: predictions for the chosen worker in seconds, or None.
         cached_tokens: prompt tokens that are probably in the chosen worker's cache.
-        draft_tokens: slots per step that would pay there; None if prices were not looked at.
+        draft_tokens: slots per step worth their price on this worker, or None if the policy ignores
+            prices.
     """
 
     policy: str
@@ -144,5 +150,5 @@ class Route:
 
     @property
     def worker_id(self) -> str:
-        """The worker that was chosen."""
+        """The id of the chosen worker."""
         return self.offers[0].worker_id

@@ -1,1 +1,1 @@
-"""Whether and how far to speculate: for a request at the gateway, for each step in the worker."""
+"""Speculation policies: whether and how far to speculate, per request and per step."""

@@ -1,6 +1,7 @@
-"""What became of drafts in earlier requests: by tenant and model, greedy and sampled apart.
+"""Acceptance of drafts in earlier requests, by tenant and model.
 
-Counts only; nothing of a prompt or an output is kept.
+Greedy and sampled texts are counted separately. The history contains counts only, and nothing of a
+prompt or an output.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Final
 from draftgate.policies.types import UNTESTED, DraftCounts
 
 MOST_TENANTS: Final = 4096
-"""Tenants to remember, about a megabyte; the least recently used is forgotten first."""
+"""Maximum number of tenants, about a megabyte. The least recently used tenant is forgotten first.
+"""
 
 FORGETTING: Final = 0.99
-"""Decay per finished choice: the last hundred decide, which follows a change of texts within
-minutes. (Chosen, not fitted: recorded texts do not change.)"""
+"""Decay per finished choice, which averages about the last hundred and follows a change of texts
+within minutes. (Chosen, not fitted: recorded texts do not change.)"""
 
 Key = tuple[str, str, bool]
 """Tenant, model, and whether decoding is greedy (temperature 0)."""
@@ -27,11 +29,11 @@ class AcceptanceHistory:
 
     def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
         self._most = most_tenants
-        self._tenants = OrderedDict[Key, DraftCounts]()  # the latest last
+        self._tenants = OrderedDict[Key, DraftCounts]()  # the most recently used entry is last
         self._models: dict[tuple[str, bool], DraftCounts] = {}
 
     def counts(self, tenant: str, model: str, *, greedy: bool) -> tuple[DraftCounts, DraftCounts]:
-        """Return the counts of a tenant with a model, and of all tenants with it."""
+        """Return the counts of a tenant with a model, and of all tenants with the model."""
         return (
             self._tenants.get((tenant, model, greedy), UNTESTED),
             self._models.get((model, greedy), UNTESTED),
@@ -40,11 +42,11 @@ class AcceptanceHistory:
     def add_choice(
         self, tenant: str, model: str, *, greedy: bool, drafted: int, histogram: Sequence[int]
     ) -> None:
-        """Learn from a finished choice; without drafts it changes nothing.
+        """Learn from a finished choice, which has no effect without drafts.
 
         Args:
-            drafted: draft tokens that it verified.
-            histogram: its steps with drafts that accepted 0, 1, 2, ... tokens.
+            drafted: number of draft tokens that the choice verified.
+            histogram: number of its steps with drafts that accepted 0, 1, 2, ... tokens.
         """
         if drafted <= 0:
             return
@@ -57,11 +59,11 @@ class AcceptanceHistory:
 
 
 def draft_counts(drafted: int, histogram: Sequence[int]) -> DraftCounts:
-    """Return the accepted draft tokens of a choice, and how many of its drafts were rejected.
+    """Return how many draft tokens of a choice were accepted, and how many drafts were rejected.
 
     A draft is tested up to its first wrong token, but outcomes do not contain its length. A draft
-    that accepted less than the mean length of drafts counts as rejected, at most one per token that
-    was not accepted.
+    that accepted fewer tokens than the mean length of drafts therefore counts as rejected. The
+    number of rejections is at most the number of tokens that were not accepted.
     """
     drafts, accepted = sum(histogram), sum(n * steps for n, steps in enumerate(histogram))
     shorter = sum(steps for n, steps in enumerate(histogram) if n * drafts < drafted)

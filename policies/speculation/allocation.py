@@ -1,17 +1,18 @@
-"""Which draft slots a step verifies: those that maximise expected tokens per predicted time.
+"""The choice of draft slots that a step verifies: those that maximise expected tokens per time.
 
     (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
-T is without the time of the step's prompts (`price`). Survivals do not rise along a draft, so the
+T excludes the time of the step's prompts (`price`). Survivals do not rise along a draft, so the
 best n slots are the n likeliest of all candidates, and always form prefixes of drafts. T is a
-staircase: a slot that does not pay alone may pay with the free ones after it. Every n is therefore
-evaluated.
+staircase, so a slot that is not worth its time alone may be worth it with the free slots after it.
+Every n is therefore evaluated.
 
-Drafting costs a forward pass for each depth, shared by all that draft with the same proposer. All
-depths are tried up to the deepest one that could pay. The choice is exact except for the cost to
-begin drafting for a sequence: sequences that are not worth it are left out one after the other.
+Drafting costs a forward pass for each depth, which all drafts of one proposer share. All depths are
+tried up to the deepest one that could pay for itself. The choice is exact except for the cost to
+begin drafting for a sequence. Sequences that are not worth this cost are omitted one by one.
 
-This is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of one length for all.
+The criterion is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of for a common
+length.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 FEW_SLOTS: Final = 128
-"""Up to this many slots that are drafted already are chosen from without arrays. Array operations
-take a microsecond or two each with warm caches, and several times that between the steps of a
-model, which evict everything else. Microseconds at 10 / 80 / 120 slots: 4 / 19 / 28 against 21 /
-24 / 25, with cold caches 23 / 45 / 57 against 98 / 110 / 117 (one core, Zen 5, 2026-11-22)."""
+"""Number of drafted slots up to which the choice uses no arrays. Array operations take a
+microsecond or two each with warm caches. They take several times that between the steps of a
+model, which evict all other data. Microseconds at 10 / 80 / 120 slots: 4 / 19 / 28 against 21 /
+24 / 25. With cold caches: 23 / 45 / 57 against 98 / 110 / 117 (one core, Zen 5, 2026-11-22)."""
 
 
 def allocate(step: StepView, cost: StepCost) -> list[int]:
     """Return the draft length of each candidate that maximises the rate of the step.
 
-    Ties prefer fewer slots, and those of earlier candidates.
+    Ties prefer fewer slots, and the slots of earlier candidates.
     """
     offered = sum([len(candidate.survivals) for candidate in step.candidates])
     if offered <= FEW_SLOTS and all(
@@ -52,7 +53,7 @@ def allocate(step: StepView, cost: StepCost) -> list[int]:
 
 
 def _allocate_few(step: StepView, cost: StepCost) -> list[int]:
-    """Return the best lengths of drafts that exist already."""
+    """Return the best lengths of existing drafts."""
     values: list[float] = []
     owners: list[int] = []
     for owner, candidate in enumerate(step.candidates):
@@ -77,7 +78,7 @@ def _allocate_few(step: StepView, cost: StepCost) -> list[int]:
 
 
 class _Slots(NamedTuple):
-    """Offered slots: weight x survival, and the place of the candidate of each."""
+    """The offered slots: weight x survival, and the index of each slot's candidate."""
 
     values: Array
     owners: Places
@@ -87,7 +88,7 @@ class _Slots(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Chosen slots, and the rate they give."""
+    """The chosen slots, and their rate in tokens per second."""
 
     rate: float
     slots: _Slots
@@ -97,9 +98,9 @@ class _Drafting(NamedTuple):
     """A choice of depths to draft to.
 
     Attributes:
-        most_rate: an upper bound of the rate of any choice of its slots.
-        seconds: of drafting.
-        drafted: whether a slot is drafted, the likeliest first; None if all are.
+        most_rate: upper bound of the rate of any choice of its slots.
+        seconds: seconds of drafting.
+        drafted: whether each slot is drafted, in order of likelihood; None if all are.
     """
 
     most_rate: float
@@ -112,7 +113,8 @@ class _Depth(NamedTuple):
 
     Attributes:
         worth: sum of weight x survival of its slots.
-        seconds: of all depths up to it, of beginning, and of drafting at all.
+        seconds: seconds to call the proposer, begin the drafts, and compute all depths up to this
+            one.
     """
 
     depth: int
@@ -121,7 +123,7 @@ class _Depth(NamedTuple):
 
 
 def _allocate_many(step: StepView, cost: StepCost) -> list[int]:
-    """Return the best lengths of drafts that exist or are still to be computed."""
+    """Return the best lengths of drafts, including drafts that are not computed yet."""
     survivals = [candidate.survivals for candidate in step.candidates]
     lengths = list(map(len, survivals))
     most = min(step.slot_budget, sum(lengths))
@@ -139,7 +141,7 @@ def _allocate_many(step: StepView, cost: StepCost) -> list[int]:
 
 
 def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
-    """Return the best slots, leaving out candidates until all that are left are worth their start.
+    """Return the best slots, omitting candidates until all others are worth their start.
 
     Args:
         step_s: seconds of the step by number of slots.
@@ -165,13 +167,13 @@ def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -
 def _best_drafting(
     step: StepView, slots: _Slots, step_s: Array, start_s: Array, best: _Choice
 ) -> _Choice:
-    """Return the best depths and the slots that are then chosen, if they are better than `best`."""
+    """Return the best depths and the chosen slots, if they are better than `best`."""
     order = np.argsort(-slots.values, kind="stable")
     likeliest = slots.at(order)
     weight = step.total_weight
     for drafting in _draftings(step, slots, order, start_s, float(step_s[0]), best.rate):
         if drafting.most_rate <= best.rate:
-            break  # and so have all that follow
+            break  # All later draftings have a lower bound too.
         offered = likeliest if drafting.drafted is None else likeliest.at(drafting.drafted)
         rates = weight + np.cumsum(offered.values[: len(step_s) - 1])
         rates /= step_s[1 : len(rates) + 1] + drafting.seconds
@@ -184,13 +186,13 @@ def _best_drafting(
 def _draftings(
     step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, rate: float
 ) -> Iterator[_Drafting]:
-    """Yield every choice of depths that could pay, the most promising first.
+    """Yield every choice of depths that could be worth its time, the most promising first.
 
     Args:
-        order: of the slots by likelihood.
+        order: indices of the slots in order of likelihood.
         step_s: seconds of the step without drafts.
-        rate: of the best choice so far. A depth whose slots together are worth less than its time
-            at this rate cannot pay.
+        rate: rate of the best choice so far. A depth is excluded if its slots together are worth
+            less than its time at this rate.
     """
     calls = {c.depth_s: c.call_s for c in step.candidates if c.depth_s > 0.0}
     costs = sorted(calls)
@@ -229,7 +231,7 @@ def _depths_that_may_pay(
     call_s: float,
     rate: float,
 ) -> list[_Depth]:
-    """Return the depths, from 0, to which the candidates with one cost of depths may draft."""
+    """Return the depths, from 0, to which candidates with the same depth cost may draft."""
     by_depth = np.bincount(depths[group], slots.values[group], 1)
     paying = np.flatnonzero(by_depth >= depth_s * rate)
     deepest = int(paying[-1]) if len(paying) else 0

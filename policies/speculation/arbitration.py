@@ -1,10 +1,10 @@
-"""Which proposer drafts for each sequence, if several could.
+"""The choice of a proposer for each sequence, if several can draft.
 
-A draft that exists is worth the sum of (weight x survival - price) over its slots. One that is
-still to be computed is worth the same less its cost. All sequences that draft with the same
-proposer share the cost of a depth. So a proposer is used by the sequences that gain by it, as deep
-as is best for them together. They must gain more than drafting costs at the rate of the step.
-`allocation` then decides which slots are verified, on the true staircase.
+An existing draft is worth the sum of (weight x survival - price) over its slots. A draft that must
+be computed is worth the same sum less its cost. All sequences that draft with the same proposer
+share the cost of a depth. So a proposer drafts for the sequences that gain by it, to the depth that
+is best for them together. Their gain must exceed the cost of drafting at the rate of the step.
+`allocation` then chooses the slots to verify with the true staircase.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def arbitrate(
     """Return the index of the best candidate of each sequence.
 
     Args:
-        options: the candidates of each sequence, at least one.
-        price: what a slot must promise, in weighted tokens.
+        options: candidates of each sequence, not empty.
+        price: minimum expected gain of a slot, in weighted tokens.
         tokens_per_s: weighted tokens per second of the step without drafts.
     """
     choice = [0] * len(options)
@@ -67,7 +67,7 @@ def _excess(candidate: DraftCandidate, price: float) -> list[float]:
 
 
 def _excess_table(candidates: Sequence[DraftCandidate], price: float) -> NDArray[np.float64]:
-    """Return `_excess` of each, padded to the longest; equal candidates are computed once."""
+    """Return `_excess` of each candidate, padded to the longest."""
     rows: dict[tuple[int, float], int] = {}
     distinct: list[list[float]] = []
     places = []

@@ -1,4 +1,4 @@
-"""`auto`, the default: every slot earns more than it costs."""
+"""`auto`, the default: verify the slots that earn more than they cost."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from draftgate.policies.types import (
 class Auto:
     """Verifies the slots that maximise expected tokens per predicted time (`allocation`).
 
-    If a worker has several proposers and the client names none, each step of a sequence is drafted
-    by the one that pays most (`arbitration`).
+    If a worker has several proposers and the client names none, `arbitration` chooses the proposer
+    for each step of a sequence.
 
     Attributes:
         weighted: whether tokens count by the lateness and the priority of their sequence
-            (`weights`); `auto:unweighted` counts all alike.
+            (`weights`). `auto:unweighted` counts all tokens alike.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -42,10 +42,10 @@ class Auto:
     weighted: bool = True
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Plan the slots that would pay in a good draft (`draft_forecast`).
+        """Plan the slots that would be worth their price in a good draft (`draft_forecast`).
 
-        At least one token is planned if there is a proposer: the load may have passed when the
-        request decodes, and the worker decides each step anew.
+        The plan has at least one token if the worker has a proposer. The load may have fallen when
+        the request decodes, and the worker decides each step separately.
         """
         proposer, why_not = choose_proposer_or_any(request, load)
         if proposer is None:
@@ -67,7 +67,7 @@ class Auto:
 
 
 def _reason(cap: int, paying: int, most: int, expected: DraftForecast, price: float) -> str:
-    """Return the cap and why it is no longer, in words."""
+    """Return the cap and its cause in words."""
     up_to = f"up to {cap} draft token{'s' if cap > 1 else ''}"
     if cap < max(1, paying):
         return f"{up_to}, as asked for"
@@ -79,7 +79,7 @@ def _reason(cap: int, paying: int, most: int, expected: DraftForecast, price: fl
 
 
 def _evidence(expected: DraftForecast, request: RequestView) -> str:
-    """Return what the forecast was made from, in words."""
+    """Return the basis of the forecast in words."""
     words = f"acceptance {expected.acceptance:.2f} {expected.whose}"
     words += f" at temperature {request.temperature:g}"
     if expected.repetition is not None:

@@ -1,4 +1,4 @@
-"""Speculation policies of other engines, against which `auto` is measured."""
+"""Speculation policies of other engines, as baselines for `auto`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from draftgate.policies.speculation.planning import (
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 MOST_FIXED: Final = 64
-"""Longest draft of `fixed:K`: the slots that a verify tile of a GPU kernel holds."""
+"""Maximum draft length of `fixed:K`: the number of slots in a verify tile of a GPU kernel."""
 
 
 class _AllDrafts:
-    """A policy that wants to see every draft, whatever it is worth."""
+    """A policy that receives every draft, whatever it is worth."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class _AllDrafts:
 
 @dataclass(frozen=True, slots=True)
 class Off(_AllDrafts):
-    """`off`: never speculate. Drafts are still looked up, to learn what speculation would gain."""
+    """`off`: never speculate. Lookups still run, to learn what speculation would gain."""
 
     name: str = "off"
 
@@ -50,7 +50,8 @@ class Off(_AllDrafts):
 class Fixed(_AllDrafts):
     """`fixed:K`: draft up to K tokens in every step, whatever the load.
 
-    The default of other engines: vLLM's `num_speculative_tokens`, TensorRT-LLM's `max_draft_len`.
+    This is the default of other engines: vLLM's `num_speculative_tokens` and TensorRT-LLM's
+    `max_draft_len`.
 
     Raises:
         ValueError: K is not from 1 to `MOST_FIXED`.
@@ -77,14 +78,14 @@ class Fixed(_AllDrafts):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdByBatch(_AllDrafts):
-    """`threshold_by_batch:FILE`: draft lengths by batch size, from a table of the user's.
+    """`threshold_by_batch:FILE`: draft lengths by batch size, from a user's table.
 
-    vLLM's `num_speculative_tokens_per_batch_size` (pull request 32374).
+    The policy follows vLLM's `num_speculative_tokens_per_batch_size` (pull request 32374).
 
     Attributes:
         name: `threshold_by_batch:FILE`.
-        table: rows (first batch size, last batch size, draft tokens). The first row that holds a
-            batch size decides; without one nothing is drafted.
+        table: rows (first batch size, last batch size, draft tokens). The first row that contains a
+            batch size decides. Without a matching row, the worker drafts nothing.
 
     Raises:
         ValueError: the table is empty, or a row is not a range of batch sizes with a length.
@@ -104,7 +105,8 @@ class ThresholdByBatch(_AllDrafts):
                 )
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        # The batch may have another size when the request decodes: allow the longest draft.
+        # The batch may have another size when the request decodes, so the plan allows the longest
+        # draft.
         longest = max(length for _, _, length in self.table)
         reason = "up to {cap} draft tokens, by a table of batch sizes"
         if not longest:
@@ -119,16 +121,17 @@ class ThresholdByBatch(_AllDrafts):
 
 @dataclass(frozen=True, slots=True)
 class SmartSpec(_AllDrafts):
-    """`smartspec`: one draft length for the whole batch, the one with the best goodput.
+    """`smartspec`: the draft length with the best goodput, for the whole batch.
 
-    Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput"
-    (arXiv 2406.14066), by the rules of its code for vLLM V1: every drafting sequence is expected to
-    get (1 - a^(k+1)) / (1 - a) tokens with one acceptance a for all, others 1. Lengths are tried
-    from 0 until goodput drops.
+    The policy follows SmartSpec (Liu et al., arXiv 2406.14066), with the rules of its code for vLLM
+    V1. A single acceptance a applies to all drafts. Every drafting sequence is expected to get (1 -
+    a^(k+1)) / (1 - a) tokens, and any other sequence 1. Lengths are tried from 0 until goodput
+    drops.
 
-    Three things favour it over that code. The length is chosen anew in each step instead of every
-    200th. The acceptance counts verified tokens only; the code counts positions after a rejection
-    as failures. And drafting has its measured cost instead of a constant share of the step.
+    Three differences favour this policy over that code. It chooses the length in each step instead
+    of every 200th. Its acceptance counts verified tokens only, whereas the code counts positions
+    after a rejection as failures. Drafting has its measured cost instead of a constant share of the
+    step.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -154,10 +157,10 @@ class SmartSpec(_AllDrafts):
 class AdaptiveVerification(_AllDrafts):
     """`adaptive_verification`: draft as deep as possible, then verify the likeliest slots.
 
-    vLLM's adaptive verification (pull requests 47808 and 52228): all sequences draft their full
-    length; then B* = argmax (sampling sequences + sum of the B largest survivals) / T(tokens + B)
-    slots are verified. Neither the cost of drafting nor the weights of sequences count. Survivals
-    are this worker's calibrated ones, which favours it over the original.
+    In vLLM's adaptive verification (pull requests 47808 and 52228), all sequences draft their full
+    length. The step then verifies B* = argmax (sampling sequences + sum of the B largest survivals)
+    / T(tokens + B) slots. The cost of drafting and the weights of sequences do not count. Survivals
+    are the worker's calibrated values, which favours this policy over the original.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -168,14 +171,15 @@ class AdaptiveVerification(_AllDrafts):
         return plan_up_to(self.name, self.max_draft_tokens, request, load, reason)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
-        # Asked twice where drafts are computed: for their depths, then for the slots to verify.
+        # The worker calls this method twice for computed drafts: for their depths, then for the
+        # slots.
         if any(candidate.depth_s > 0.0 for candidate in step.candidates):
             return _equal_lengths(step, max(c.max_draft_tokens for c in step.candidates))
         return allocate(replace(unweighted(step), prefill_tokens=0), cost)
 
 
 def _equal_lengths(step: StepView, length: int) -> list[int]:
-    """Return drafts of one length, as far as candidates and budget allow, in their order."""
+    """Return drafts of equal length, as far as candidates and budget allow."""
     wanted = [min(length, candidate.max_draft_tokens) for candidate in step.candidates]
     return within_budget(wanted, step.slot_budget)
 

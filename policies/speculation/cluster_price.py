@@ -1,24 +1,25 @@
 """A worker's price after the arrival of all requests leased since its last report.
 
-A report is up to a heartbeat old, and requests leased after its watermark are still on their way.
-Every gateway learns of a burst at another one with its next reservation (`behind_tokens`), long
-before the worker has batched the burst and published its new price. The decision how far a request
-may draft therefore uses the price that the request will meet. The worker forms its price as
+A report is up to a heartbeat old, and requests leased after its watermark have not arrived yet. A
+gateway learns of a burst at another gateway with its next reservation (`behind_tokens`). That is
+long before the worker has batched the burst and published its new price. The cap on a request's
+drafts therefore uses the price that the request will meet. The worker computes its price as
 
     price = tokens per second x seconds by which a slot lengthens the step     (`price`)
 
-A slot takes the same time whoever joins, so the price rises with tokens per second. In a step of n
+The time of a slot does not depend on the batch, so the price rises with tokens per second. In a
+step of n sequences
 
     tokens per second = n / (step_s + (n - 1) x step_sequence_s)
 
-by the speeds that the worker reports. The time of a slot follows from the reported price, or is at
-least the time of a token: the lesser of one in a full step and one of another sequence.
+by the reported speeds. The time of a slot follows from the reported price, with a lower bound. The
+bound is the time of a token in a full step or the time of another sequence, whichever is less.
 
-On the scales of H100 and H200 the result is 3% below to 15% above the price that the worker
+On the scales of H100 and H200, the result is 3% below to 15% above the price that the worker
 reaches. That holds from 8 to 256 sequences that fill a stair, at contexts up to 8,000 tokens. From
-an idle worker it is as close for short contexts, and too high for long ones, about which nothing is
-known: double for 256 sequences of 1,500 tokens. On coarse stairs like a CPU's the price itself
-doubles with single sequences, and so does the projection. (Shipped profiles, 2026-11-22;
+an idle worker, the result is as close for short contexts. It is too high for long contexts, whose
+length is unknown: double for 256 sequences of 1,500 tokens. On coarse stairs such as a CPU's,
+single sequences double the price itself, and so the projection too. (Shipped profiles, 2026-11-22,
 `tests/policies/test_cluster_price.py`.)
 """
 
@@ -34,22 +35,22 @@ from draftgate.policies.speculation.price import LEAST_S
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 FORGETTING: Final = 0.98
-"""Decay of the mean need per request: the last fifty decide, as for lengths of outputs
-(`output_history`). (Chosen, not tuned; 2026-11-22.)"""
+"""Decay of the mean need per request, which averages about the last fifty, as for output lengths
+(`output_history`). (Chosen, not tuned, 2026-11-22.)"""
 
 
 def project_load(load: WorkerLoad, behind_tokens: int, usual: CapacityNeed) -> WorkerLoad:
     """Return a worker's load after the arrival of the requests leased since its report.
 
-    They run as far as the worker can run more sequences, and wait beyond. The price never falls and
-    rises with the tokens. It is the reported one if nothing was leased or no speed is known.
-    Requests that have ended since the report still count.
+    Leased requests run as far as the worker can run more sequences, and the rest wait. The price
+    never falls, and it rises with the leased tokens. Without leases or a known speed, the price is
+    the reported one. Requests that have ended since the report still count.
 
     Args:
-        load: as reported.
+        load: reported load.
         behind_tokens: prompt and output tokens leased after the report's watermark, without the
             request to decide about (`Reservation.behind_tokens`).
-        usual: what one of the leased requests takes (`MeanNeed`); `tpot_s` is ignored.
+        usual: mean need of a leased request (`MeanNeed`), without `tpot_s`.
     """
     if behind_tokens <= 0:
         return load
@@ -71,7 +72,7 @@ def project_load(load: WorkerLoad, behind_tokens: int, usual: CapacityNeed) -> W
 
 @dataclass(slots=True)
 class MeanNeed:
-    """What requests usually take: running means over those that were placed."""
+    """Running means of the needs of placed requests."""
 
     _requests: float = 0.0
     _sequences: float = 0.0
@@ -79,7 +80,7 @@ class MeanNeed:
     _most_tokens: float = 0.0
 
     def add_request(self, need: CapacityNeed) -> None:
-        """Learn from a request that is placed."""
+        """Learn from a placed request."""
         self._requests = self._requests * FORGETTING + 1.0
         self._sequences += (need.sequences - self._sequences) / self._requests
         self._prompt_tokens += (need.prompt_tokens - self._prompt_tokens) / self._requests
@@ -87,7 +88,7 @@ class MeanNeed:
 
     @property
     def need(self) -> CapacityNeed:
-        """The mean request in whole numbers, with at least a sequence and a token."""
+        """The mean request in whole numbers, with at least one sequence and one token."""
         return CapacityNeed(
             max(round(self._sequences), 1),
             round(self._prompt_tokens),
@@ -96,7 +97,7 @@ class MeanNeed:
 
 
 def _price_rise(load: WorkerLoad, joining: float) -> float:
-    """Return by how much the price rises as sequences join; 0 if no speed is known."""
+    """Return by how much the price rises as sequences join, or 0 if no speed is known."""
     speed = load.speed
     if speed.step_s <= 0.0:
         return 0.0
@@ -108,9 +109,10 @@ def _price_rise(load: WorkerLoad, joining: float) -> float:
 
 
 def _tokens_per_s(speed: WorkerSpeed, sequences: float) -> float:
-    """Return the tokens per second in steps of that many sequences, without drafts.
+    """Return the tokens per second in steps of `sequences` sequences without drafts.
 
-    Never fewer for more sequences: none lengthens a step by more than one takes alone.
+    The result never falls with more sequences, because each lengthens a step by at most its time
+    alone.
     """
     alone_s = max(speed.step_s, LEAST_S)
     more_s = min(speed.step_sequence_s, alone_s)

@@ -1,10 +1,10 @@
-"""What n-gram lookups gain.
+"""The expected gain of n-gram lookups.
 
-A lookup costs time whether or not it finds a useful draft. Its gain is the sum of (survival -
-price) over the slots of the draft it finds, or 0, and becomes known only afterwards. So lookups may
-pay although most drafts are useless, which the acceptance of tokens does not show. On held-out code
-(0.8, batch 1, Zen 5, 2026-11-22) `auto` took 0.74 of the time of `off` when it looked up by
-acceptance, and 0.66 with this estimate.
+A lookup takes time whether or not it finds a useful draft. Its gain is 0, or the sum of (survival -
+price) over the slots of its draft, and is known only afterwards. So lookups may be worth their time
+although most drafts are useless. The acceptance of tokens does not show this. On held-out code
+(0.8, batch 1, Zen 5, 2026-11-22), `auto` took 0.74 of the time of `off` with lookups by acceptance,
+and 0.66 with this estimate.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final
 from draftgate.policies.speculation.survival import OUTCOME_ROWS
 
 FORGETTING: Final = 0.99
-"""Decay per lookup of a row: the last hundred or so decide, as texts change."""
+"""Decay per lookup of a row, which averages about the last hundred, because texts change."""
 
 SHRINKAGE: Final = 4.0
-"""Weight of the mean of all rows in each row, and of the first guess in that mean, in lookups."""
+"""Weight of the mean of all rows in each row, and of the initial guess in that mean, in lookups."""
 
 FIRST_GAIN: Final = 1.0
-"""Gain in tokens that is assumed before any lookup: enough for some to be tried."""
+"""Initial gain in tokens, which is enough to try some lookups."""
 
 
 class LookupGains:
-    """Running mean gain of lookups, in tokens, by how the last draft ended (`outcome_row`)."""
+    """Running mean gain of lookups in tokens, by the end of the last draft (`outcome_row`)."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * OUTCOME_ROWS
@@ -37,7 +37,7 @@ class LookupGains:
         return (self._sums[row] + SHRINKAGE * overall) / (self._counts[row] + SHRINKAGE)
 
     def add_lookup(self, row: int, gain: float) -> None:
-        """Learn the gain of a lookup; 0 if it found nothing worth its price."""
+        """Learn the gain of a lookup, which is 0 if no slot was worth its price."""
         self._sums[row] = FORGETTING * self._sums[row] + gain
         self._counts[row] = FORGETTING * self._counts[row] + 1.0
         self._sum = FORGETTING * self._sum + gain

@@ -1,4 +1,4 @@
-"""What the decisions of all speculation policies have in common."""
+"""Functions that all speculation policies share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from draftgate.policies.types import (
 )
 
 MAX_DRAFT_TOKENS: Final = 16
-"""Longest draft that is planned: the rows of a CPU tile, and the least that a GPU tile holds."""
+"""Longest planned draft: the rows of a CPU tile, and the minimum of a GPU tile."""
 
 
 def choose_proposer(request: RequestView, load: WorkerLoad) -> tuple[str | None, str]:
-    """Return the proposer for a request, the cheapest unless it names one; or None and why."""
+    """Return the named or cheapest proposer of a request, or None with a reason."""
     if request.mode is SpeculationMode.OFF or request.max_draft_tokens == 0:
         return None, "the request asked for no speculation"
     if not load.proposers:
@@ -42,7 +42,7 @@ def choose_proposer_or_any(request: RequestView, load: WorkerLoad) -> tuple[str 
 
 
 def capped(draft_tokens: int, request: RequestView) -> int:
-    """Return the draft length, limited to what the client asked for."""
+    """Return the draft length, limited to the client's cap."""
     asked = request.max_draft_tokens
     return draft_tokens if asked is None else min(draft_tokens, asked)
 
@@ -50,17 +50,17 @@ def capped(draft_tokens: int, request: RequestView) -> int:
 def no_speculation(
     policy: str, request: RequestView, reason: str, price: float | None = None
 ) -> SpeculationPlan:
-    """Return the plan that drafts nothing."""
+    """Return a plan without drafts."""
     return SpeculationPlan(policy, request.mode, None, 0, reason, price)
 
 
 def plan_up_to(
     policy: str, draft_tokens: int, request: RequestView, load: WorkerLoad, reason: str
 ) -> SpeculationPlan:
-    """Return the plan to draft up to that many tokens per step, or the client's cap if it is less.
+    """Return a plan to draft up to `draft_tokens` tokens per step, limited to the client's cap.
 
     Args:
-        reason: why; `{cap}` stands for the length.
+        reason: reason of the plan, in which `{cap}` is replaced by the length.
     """
     proposer, why_not = choose_proposer(request, load)
     if proposer is None:
@@ -70,7 +70,7 @@ def plan_up_to(
 
 
 def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
-    """Grant the wanted lengths in order until the budget is spent."""
+    """Grant the requested lengths in order until the budget is spent."""
     granted = []
     for length in wanted:
         granted.append(min(length, max(budget, 0)))
@@ -79,6 +79,6 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def unweighted(step: StepView) -> StepView:
-    """Return the step with every token worth the same (`weights`)."""
+    """Return the step with a weight of 1 for every token (`weights`)."""
     alike = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
     return replace(step, candidates=alike, weight=None)

@@ -1,22 +1,22 @@
-"""The price of a draft slot: what it must promise for lengthening a step.
+"""The price of a draft slot: the survival that it needs to be worth the time it adds to a step.
 
     rate(n slots) = (weight + expected accepted tokens) / (T(n) - prompts(n))
 
-Prompts have to be computed, if not in this step then in another, and accepted tokens shorten only
-what decodes take. So the time of a step's prompts, `prompts(n)`, is left out. Slots first take the
-places that prompts leave free; each further slot moves a prompt token to a later step.
+Every prompt must be computed in some step, and accepted tokens shorten only the time of decodes. So
+the rate excludes the time of a step's prompts, `prompts(n)`. Slots first take the places that
+prompts leave free. Each further slot moves a prompt token to a later step.
 
-This price minimises mean latency in steady state. With r sequences per second of D tokens each, a
-step of n of them lasts T = T0 + n x (slots x t + reads) + T x f, where f is the share of prompts,
-and n = r x D x T / accepted (Little's law). Solved for the time of a sequence,
+This price minimises mean latency in steady state. Let r sequences of D tokens arrive per second. A
+step of n sequences then lasts T = T0 + n x (slots x t + reads) + T x f, where f is the share of
+prompts. By Little's law, n = r x D x T / accepted. The time of a sequence is then
 
-    n / r = D x T0 / (accepted x (1 - f) - r x D x (slots x t + reads)),
+    n / r = D x T0 / (accepted x (1 - f) - r x D x (slots x t + reads)).
 
-which is least if slots are taken down to a survival of r x D x t / (1 - f): tokens per second of
-the time that is not for prompts, times the seconds of a token. In simulations of mixed work on H100
-and H200 that takes 1 to 6% less time than counting the time of prompts. To count sequences that
-wait for prompts among the delayed ones brought nothing more (0.1 of them: -1% to +0.4%, all of
-them: +1 to +6%; 2026-11-21).
+This time is shortest if slots are taken down to a survival of r x D x t / (1 - f). That is the
+number of tokens per second of the time without prompts, multiplied by the seconds of a token. In
+simulations of mixed work on H100 and H200, this rule takes 1 to 6% less time than a rule that
+counts the time of prompts. Counting sequences that wait for prompts among the delayed sequences
+gained nothing more (0.1 of them: -1% to +0.4%, all of them: +1 to +6%, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from draftgate.policies.types import StepView
 Array = NDArray[np.float64]
 
 LEAST_S: Final = 1e-9
-"""Least time of a step: if steps took no time, no number of slots would be best."""
+"""Minimum time of a step, because no number of slots would be best if steps took no time."""
 
 
 def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
-    """Return the seconds of a step with that many slots, without its prompts; more than 0."""
+    """Return the seconds of a step with `slots` slots, without its prompts; more than 0."""
     prompts = step.prefill_tokens
     displaced = min(max(slots - step.free_slots, 0), prompts)
     fed = step.tokens + slots - displaced
@@ -79,14 +79,14 @@ def rate(step: StepView, cost: StepCost) -> float:
 
 
 def prompts_s(step: StepView, cost: StepCost) -> float:
-    """Return by how much its prompts lengthen a step."""
+    """Return the seconds by which its prompts lengthen a step."""
     if not step.prefill_tokens:
         return 0.0
     return cost.seconds(step.tokens) - cost.seconds(step.tokens - step.prefill_tokens)
 
 
 def _deferred_s(step: StepView, cost: StepCost) -> float:
-    """Return the seconds of a prompt token in a later step: its share of all that is in it."""
+    """Return the seconds that a prompt token takes in a later step, as a share of that step."""
     if not step.prefill_tokens:
         return 0.0
     share_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences) / step.tokens
@@ -94,12 +94,12 @@ def _deferred_s(step: StepView, cost: StepCost) -> float:
 
 
 def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
-    """Return what a draft slot must promise, in weighted tokens; 0 on an idle worker.
+    """Return the price of a draft slot in weighted tokens, which is 0 on an idle worker.
 
     `price = rate x average extra seconds per slot up to the next cost step`.
 
     Args:
-        accepted: weighted tokens that drafts are expected to bring to the step.
+        accepted: weighted tokens that drafts are expected to add to the step.
     """
     if step.sequences <= 0:
         return 0.0
@@ -112,7 +112,7 @@ def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
 def least_slot_price(step: StepView, cost: StepCost) -> float:
     """Return a price that every worthwhile slot of a step exceeds, in weighted tokens.
 
-    Any number of slots takes at least the least average time per slot, and the best number has at
+    Any number of slots takes at least the smallest average time per slot. The best number has at
     least the rate of the step without drafts. The result is 0 if tokens are left on the present
     stair, and infinite if no slot fits.
     """

@@ -1,6 +1,6 @@
-"""How far a prompt repeats itself: what n-gram lookups would have drafted correctly in it.
+"""Repetition of a prompt: the share of its tokens that n-gram lookups would have drafted correctly.
 
-Texts that repeat themselves continue to do so, and n-gram drafts depend on it.
+Repetitive texts usually continue to repeat themselves, and n-gram drafts depend on repetition.
 """
 
 from __future__ import annotations
@@ -12,33 +12,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 MATCH_TOKENS: Final = 2
-"""Tokens that must match. Of 1 to 4, this predicts most of what is accepted later
-(`bench/results/request-forecast.json`, 2026-11-21). Longer matches are rarer and hardly ever wrong,
-so prompts differ less."""
+"""Number of tokens that must match. Of 1 to 4, this value best predicts later acceptance
+(`bench/results/request-forecast.json`, 2026-11-21). Longer matches are rarer and hardly ever
+wrong, so prompts differ less."""
 
 TAIL_TOKENS: Final = 512
-"""Latest tokens of a prompt that are examined. They predict recorded drafts as well as 1024, 2048
-or 4096 do, and take 25 microseconds, however long the prompt is (same results; one core, Zen 4,
-2026-11-21)."""
+"""Number of tokens at the end of a prompt that are examined. They predict recorded drafts as
+accurately as 1024, 2048 or 4096 tokens, and take 25 microseconds for prompts of any length.
+(Same results, one core, Zen 4, 2026-11-21.)"""
 
 LEAST_LOOKUPS: Final = 16
-"""Least number of lookups: with fewer, the share would be off by more than prompts differ."""
+"""Minimum number of lookups. With fewer, the error of the share would exceed the differences
+between prompts."""
 
 _KEY_BITS: Final = 31
-"""Bits of a token id in the key of a pair: two of them fit into 62 bits."""
+"""Bits of a token id in the key of a pair, so that two ids fit into 62 bits."""
 
 
 def repetition(token_ids: Sequence[int]) -> float | None:
     """Return the share of lookups in a prompt that found the right next token, 0 to 1.
 
-    At each token of the prompt's tail, a lookup finds the latest earlier place of the preceding
-    `MATCH_TOKENS` tokens and proposes the token after them (prompt lookup: A. Saxena, 2023).
+    A lookup at each token of the prompt's tail finds the latest earlier place of the preceding
+    `MATCH_TOKENS` tokens. It proposes the token after them (prompt lookup: A. Saxena, 2023).
 
     Returns:
         None if fewer than `LEAST_LOOKUPS` lookups found a place.
     """
     if len(token_ids) <= MATCH_TOKENS + LEAST_LOOKUPS:
-        return None  # each lookup needs an earlier place, so there cannot be enough
+        # Each lookup needs an earlier place, so shorter prompts cannot have enough lookups.
+        return None
     tokens = np.array(token_ids[-TAIL_TOKENS:], dtype=np.int64)
     keys = _keys(tokens)
     order = np.argsort(keys, kind="stable")
@@ -51,7 +53,7 @@ def repetition(token_ids: Sequence[int]) -> float | None:
 
 
 def _keys(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number for the `MATCH_TOKENS` tokens before each token that has as many."""
+    """Return the key of the `MATCH_TOKENS` tokens before each token with enough predecessors."""
     places = max(len(tokens) - MATCH_TOKENS, 0)
     keys = np.zeros(places, dtype=np.int64)
     for place in range(MATCH_TOKENS):

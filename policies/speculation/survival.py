@@ -1,9 +1,9 @@
 """Survival: the probability that a draft slot, and every slot before it, is accepted.
 
-Tables count how often the token at a position is accepted, given that all before it were. There are
-two for each source of drafts: `by_evidence` for drafts that exist, and `by_outcome` for drafts that
-are still to be computed, by how the sequence's last draft ended. Each request shifts its rows by
-what became of its own drafts.
+Tables count how often the token at a position is accepted, given that all previous tokens were.
+Each source of drafts has two tables. `by_evidence` is for existing drafts. `by_outcome` is for
+drafts that are not computed yet, by the end of the sequence's last draft. Each request shifts its
+rows by the results of its own drafts.
 
 Brier scores on recorded drafts of held-out code, n-gram trees / the shipped draft model: one rate
 for all 0.223 / 0.209; a rate for each request 0.168 / 0.177; by evidence and position 0.132 /
@@ -24,33 +24,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 PRIOR_ACCEPTANCE: Final = 0.5
-"""Acceptance assumed before any draft."""
+"""Initial acceptance, before the first draft."""
 
 PRIOR_WEIGHT: Final = 8.0
-"""Weight of a coarse estimate in a finer one, in tokens: of all drafts in a row, of a row in each
-position. (4 to 16 give the same Brier score within 0.002 on the recorded drafts.)"""
+"""Weight of a coarse estimate in a finer estimate, in tokens: of all drafts in a row, and of a row
+in each position. (4 to 16 give the same Brier score within 0.002 on the recorded drafts.)"""
 
 FORGETTING: Final = 0.998
-"""Decay of the worker's running acceptance per draft: the last 500 drafts or so decide."""
+"""Decay of the worker's running acceptance per draft, which averages about the last 500 drafts."""
 
 HALF_LIFE_DRAFTS: Final = 8192
-"""Drafts after which a table's counts weigh half. 40 rows of 16 positions need thousands of drafts,
-while a request's own shift follows at once."""
+"""Number of drafts after which a table's counts weigh half. 40 rows of 16 positions need thousands
+of drafts, while a request's own shift follows immediately."""
 
 POSITIONS: Final = 16
-"""Positions with their own estimate; deeper ones count as the last."""
+"""Number of positions with their own estimate. Deeper positions count as the last."""
 
 EVIDENCE_EDGES: Final = (
     *(1, 2, 3, 4, 6, 9, 13, 18, 32),
     *(64, 125, 250, 400, 550, 700, 800, 900, 960, 990),
 )
-"""Lower ends of the evidence of each row after the first. One scale serves both kinds: lengths of
-matches end at 32, and a model's confidence is per mille, with finer rows where it is high."""
+"""Lower ends of the evidence of each row after the first. A single scale serves both kinds of
+evidence. Match lengths end at 32. A model's confidence is per mille, with finer rows where it is
+high."""
 
 EVIDENCE_ROWS: Final = len(EVIDENCE_EDGES) + 1
 
 LONG_RUN: Final = 4
-"""From this many accepted tokens, outcomes differ only by whether a token was rejected."""
+"""Number of accepted tokens from which outcomes differ only by whether a token was rejected."""
 
 OUTCOME_ROWS: Final = LONG_RUN + 3
 
@@ -59,20 +60,21 @@ SHIFT_DEVIATION: Final = 0.5
 by evidence, 0.139 / 0.176 by last outcome.)"""
 
 SHIFT_MEMORY: Final = 0.9
-"""Decay of a request's information per draft: the last ten or so decide. (With 1, forecasts are no
-better: 0.129 / 0.159; and texts change as they continue.)"""
+"""Decay of a request's information per draft, which averages about the last ten. (With 1, forecasts
+are no better, 0.129 / 0.159, and texts change as they continue.)"""
 
 SHIFT_STEP: Final = 0.25
 MOST_SHIFT: Final = 3.0
-"""Shifts are rounded to these steps, so that requests share computed rows."""
+"""Step to which shifts are rounded, in logits, so that requests share computed rows."""
 
 
 @dataclass(slots=True)
 class AcceptanceRate:
     """Counts of accepted and rejected draft tokens, with forgetting.
 
-    A draft is evidence up to its first rejected token, because slots after it were never tested. So
-    `accepted / (accepted + rejected)` estimates the probability of a token given all before it.
+    A draft is evidence up to its first rejected token, because later slots were never tested. So
+    `accepted / (accepted + rejected)` estimates the probability of a token given all previous
+    tokens.
     """
 
     forgetting: float = 1.0
@@ -80,7 +82,7 @@ class AcceptanceRate:
     rejected: float = 0.0
 
     def add_draft(self, accepted: int, *, rejected: bool) -> None:
-        """Count a draft: its accepted leading tokens, and whether the next one was rejected."""
+        """Count a draft by its accepted tokens and whether the next token was rejected."""
         self.accepted = self.accepted * self.forgetting + accepted
         self.rejected = self.rejected * self.forgetting + rejected
 
@@ -90,25 +92,28 @@ class AcceptanceRate:
 
 
 def evidence_row(evidence: int) -> int:
-    """Return the row of drafts with that evidence."""
+    """Return the row of drafts with this evidence."""
     return bisect_right(EVIDENCE_EDGES, evidence)
 
 
 def outcome_row(accepted: int, *, rejected: bool) -> int:
-    """Return the row of the draft after one with that outcome; row 0 is that of first drafts."""
+    """Return the row of the draft after a draft with this outcome.
+
+    Row 0 is the row of first drafts.
+    """
     if accepted < LONG_RUN:
         return 1 + accepted
     return 1 + LONG_RUN + (not rejected)
 
 
 class Row(NamedTuple):
-    """The estimates for a draft, at a request's shift.
+    """The estimates for a draft at a request's shift.
 
     Attributes:
-        chances: for each position, the probability of its token given all before it.
-        survivals: for each position, the probability of its token and all before it.
-        surprises: for each number of accepted tokens, the sum of 1 - chance over them.
-        information: for each number of tokens, the sum of chance x (1 - chance) over them.
+        chances: probability of each position's token given all previous tokens, [positions].
+        survivals: probability of each position's token and all previous tokens, [positions].
+        surprises: sum of 1 - chance over the accepted tokens, by their number.
+        information: sum of chance x (1 - chance) over the tokens, by their number.
     """
 
     chances: tuple[float, ...]
@@ -117,7 +122,7 @@ class Row(NamedTuple):
     information: tuple[float, ...]
 
     def of_length(self, length: int) -> tuple[float, ...]:
-        """Return the survivals of a chain of that many tokens."""
+        """Return the survivals of a chain of `length` tokens."""
         if length <= POSITIONS:
             return self.survivals[:length]
         last = self.chances[-1]
@@ -125,18 +130,19 @@ class Row(NamedTuple):
         return (*self.survivals[:-1], *more)
 
     def chance(self, position: int) -> float:
-        """Return the probability of the token at a position (from 0), given all before it."""
+        """Return the probability of the token at a position (from 0), given all previous tokens."""
         return self.chances[min(position, POSITIONS - 1)]
 
 
 @dataclass(slots=True)
 class RequestShift:
-    """By how much a request's tokens are likelier accepted than others', in logits.
+    """The difference between the acceptance of a request's tokens and that of others, in logits.
 
-    The posterior mode of a random effect in a logistic model, by one Newton step per draft.
+    The estimate is the posterior mode of a random effect in a logistic model, with one Newton step
+    per draft.
 
     Attributes:
-        shift: the estimate.
+        shift: present estimate.
         information: inverse of its variance.
     """
 
@@ -145,11 +151,11 @@ class RequestShift:
 
     @property
     def level(self) -> int:
-        """The shift in steps."""
+        """The shift as a number of steps."""
         return round(self.shift / SHIFT_STEP)
 
     def add_draft(self, row: Row, accepted: int, *, rejected: bool) -> None:
-        """Learn from a draft for which `row` was expected."""
+        """Learn from a draft with the expected acceptance of `row`."""
         tested = min(accepted + rejected, POSITIONS)
         accepted = min(accepted, POSITIONS)
         gradient = row.surprises[accepted] - (row.chances[accepted] if tested > accepted else 0.0)
@@ -162,10 +168,10 @@ class RequestShift:
 class SurvivalTable:
     """Estimates by row and position, learned from verified drafts.
 
-    Drafts are counted at once, but rows are recomputed only when a good part of them is new.
+    Each draft is counted immediately, but rows are recomputed only after many new drafts.
 
     Attributes:
-        best_survival: survival of the first token in the best row, for a lucky request.
+        best_survival: survival of the first token in the best row, for a request with a high shift.
     """
 
     def __init__(self, rows: int) -> None:
@@ -178,7 +184,7 @@ class SurvivalTable:
         self._recompute()
 
     def add_draft(self, row: int, accepted: int, *, rejected: bool) -> None:
-        """Count a draft: its accepted leading tokens, and whether the next one was rejected."""
+        """Count a draft by its accepted tokens and whether the next token was rejected."""
         self._new.append((row, accepted, rejected))
         if len(self._new) >= min(max(8.0, self._drafts / 8), 1024.0):
             self.refresh()
@@ -191,7 +197,7 @@ class SurvivalTable:
         return found
 
     def refresh(self) -> None:
-        """Apply all drafts counted so far."""
+        """Apply all drafts that have been counted so far."""
         if not self._new:
             return
         kept = 0.5 ** (len(self._new) / HALF_LIFE_DRAFTS)
@@ -213,10 +219,10 @@ class SurvivalTable:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What a request's own drafts of one source have shown.
+    """The results of a request's own drafts from one source.
 
     Attributes:
-        by_evidence, by_outcome: its shifts of the two tables.
+        by_evidence, by_outcome: shifts of the request in the two tables.
         last_outcome: row of its next draft in the table by outcome.
     """
 
@@ -229,8 +235,8 @@ class SurvivalModel:
     """The survivals of the drafts of one source.
 
     Attributes:
-        by_evidence: estimates for drafts that exist, by their evidence.
-        by_outcome: estimates for drafts that do not exist yet, by how the last one ended.
+        by_evidence: estimates for existing drafts, by their evidence.
+        by_outcome: estimates for future drafts, by the end of the last draft.
     """
 
     def __init__(self) -> None:
@@ -238,7 +244,7 @@ class SurvivalModel:
         self.by_outcome = SurvivalTable(OUTCOME_ROWS)
 
     def draft(self, record: RequestRecord, evidence: int) -> Row:
-        """Return the estimates for a draft with that evidence."""
+        """Return the estimates for a draft with this evidence."""
         return self.by_evidence.row(evidence_row(evidence), record.by_evidence.level)
 
     def next_draft(self, record: RequestRecord) -> Row:
@@ -255,9 +261,9 @@ class SurvivalModel:
         self.add_outcome(record, accepted, rejected=rejected)
 
     def add_outcome(self, record: RequestRecord, accepted: int, *, rejected: bool) -> None:
-        """Learn from a draft whose evidence must not count, or that was not found at all.
+        """Learn from a draft without its evidence, or from a lookup that found no draft.
 
-        A draft that was not found counts as rejected: waiting for it was in vain as well.
+        A missing draft counts as rejected, because the wait for it was equally in vain.
         """
         record.by_outcome.add_draft(self.next_draft(record), accepted, rejected=rejected)
         self.by_outcome.add_draft(record.last_outcome, accepted, rejected=rejected)
@@ -265,7 +271,7 @@ class SurvivalModel:
 
 
 def _logits(accepted: NDArray[np.float64], rejected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return log odds, each position shrunk to its row, and each row to all rows."""
+    """Return log odds, with each position shrunk to its row, and each row to all rows."""
     tested, weight = accepted + rejected, PRIOR_WEIGHT
     overall = (accepted.sum() + PRIOR_ACCEPTANCE * weight) / (tested.sum() + weight)
     rows = (accepted.sum(1) + overall * weight) / (tested.sum(1) + weight)

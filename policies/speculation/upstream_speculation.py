@@ -1,26 +1,27 @@
 """Speculation with upstream engines, which draft for every request by their own rule or never.
 
-A gateway cannot switch speculation on or off inside such an engine, so it decides where a request
-goes: to a replica that drafts or to a plain one. Two questions are answered here.
+A gateway cannot switch speculation on or off inside such an engine. It decides only whether a
+request goes to a replica that drafts or to a plain replica. This module answers two questions.
 
-*Do drafts of a fixed length pay?* An engine adds `drafted` slots to each token, of which `accepted`
-survive on average, busy or not. Its step takes `a + c x tokens` seconds. With r sequences, the
-share of a step that grows with the batch is
+*Are drafts of a fixed length worth their time?* An engine adds `drafted` slots to each token, of
+which `accepted` survive on average, whatever the load. Its step takes `a + c x tokens` seconds.
+With r sequences, the share of a step that grows with the batch is
 
     share = c r (1 + drafted) / (a + c r (1 + drafted))
 
-and each verified token costs everybody `c` seconds. The price of a slot is accepted tokens per
+and each verified token costs each sequence `c` seconds. The price of a slot is accepted tokens per
 second x extra seconds per token, therefore
 
     price = r (1 + accepted) / step x c = share x (1 + accepted) / (1 + drafted),
 
-and drafts pay while `accepted > price x drafted`. At share 0 (bound by reading weights) they always
-do; at share 1 (bound by arithmetic) they never do, because accepted <= drafted. Neither a nor c has
-to be known: times per token, `step / (1 + accepted)`, grow with r by the same share.
+and drafts are worth their time while `accepted > price x drafted`. At share 0 (bound by reading
+weights) they always are. At share 1 (bound by arithmetic) they never are, because accepted <=
+drafted. The values of a and c need not be known. Times per token, `step / (1 + accepted)`, grow
+with r by the same share.
 
-*Which replicas does a request go to?* The speculation policy decides from the request and from the
-load of the replicas that draft. If it looks at the price, drafts must pay at that price, and a
-token must cost less there than on a plain replica.
+*Which replicas does a request use?* The speculation policy decides from the request and from the
+load of the replicas that draft. If the policy uses the price, drafts must be worth that price, and
+a token must cost less on a drafting replica than on a plain replica.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from draftgate.policies.speculation.planning import no_speculation
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
 
 KNEE_TOKENS: Final = 320.0
-"""Tokens that double the time of a step, before any measurement: 5.9 to 6.9 ms by 18 to 21 us per
-token (Llama-8B bf16 on an H100, the reference scale)."""
+"""Number of tokens that doubles the time of a step, before any measurement: 5.9 to 6.9 ms by 18 to
+21 us per token (Llama-8B bf16 on an H100, the reference scale)."""
 
 PRIOR_WEIGHT: Final = 64.0
 """Weight of that prior against measurements, in streams x squared sequences: 16 streams whose
-batches differ by two sequences. (Chosen, not tuned; 2026-11-22.)"""
+batches differ by two sequences. (Chosen, not tuned, 2026-11-22.)"""
 
 FORGETTING: Final = 0.98
-"""Decay per stream: the last 50 decide."""
+"""Decay per stream, which averages about the last 50."""
 
 _BISECTIONS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMeans:
-    """Mean tokens per draft of an engine.
+    """Mean number of tokens in the drafts of an engine.
 
     Attributes:
         drafted: tokens that are proposed and verified.
-        accepted: of these, tokens that survive; at most `drafted`.
+        accepted: tokens that survive, at most `drafted`.
     """
 
     drafted: float
@@ -64,8 +65,8 @@ def expected_accepted(chance: float, drafted: float) -> float:
     """Return the expected number of accepted tokens of a draft.
 
     Args:
-        chance: probability of each token, given that all before it were accepted; 0 to 1.
-        drafted: tokens of the draft.
+        chance: probability of each token given all previous tokens, 0 to 1.
+        drafted: number of tokens in the draft.
     """
     if chance >= 1.0:
         return drafted
@@ -73,7 +74,7 @@ def expected_accepted(chance: float, drafted: float) -> float:
 
 
 def acceptance_chance(means: DraftMeans) -> float:
-    """Return the chance per token with which `expected_accepted` gives these means."""
+    """Return the probability per token for which `expected_accepted` gives these means."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -88,7 +89,7 @@ def fixed_draft_price(share: float, means: DraftMeans) -> float:
     """Return the slot price of an engine with drafts of a fixed length, in tokens, 0 to 1.
 
     Args:
-        share: of the step's time that grows with the batch, 0 to 1.
+        share: share of the step's time that grows with the batch, 0 to 1.
     """
     return share * (1.0 + means.accepted) / (1.0 + means.drafted)
 
@@ -99,7 +100,7 @@ def drafts_pay(price: float, means: DraftMeans) -> bool:
 
 
 class BatchShare:
-    """How far an engine's times per token grow with its batch: a line, decayed and shrunk."""
+    """The growth of an engine's times per token with its batch, as a decayed and shrunk line."""
 
     def __init__(self) -> None:
         self._streams = 0.0
@@ -111,7 +112,7 @@ class BatchShare:
 
         Args:
             tpot_s: mean seconds between two of its tokens, more than 0.
-            running: mean number of sequences beside it, itself included, at least 1.
+            running: mean number of concurrent sequences, including its own, at least 1.
         """
         self._streams = self._streams * FORGETTING + 1.0
         self._sum_s = self._sum_s * FORGETTING + tpot_s
@@ -123,8 +124,8 @@ class BatchShare:
         """Return the share of a step's time that grows with the batch, 0 to 1.
 
         Args:
-            running: sequences in the batch.
-            step_tokens: tokens of each of them per step, drafts included.
+            running: number of sequences in the batch.
+            step_tokens: tokens of each sequence per step, including drafts.
         """
         if not self._streams:
             return _prior_share(running, step_tokens)
@@ -133,7 +134,7 @@ class BatchShare:
         return min(slope_s * running / (mean_s + slope_s * (running - usual)), 1.0)
 
     def slope_s(self, step_tokens: float) -> float:
-        """Return by how much one more sequence lengthens the time per token; 0 while unknown."""
+        """Return the seconds that each sequence adds to the time per token, or 0 if unknown."""
         if not self._streams:
             return 0.0
         mean_s, usual = self._sum_s / self._streams, self._sum_running / self._streams
@@ -158,10 +159,10 @@ class ReplicaPool(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What a pool can do for a request.
+    """The state of a pool for one request.
 
     Attributes:
-        load: of the replica that would take it.
+        load: load of the replica that would run the request.
         has_capacity: whether any replica of the pool can take the request now.
     """
 
@@ -174,8 +175,9 @@ class PoolChoice:
     """The pool of a request.
 
     Attributes:
-        pool: None if the first replica with capacity takes it, of either kind.
-        plan: the decision, with the reason for the pool.
+        pool: pool of the request, or None if it goes to the first replica of either kind with
+            capacity.
+        plan: speculation plan, with the reason for the pool.
     """
 
     pool: ReplicaPool | None
@@ -190,10 +192,10 @@ def draft_means(load: WorkerLoad) -> DraftMeans:
 def choose_pool(
     request: RequestView, policy: SpeculationPolicy, drafting: PoolState, plain: PoolState
 ) -> PoolChoice:
-    """Return where a request goes; each pool must have a replica that serves.
+    """Return the pool of a request, if each pool has a replica that serves.
 
-    Capacity decides first, even against a client that wants no drafts. The text is the same either
-    way, and a request that waited for one kind of replica would delay all requests after it.
+    Capacity takes precedence, even if the client wants no drafts. The text is the same either way.
+    A request that waited for a certain kind of replica would delay all later requests.
     """
     plan = policy.decide(request, drafting.load)
     wanted, why = _wanted_pool(request, plan, drafting.load, plain.load)
@@ -212,7 +214,7 @@ def choose_pool(
 def _wanted_pool(
     request: RequestView, plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad
 ) -> tuple[ReplicaPool, str]:
-    """Return the better pool, capacity aside, and why."""
+    """Return the better pool regardless of capacity, and the reason."""
     asked = request.max_draft_tokens
     if plan.proposer is None:
         return ReplicaPool.PLAIN, plan.reason
@@ -228,8 +230,8 @@ def _wanted_pool(
         f"price {price:.3g}, {drafting.running} running"
     )
     worth = drafts_pay(price, means)
-    # Where speeds are known, drafts have to beat a plain replica, which may be idle: the lower
-    # cost of a token decides, for the request and for all that it slows down.
+    # Where speeds are known, drafts compete with a plain replica, which may be idle. The pool with
+    # the lower cost of a token, to the request and to all others, wins.
     if all(costs_s):
         worth = costs_s[0] <= costs_s[1]
         figures += "; a token costs {:.3g} ms in all with drafts, {:.3g} ms without".format(
@@ -241,5 +243,5 @@ def _wanted_pool(
 
 
 def _token_cost_s(load: WorkerLoad) -> float:
-    """Return the seconds that a token of one more request costs all requests; 0 if unknown."""
+    """Return the seconds that a token of one more request costs all requests, or 0 if unknown."""
     return load.speed.tpot_s + (load.running + 1) * load.speed.sequence_s
