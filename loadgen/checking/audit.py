@@ -341,7 +341,7 @@ class VectorAudit(Audit):
         try:
             reply = _reply_decoder.decode(body)
             if reply.error is not None or reply.data is None:
-                raise ValueError(f"no data but {body[:80]!r}")
+                raise ValueError(f"expected `data`, got {body[:80]!r}")
             places = sorted(vector.index for vector in reply.data)
             if len(set(places)) < len(places):
                 self.fault(Verdict.DUPLICATED, f"an input has two vectors: {places}")
@@ -358,7 +358,7 @@ class VectorAudit(Audit):
     def _check_usage(self, usage: dict[str, Any] | None) -> None:
         self.usage = usage
         if usage is None:
-            self.fault(Verdict.NO_USAGE, "the answer has no usage")
+            self.fault(Verdict.NO_USAGE, "the response has no usage")
             return
         tokens = usage.get("prompt_tokens")
         if not isinstance(tokens, int) or tokens < self.inputs:
@@ -383,7 +383,7 @@ def _checked(vectors: list[bytes]) -> tuple[bytes, ...]:
     """
     sizes = {len(vector) for vector in vectors}
     if len(sizes) > 1 or 0 in sizes or any(size % FLOAT_BYTES for size in sizes):
-        raise ValueError(f"vectors of {sorted(sizes)} bytes")
+        raise ValueError(f"vectors of different or invalid sizes: {sorted(sizes)} bytes")
     for vector in vectors:
         if not all(map(math.isfinite, struct.unpack(f"<{len(vector) // FLOAT_BYTES}f", vector))):
             raise ValueError("a vector is not finite")

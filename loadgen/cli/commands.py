@@ -78,7 +78,7 @@ def run(
         int,
         typer.Option(
             min=0,
-            help="Replay this many answers without speculation, and compare the texts.",
+            help="Replay this many responses without speculation, and compare the texts.",
             rich_help_panel=OutputFlags.panel,
         ),
     ] = 0,
@@ -108,7 +108,8 @@ def run(
 
 def report(
     events: Annotated[
-        list[str], typer.Argument(help="What `--events` wrote; several are shown side by side.")
+        list[str],
+        typer.Argument(help="Event files of `--events`. Several runs appear side by side."),
     ],
     output: OutputFlags,
 ) -> None:
@@ -124,13 +125,13 @@ def report(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Events of the run before (`--events`).")],
-    b: Annotated[Path, typer.Argument(help="Events of the run after.")],
+    a: Annotated[Path, typer.Argument(help="Events of the run before a change.")],
+    b: Annotated[Path, typer.Argument(help="Events of the run after it.")],
     threshold: Annotated[
         list[str] | None,
         typer.Option(
-            help="Judge only this, and allow it to worsen by: METRIC[:STATISTIC]:MOST,"
-            " e.g. ttft_s:p90:5% or attainment:0.02 (repeatable)."
+            help="Judge only this statistic, and allow it to worsen by at most MOST:"
+            " METRIC[:STATISTIC]:MOST, e.g. ttft_s:p90:5% or attainment:0.02 (repeatable)."
         ),
     ] = None,
     json_out: JsonOut = None,
@@ -158,16 +159,18 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
     request: RequestFlags,
     server: ServerFlags,
     rates: Annotated[str, typer.Option(help="Requests per second, with commas: 0.5,1,2.")],
-    arrival: Annotated[str | None, typer.Option(help="As of `run`; default: poisson.")] = None,
+    arrival: Annotated[
+        str | None, typer.Option(help="Arrival process as in `run`. Default: poisson.")
+    ] = None,
     duration: Annotated[float, typer.Option(help="Seconds to send in each cell.")] = 30.0,
     rounds: Annotated[int, typer.Option(min=1, help="How often to run each cell.")] = 1,
     warm_up: Annotated[
-        int, typer.Option(min=0, help="Uncounted requests to each server first.")
+        int, typer.Option(min=0, help="Uncounted requests to each server before the first cell.")
     ] = 8,
     events_out: Annotated[
         Path | None,
         typer.Option(
-            "--events", help="Folder for the events of each cell; valid ones are not run again."
+            "--events", help="Folder for the events of each cell. Valid cells are not run again."
         ),
     ] = None,
     json_out: JsonOut = None,
@@ -200,7 +203,7 @@ def search(
     wanted: SearchFlags,
     server: ServerFlags,
     rate: Annotated[float, typer.Option(help="The first rate to try, in requests/s.")] = 1.0,
-    arrival: Annotated[str | None, typer.Option(help="As of `run`.")] = None,
+    arrival: Annotated[str | None, typer.Option(help="Arrival process as in `run`.")] = None,
     json_out: JsonOut = None,
 ) -> None:
     """Find the highest rate at which enough requests meet their SLO.
@@ -228,7 +231,7 @@ def search(
 
 def calibrate(
     processes: Processes = 1,
-    probe_s: Annotated[float, typer.Option(help="Seconds of each of some twenty probes.")] = 4.0,
+    probe_s: Annotated[float, typer.Option(help="Seconds of each of about twenty probes.")] = 4.0,
 ) -> None:
     """Measure how much load this generator can send on this machine, against a stub server."""
     errors = Console(stderr=True)

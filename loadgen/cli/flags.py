@@ -86,34 +86,35 @@ class RequestFlags:
         Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL).")
     ] = None
     prompt: Annotated[
-        str | None, typer.Option(help=f"Send one prompt. Default without the above: {PROMPT!r}.")
+        str | None, typer.Option(help=f"Send one prompt. Default without a workload: {PROMPT!r}.")
     ] = None
     chat: Annotated[
         bool | None,
         typer.Option("--chat/--completions", help="Endpoint. Default: the workload's."),
     ] = None
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Limit of the time to first text.")] = (
-        None
-    )
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Limit of the time per token.")] = None
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT limit in milliseconds.")] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT limit in milliseconds.")] = None
     deadline_ms: Annotated[
         float | None,
-        typer.Option(help="Limit of the time to the end of the answer; shared by rag's hops."),
+        typer.Option(help="Limit of the whole response, in milliseconds."),
     ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Per answer. Default: the workload's ({PROMPT_MAX_TOKENS} for a prompt)."
+            min=1,
+            help=f"Limit per response. Default: the workload's ({PROMPT_MAX_TOKENS} for --prompt).",
         ),
     ] = None
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of all requests.")] = None
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Temperature of all requests.")
+    ] = None
     speculation: Annotated[
-        str | None, typer.Option(help="Requested MODE[:K], e.g. off, auto, ngram:4.")
+        str | None, typer.Option(help="Mode to request: MODE[:K], e.g. off, auto, ngram:4.")
     ] = None
     text_file: Annotated[
         Path | None, typer.Option(help="Write prompts from this text instead of Python's library.")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, workload and requests.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, workload and requests.")] = 0
 
     def load(self, **sent: Any) -> Load:
         """Return the load of these requests, with further fields of `Load`.
@@ -135,7 +136,7 @@ class ScheduleFlags:
     panel: ClassVar = "Schedule"
 
     rate_rps: Annotated[
-        float | None, typer.Option("--rate", help="Requests per second on a schedule: open loop.")
+        float | None, typer.Option("--rate", help="Requests per second in an open loop.")
     ] = None
     arrival: Annotated[
         str | None,
@@ -149,7 +150,7 @@ class ScheduleFlags:
     ] = None
     duration_s: Annotated[float | None, typer.Option("--duration", help="Seconds to send.")] = None
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"How many to send ({REQUESTS} without --duration).")
+        int | None, typer.Option(min=1, help=f"Number of requests ({REQUESTS} without --duration).")
     ] = None
     time_scale: Annotated[
         float | None, typer.Option(help="Replay a trace this many times faster than recorded.")
@@ -170,7 +171,9 @@ class ServerFlags:
 
     panel: ClassVar = "Server"
 
-    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = ""
+    model: Annotated[
+        str, typer.Option(help="Model id. Default: the first that the server lists.")
+    ] = ""
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="Bearer token.")
     ] = ""
@@ -189,14 +192,15 @@ class SearchFlags:
 
     share: Annotated[
         float,
-        typer.Option(help=f"Of requests that meet their SLO: {', '.join(map(str, SHARES))}."),
+        typer.Option(help=f"Share of requests to meet their SLO: {', '.join(map(str, SHARES))}."),
     ] = 0.95
     precision: Annotated[
-        float, typer.Option(help="Half of the 95 % interval over the rate, at which to stop.")
+        float, typer.Option(help="Half-width of the 95 % interval over the rate at the end.")
     ] = 0.05
     max_rate_rps: Annotated[float, typer.Option("--max-rate", help="Try no higher rate.")] = inf
     most_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, help="Of all probes together.")
+        int,
+        typer.Option("--max-requests", min=1, help="Limit of requests for all probes together."),
     ] = 100_000
 
     def goal(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record
 
 HOP_FORMULAS: Final = {
-    "TTFT": "first text (of embeddings: the answer) - end of the previous hop (of the first:"
-    " scheduled)",
+    "TTFT": "first text (for embeddings: response) - end of the previous hop (for the"
+    " first: scheduled)",
     "latency": "end of the hop - end of the previous hop",
-    "of the deadline": "latency of the hop / deadline of the flow, or without one / its latency",
+    "of the deadline": "latency of the hop / deadline of the flow (or its latency)",
     "as announced": "intact hops within the TTFT and TPOT that their headers announced",
 }
 

@@ -161,7 +161,7 @@ _ALL: Final = (
     Metric("chunk_gap_s", "chunk gap", "text(i) - text(i - 1), all chunks", chunk_gaps_s),
     Metric("tokens_per_chunk", "tokens per chunk", "reported, else n / chunks", tokens_per_chunk),
     Metric("itl_s", "ITL", "chunk gap / tokens of the chunk, once per token", itls_s),
-    Metric("fluidity", "fluidity", "share of tokens by their deadlines", _one(fluidity)),
+    Metric("fluidity", "fluidity", "share of tokens within their deadlines", _one(fluidity)),
 )
 
 METRICS: Final[Mapping[str, Metric]] = {metric.key: metric for metric in _ALL}
@@ -169,7 +169,7 @@ METRICS: Final[Mapping[str, Metric]] = {metric.key: metric for metric in _ALL}
 over requests."""
 
 PERCENTILE_FORMULA: Final = (
-    "pP: of N ascending values the one at position (N - 1) P/100, counted from 0, interpolated"
+    "pP: the value at position (N - 1) P/100 of N ascending values, from 0, interpolated"
     " linearly between neighbours (type 7 of Hyndman and Fan, numpy's default)"
 )
 

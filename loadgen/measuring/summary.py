@@ -26,7 +26,7 @@ FORMULAS = {
     "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
     " schedule (of the run in a closed loop); failed and late requests count as not met",
     "attainment": "intact requests that met all limits / all scheduled; 95 % Wilson interval",
-    "accepted_tokens_per_s": "tokens of intact answers by the server's usage / seconds of the run",
+    "accepted_tokens_per_s": "tokens of intact responses by the usage / seconds of the run",
     "percentiles": PERCENTILE_FORMULA,
 }
 

@@ -26,9 +26,9 @@ TOOL: Final = "aiperf 0.13.0"
 COLUMNS: Final = {"avg": None, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 _REMARKS: Final = (
-    "an error counts if it is an event of that type; one sent as data, as here, does not",
+    "an error event counts, but an error that the server sends as data does not",
     "a request without a usage has no tokens, no ITL, and no goodput",
-    "aiperf's percentiles of the inter-chunk latency are estimates (t-digest), these are exact",
+    "aiperf estimates percentiles of the inter-chunk latency (t-digest), but these are exact",
 )
 
 

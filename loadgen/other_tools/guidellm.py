@@ -29,8 +29,8 @@ TOOL: Final = "guidellm 0.8.1"
 COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 _REMARKS: Final = (
-    "without a usage a request is credited with all the tokens it asked for, however few arrived",
-    "a request without a second token is left out of attainment and goodput",
+    "a request without a usage counts all its requested tokens, even if fewer arrived",
+    "attainment and goodput exclude a request without a second token",
 )
 
 

@@ -95,7 +95,7 @@ class Library:
             text = self._text(document)[:missing]
             empty = 0 if text else empty + 1
             if empty == len(self._documents):
-                raise ValueError("there is no text to write prompts from: every document is empty")
+                raise ValueError("no text for prompts: every document is empty")
             pieces.append(text)
             missing -= len(text)
         return "".join(pieces)

@@ -106,7 +106,7 @@ def at_rate(rows: Sequence[TraceRow], rate_rps: float) -> tuple[TraceRow, ...]:
     """
     length_s = rows[-1].at_s if rows else 0.0
     if length_s <= 0.0:
-        raise ValueError("all requests of the trace arrive at once, so it cannot be given a rate")
+        raise ValueError("the requests of the trace arrive simultaneously, so they have no rate")
     return scaled(rows, rate_rps * length_s / (len(rows) - 1))
 
 

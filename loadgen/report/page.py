@@ -160,12 +160,12 @@ def _details(report: RunReport) -> Iterator[str]:
 
 def _lossless(check: LosslessCheck) -> str:
     text = (
-        f"{'passed' if check.passed else 'FAILED'}: {check.compared} answers replayed without"
-        f" speculation, {check.drafted} of them with drafts; {len(check.differences)} differ,"
-        f" {len(check.failed)} replays failed, {check.incomparable} of another numerics class."
+        f"{'passed' if check.passed else 'FAILED'}: {check.compared} responses replayed without"
+        f" speculation, {check.drafted} with drafts, {len(check.differences)} different,"
+        f" {len(check.failed)} replays failed, {check.incomparable} in another numerics class."
     )
     if check.rate_bound is not None:
-        text += f" At most {check.rate_bound:.1%} of answers differ, with 95 % confidence."
+        text += f" At most {check.rate_bound:.1%} of responses differ, with 95 % confidence."
     rows = [[str(d.index), str(d.at), d.run, d.replay] for d in check.differences]
     rows += [[str(index), "", "", words] for index, words in check.failed]
     head = ["request", "from character", "in the run", "in the replay"]
@@ -180,7 +180,7 @@ def _settings(run: LoadRun) -> str:
     if run.health is not None:
         health = run.health
         lags = f"p99 {health.p99_lag_s * 1e3:.2f} ms, at most {health.max_lag_s * 1e3:.2f} ms"
-        rows.append(["generator's lag behind schedule", lags])
+        rows.append(["generator's lag", lags])
         rows.append(["generator's CPU", f"{health.cpu_share:.0%} of a core"])
         rows.append(["generator's longest stall", f"{health.loop_stall_s * 1e3:.2f} ms"])
     return html_settings(run.settings, rows)

@@ -65,7 +65,7 @@ def metric_table(run: LoadRun) -> ReportTable:
             values = [metric_value(metric, value) for value in (found.mean, *found.percentiles)]
             rows.append([metric.title, *values, str(found.count), metric.formula])
     head = ("metric", "mean", *(f"p{p}" for p in PERCENTILES), "values", "formula")
-    notes = f"Of intact answers. {FORMULAS['percentiles']}."
+    notes = f"Over intact responses. {FORMULAS['percentiles']}."
     return ReportTable(head, rows, notes, (len(head) - 1,))
 
 
@@ -163,7 +163,7 @@ def run_table(points: Sequence[RatePoint]) -> ReportTable:
             known = point.percentiles(key)
             row += [milliseconds(known.get(p)).removesuffix(" ms") for p in (50, 99)]
         rows.append(row)
-    notes = "Times in ms, of intact answers from their scheduled instants."
+    notes = "Times in ms from the scheduled times, over intact responses."
     return ReportTable(RUN_COLUMNS, rows, notes)
 
 

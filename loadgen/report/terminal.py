@@ -110,7 +110,7 @@ def _describe_health(health: ClientHealth) -> str:
 
 def describe_lossless(check: LosslessCheck) -> Text:
     """Return the result of the lossless check in words."""
-    compared = f"lossless: {check.compared} answers compared ({check.drafted} with drafts)"
+    compared = f"lossless: {check.compared} responses compared ({check.drafted} with drafts)"
     if check.passed:
         bound = check.rate_bound
         sure = "" if bound is None else f"; at most {bound:.1%} differ, with 95 % confidence"

@@ -53,7 +53,7 @@ def request_chart(run: LoadRun) -> Chart:
         streams = [(r, r.chunks[0].at_s, r.end_s) for r in records if r.chunks]
         waiting = {"color": colour, "width": 1}
         data.append(_bars(waits, f"{name}: waiting", line=waiting, opacity=0.6))
-        data.append(_bars(streams, f"{name}: answering", line={"color": colour, "width": 3}))
+        data.append(_bars(streams, f"{name}: streaming", line={"color": colour, "width": 3}))
     some = "" if len(shown) == len(ordered) else f" {len(shown)} of {len(ordered)}, evenly chosen."
     layout = {
         "xaxis": {"title": {"text": "s since the start"}, **FROM_ZERO},

@@ -200,7 +200,7 @@ def render(result: CalibrationResult) -> RenderableType:
     streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
     sending = "one process" if result.processes == 1 else f"{result.processes} processes"
     title = f"Ceilings of this generator ({sending})"
-    table = Table("answers of", title=title, title_justify="left", box=None)
+    table = Table("response of", title=title, title_justify="left", box=None)
     for name in ("1 token", streamed):
         table.add_column(name, justify="right")
     searches = (result.rates, result.rate), (result.streams, result.stream)

@@ -101,14 +101,14 @@ def invalid_reasons(run: LoadRun) -> list[str]:
     """Return why a run is INVALID, or nothing if the run is valid."""
     health = run.health
     if health is None:
-        unknown = "the record of the run ends early, so the generator's health is not known"
+        unknown = "the record of the run ends early, so the generator's health is unknown"
         return [*run.lost, unknown]
     reasons = list(run.lost)
     if run.interrupted:
         reasons.append("the run was interrupted before its plan was complete")
     for name, value_s, limit_s in (
-        ("p99 of the lag behind schedule", health.p99_lag_s, MAX_P99_LAG_S),
-        ("largest lag behind schedule", health.max_lag_s, MAX_LAG_S),
+        ("p99 of the lag", health.p99_lag_s, MAX_P99_LAG_S),
+        ("largest lag", health.max_lag_s, MAX_LAG_S),
         ("longest stall of the event loop", health.loop_stall_s, MAX_LOOP_STALL_S),
     ):
         if value_s > limit_s:

@@ -136,7 +136,7 @@ def test_an_equal_text_passes(tmp_path) -> None:
     summary = json.loads(out.read_text())
     assert ended_well(result, summary)
     assert summary["details"]["lossless"]["passed"]
-    assert "lossless: 2 answers compared" in result.output
+    assert "lossless: 2 responses compared" in result.output
 
 
 @pytest.mark.parametrize(("health", "status"), [(BEHIND, 3), (a_run().health, 0)])

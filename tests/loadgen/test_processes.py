@@ -317,7 +317,7 @@ def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
         flags = ["--requests", 4, "--processes", 2, "--verify-lossless", 3]
         result = command(url, *flags)
     assert result.exit_code == 1
-    assert "3 answers compared (3 with drafts), 3 differ" in result.output
+    assert "3 responses compared (3 with drafts), 3 differ" in result.output
     assert "process 2" in result.output
 
 

@@ -102,7 +102,7 @@ def test_an_invalid_run_says_so_first() -> None:
     """The banner with every reason is above all results."""
     own = own_part(page(a_run(health=BEHIND)))
     assert own.index("INVALID") < own.index("goodput")
-    assert "largest lag behind schedule: 500.0 ms, limit 100 ms" in own
+    assert "largest lag: 500.0 ms, limit 100 ms" in own
     text = in_words(render(a_run(health=BEHIND)))
     assert text.index("INVALID") < text.index("goodput")
     assert "CPU of the generator: 99% of a core" in text
@@ -152,9 +152,9 @@ def test_requests_are_bars_by_outcome() -> None:
     """Bars run from the schedule to the first text and to the end, by outcome."""
     bars = {trace["name"]: trace for trace in charts(a_run())[4].data}
     assert bars["SLO met: waiting"]["x"][:3] == pytest.approx([0.0, 0.5, None])
-    assert bars["SLO met: answering"]["x"][:3] == pytest.approx([0.5, 0.92, None])
+    assert bars["SLO met: streaming"]["x"][:3] == pytest.approx([0.5, 0.92, None])
     assert bars["late: waiting"]["y"] == [1, 1, None]
-    assert bars["failed: answering"]["y"] == [3, 3, None]
+    assert bars["failed: streaming"]["y"] == [3, 3, None]
 
 
 def test_open_requests_are_counted_over_time() -> None:

@@ -137,7 +137,7 @@ def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
     assert [row.at_s for row in scaled(rows, 2.0)] == [0.0, 0.125]
     assert [row.at_s for row in at_rate(rows, 0.5)] == [0.0, 2.0]
     assert at_rate(rows, 0.5)[1].prompt_tokens == 11
-    with pytest.raises(ValueError, match="arrive at once"):
+    with pytest.raises(ValueError, match="arrive simultaneously"):
         at_rate(rows[:1], 1.0)
 
 
