@@ -1,1 +1,1 @@
-"""Execution on a GPU: one copy in, a captured forward pass, one copy out."""
+"""Execution on a GPU: a single copy in, a captured forward pass, a single copy out."""

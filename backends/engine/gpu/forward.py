@@ -1,10 +1,12 @@
 """The forward pass on a GPU, with CUDA graphs for recurring shapes.
 
-Launching the 300 kernels of a step takes the host longer than a GPU needs for a small step.
-Therefore the kernels from the embedding to the last norm are captured once per shape (`shapes.py`)
-and replayed. The kernels read all that differs between steps from memory at fixed addresses
-(`layout.py`). The LM head stays outside the graphs: it multiplies only the sampled rows, and its
-result, the largest tensor of a step, need not be kept for every graph.
+The host takes longer to launch the 300 kernels of a step than a GPU takes to run a small step. The
+runner therefore captures the kernels from the embedding to the last norm once per shape
+(`shapes.py`), and replays the graph. The kernels read all data of a step from memory at fixed
+addresses (`layout.py`).
+
+The LM head stays outside the graphs, because it multiplies only the sampled rows. Its result is the
+largest tensor of a step, and graphs would keep that tensor for every shape.
 
 Padding rows belong to no sequence. They attend to nothing and write to the dump slot.
 """
@@ -31,14 +33,16 @@ MoreFields = Callable[[HostFields], None]
 
 
 class DeviceForward:
-    """Runs one decoder over one set of layers, on one device, in one thread."""
+    """Runs a decoder over the layers of a pool, on one device and in one thread."""
 
     def __init__(self, decoder: Decoder, layers: Layers, dump_slot: int, shapes: Shapes) -> None:
         """Allocate the memory that captured steps read.
 
         Args:
+            decoder: the decoder to run.
             layers: keys and values of a pool.
-            dump_slot: where padding rows write their keys and values.
+            dump_slot: the slot for keys and values of padding rows.
+            shapes: the shapes of the decoder's steps.
         """
         self.shapes = shapes
         self._decoder = decoder
@@ -53,7 +57,7 @@ class DeviceForward:
     def place(
         self, packed: PackedFeeds, more: MoreFields | None = None
     ) -> tuple[StepShape, StepFields]:
-        """Copy a step to the device in one copy, without waiting."""
+        """Copy a step to the device in a single copy, without waiting."""
         rows, sequences = len(packed.rows.token_ids), len(packed.spans.context_lens)
         shape, captured = self.shapes.shape(rows, sequences, packed.longest_context)
         layout = self._layout(shape) if captured else StepLayout(shape)
@@ -78,7 +82,7 @@ class DeviceForward:
 
         Returns:
             The logits of the sampled rows, float32 [num_samples, vocab_size], and the hidden states
-            to pool (`pooling.select_pooled`), which the next step may overwrite.
+            to pool (`pooling.select_pooled`). The next step may overwrite the hidden states.
         """
         if shape in self._graphs:
             graph, hidden = self._graphs[shape]
@@ -97,21 +101,21 @@ class DeviceForward:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every shape, largest first, in one memory pool."""
+        """Capture every shape in one memory pool, the largest shape first."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._decoder.device)
         for shape in self.shapes.captured():
-            inputs = self._idle(shape).inputs(shape.rows)
-            # The first launch of a kernel compiles and loads it, which cannot be captured.
+            inputs = self._place_padding(shape).inputs(shape.rows)
+            # The first launch compiles and loads a kernel, which a graph cannot capture.
             self._decoder.last_hidden(inputs, self._layers)
             graph = torch.cuda.CUDAGraph()
-            # Thread-local, because other threads may run workers on other GPUs.
+            # Use the thread-local mode, because other threads may run workers on other GPUs.
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 hidden = self._decoder.last_hidden(inputs, self._layers)
             self._graphs[shape] = graph, hidden
 
-    def _idle(self, shape: StepShape) -> StepFields:
-        """Place a step that is all padding, and return its fields."""
+    def _place_padding(self, shape: StepShape) -> StepFields:
+        """Place a step of padding rows, and return its fields."""
         layout = self._layout(shape)
         host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device)
         pack_feeds(()).write(HostFields(layout, host), self._dump_slot)

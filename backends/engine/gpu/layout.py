@@ -1,7 +1,7 @@
-"""The memory layout of a step: written on the host, copied once, read on the device by field.
+"""The memory layout of a step: the host writes the fields, one copy moves them to the device.
 
-The offset of a field depends only on the shape of the step, so a captured graph finds the fields of
-every step of its shape at the same addresses.
+The offset of a field depends only on the shape of the step. A captured graph therefore finds the
+fields of every step of its shape at the same addresses.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from draftgate.backends.engine.inputs import AttentionSpans, RaggedSpans, StepIn
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 
 _ALIGNED: Final = 64
-"""Alignment of fields in bytes; Triton compiles kernels for aligned pointers."""
+"""Alignment of fields in bytes. Triton compiles kernels for aligned pointers."""
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step, padding included.
+    """The sizes of a step, including padding.
 
     Attributes:
-        rows: tokens.
-        sequences: padding sequences have no rows.
-        pages: of the longest page table.
+        rows: number of tokens.
+        sequences: number of sequences. Padding sequences have no rows.
+        pages: number of pages of the longest page table.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """An array with one element per `unit`, a field of `StepShape`, and `more` elements."""
+    """An array with an element per `unit`, a field of `StepShape`, and `more` further elements."""
 
     dtype: torch.dtype
     unit: str
@@ -44,7 +44,7 @@ class _Field(NamedTuple):
 
 
 _FIELDS: Final = {
-    # Read by the forward pass (`StepInputs`, `RaggedSpans`).
+    # The forward pass reads these fields (`StepInputs`, `RaggedSpans`).
     "token_ids": _Field(torch.int64, "rows"),
     "positions": _Field(torch.int64, "rows"),
     "slots": _Field(torch.int64, "rows"),
@@ -54,10 +54,10 @@ _FIELDS: Final = {
     "query_starts": _Field(torch.int32, "sequences", 1),
     "context_lens": _Field(torch.int32, "sequences"),
     "draft_starts": _Field(torch.int32, "sequences"),
-    # Rows whose tokens the previous step samples, and the rows that it samples them in.
+    # Rows whose tokens the previous step samples, and the rows of that step that sample them.
     "pending_rows": _Field(torch.int64, "rows"),
     "pending_sources": _Field(torch.int64, "rows"),
-    # Read by sampling (`RowSampling`), one entry per sampled row.
+    # Sampling reads these fields (`RowSampling`), with an entry per sampled row.
     "temperature": _Field(torch.float32, "rows"),
     "top_k": _Field(torch.int32, "rows"),
     "top_p": _Field(torch.float32, "rows"),
@@ -65,7 +65,7 @@ _FIELDS: Final = {
     "seed": _Field(torch.int64, "rows"),
     "choice": _Field(torch.int32, "rows"),
     "position": _Field(torch.int32, "rows"),
-    # Read by `accept_walk`.
+    # `accept_walk` reads these fields.
     "draft_tokens": _Field(torch.int64, "rows"),
     "draft_parents": _Field(torch.int32, "rows"),
     "sample_starts": _Field(torch.int32, "sequences", 1),
@@ -84,7 +84,7 @@ _NUMPY: Final[dict[torch.dtype, Any]] = {
 
 
 class StepLayout:
-    """The offsets of the fields of a step. The page tables are last."""
+    """The offsets of the fields of a step. The page tables are the last field."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -103,11 +103,11 @@ class StepLayout:
         return self._tables_begin + self.shape.sequences * self.shape.pages * _TABLES.itemsize
 
     def used_bytes(self, sequences: int) -> int:
-        """Return the leading bytes that matter if the sequences from this number on are padding."""
+        """Return the leading bytes that a step of this number of sequences needs."""
         return self._tables_begin + sequences * self.shape.pages * _TABLES.itemsize
 
     def fields(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the fields as views of memory, uint8 [at least num_bytes]."""
+        """Return the fields as views of `memory`, uint8 [at least num_bytes]."""
         found = {
             name: memory[begin:end].view(_FIELDS[name].dtype)
             for name, (begin, end) in self._spans.items()
@@ -167,7 +167,7 @@ class HostFields:
     """The fields of a step in main memory, for writing."""
 
     def __init__(self, layout: StepLayout, memory: Tensor) -> None:
-        """Wrap memory, uint8 [num_bytes]. Fields that are not written are undefined."""
+        """Wrap `memory`, uint8 [num_bytes]. The content of unwritten fields is undefined."""
         self._layout = layout
         self._memory: npt.NDArray[np.uint8] = memory.numpy()
 

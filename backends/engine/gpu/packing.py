@@ -1,4 +1,4 @@
-"""Lists of a step's rows and drafts, from which the fields of a GPU step are written."""
+"""Lists of a step's rows and drafts, which fill the fields of a GPU step."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class PackedFeeds:
 
     @property
     def longest_context(self) -> int:
-        """KV slots of the longest context; 0 without sequences."""
+        """KV slots of the longest context, 0 without sequences."""
         return max(self.spans.context_lens, default=0)
 
     def write(self, host: HostFields, dump_slot: int) -> None:
         """Write the fields that the forward pass reads.
 
         Args:
-            dump_slot: where padding rows write their keys and values.
+            host: the fields to write.
+            dump_slot: the slot for keys and values of padding rows.
         """
         rows, spans = self.rows, self.spans
         host.write("token_ids", rows.token_ids)
         host.write("positions", rows.positions)
         host.write("slots", rows.slots, dump_slot)
-        # The hidden states to pool follow those of the sampled rows.
+        # The pooled rows follow the sampled rows.
         host.write("sample_rows", rows.sample_rows + self.pooled_rows)
         host.write("ancestors", as_bits(spans.ancestors))
         host.write("attention_positions", spans.positions)
@@ -51,20 +52,26 @@ class PackedFeeds:
 def pack_feeds(
     feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS, pooled_rows: list[int] | None = None
 ) -> PackedFeeds:
-    """Pack feeds into one ragged batch; `pooled_rows` are the rows whose hidden state is wanted."""
+    """Pack feeds into one ragged batch.
+
+    Args:
+        feeds: the input of each sequence.
+        page_tokens: slots of a page.
+        pooled_rows: rows whose hidden state the step returns.
+    """
     rows = lay_out(feeds, page_tokens)
     return PackedFeeds(rows, SpanLists.of(rows.spans), pooled_rows or [])
 
 
 @dataclass(slots=True)
 class PackedWalks:
-    """The drafts of a plan, as `accept_walk` reads them.
+    """The drafts of a plan in the format of `accept_walk`.
 
     Attributes:
         draft_tokens, draft_parents: of each sampled row.
-        sample_starts: the first sampled row of each sequence, then the end of the last one.
-        longest: sampled rows of the sequence that has most.
-        has_trees: whether accepted tokens may have to be moved.
+        sample_starts: the first sampled row of each sequence, then the end of the last sequence.
+        longest: maximum number of sampled rows of a sequence.
+        has_trees: whether the accept walk may move accepted tokens.
     """
 
     draft_tokens: list[int] = field(default_factory=list)
@@ -92,12 +99,12 @@ def pack_walks(plan: StepPlan) -> PackedWalks:
     for work in plan.work:
         sequence, draft = work.sequence, work.draft
         if work.samples:
-            # Row 0 is that of the last confirmed token.
+            # Row 0 belongs to the last confirmed token.
             packed.draft_tokens += (NO_DRAFT, *draft.token_ids)
             packed.draft_parents += (0, *(draft.parent(place) + 1 for place in range(len(draft))))
         packed.sample_starts.append(len(packed.draft_tokens))
         packed.remaining.append(sequence.remaining_tokens)
-        # A grammar decides itself when the text ends.
+        # A grammar itself decides the end of the text.
         ignores_eos = sequence.grammar is None and sequence.request.sampling.ignore_eos
         packed.ignore_eos.append(int(ignores_eos))
         packed.longest = max(packed.longest, work.num_samples)

@@ -1,9 +1,11 @@
 """Turns a `StepPlan` into a `StepResult` on a GPU, asynchronously to the host.
 
 `launch` copies the plan to the device and enqueues the whole step: forward pass, sampling, accept
-walk, compaction, and one copy of the emitted tokens into pinned memory. It reads nothing back.
-`fetch` waits for the event after that copy. Grammars, penalties, log probabilities and rejection
-work as on a CPU (`engine/runner.py`); only rejection makes the host wait.
+walk, compaction, and a copy of the emitted tokens into pinned memory. The host does not wait in
+`launch`. `fetch` waits for the event after that copy.
+
+Grammars, penalties, log probabilities and rejection work as on a CPU (`engine/runner.py`). Only
+rejection makes the host wait within a step.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ from draftgate.backends.engine.transfer import new_event, to_device, to_host
 _PENDING: Final = ("pending_rows", "pending_sources")
 
 WALK_ROWS: Final = 65
-"""Rows that the accept walk is compiled for: the longest draft of any policy, and its root."""
+"""Maximum rows of a compiled accept walk: the longest draft of any policy, and its root."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedGpuStep:
-    """An enqueued step. `results`, `logprobs` and `pooled` are undefined before `ended` has passed.
+    """An enqueued step. `results`, `logprobs` and `pooled` are undefined until `ended` has passed.
 
     Attributes:
         row_of: the sampled row after the last confirmed token, by sequence key.
-        tokens: int64 [sampled rows], the token of each, on the device.
-        starts: the first sampled row of each sequence, then the end of the last one.
-        results: int64 [2 * sampled rows + sequences], in main memory: by row the emitted tokens and
-            the rows that sampled them, then their number for each sequence.
-        logprobs: one entry per sequence, in main memory, None where it does not ask for any; None
-            if no sequence does.
+        tokens: int64 [sampled rows], the token of each row, on the device.
+        starts: the first sampled row of each sequence, then the end of the last sequence.
+        results: int64 [2 * sampled rows + sequences], in main memory: the emitted tokens, the rows
+            that sampled them, then their number for each sequence.
+        logprobs: one entry per sequence in main memory, None for sequences that request none. None
+            if no sequence requests any.
         began, ended: events around the work of the step.
-        pooled: float32 [pooled rows, hidden_size], in main memory; None without pooled rows.
+        pooled: float32 [pooled rows, hidden_size] in main memory, None without pooled rows.
     """
 
     row_of: dict[int, int]
@@ -69,12 +71,12 @@ class LaunchedGpuStep:
 
 
 class GpuRunner:
-    """Runs steps of one model over one KV pool. Use in one thread only."""
+    """Runs steps of a model over a KV pool. Only one thread may use a runner."""
 
     def __init__(
         self, decoder: Decoder, pool: KvPool, forward: DeviceForward, verify: Verify = "coupled"
     ) -> None:
-        """Create a runner; `forward` runs the decoder over the pool."""
+        """Create a runner whose `forward` runs the decoder over the pool."""
         self._decoder = decoder
         self._pool = pool
         self._forward = forward
@@ -84,12 +86,12 @@ class GpuRunner:
         self._ends = to_device(ends, decoder.device)
 
     def capture(self) -> None:
-        """Capture the graphs of all recurring shapes. Takes seconds to minutes."""
+        """Capture the graphs of all recurring shapes, which takes seconds to minutes."""
         self._forward.capture()
 
     @property
     def launcher(self) -> GpuRunner:
-        """The runner itself, as a GPU works asynchronously."""
+        """This runner, because a GPU works asynchronously."""
         return self
 
     @property
@@ -98,15 +100,16 @@ class GpuRunner:
         return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its result."""
+        """Run a step and return its result."""
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedGpuStep | None = None) -> LaunchedGpuStep:
-        """Enqueue one step and the copy of its results, without waiting.
+        """Enqueue a step and the copy of its results, without waiting.
 
         Args:
-            previous: the step launched before, which samples the `PENDING` tokens of this one.
+            plan: the work of the step.
+            previous: the last launched step, which samples the `PENDING` tokens of this step.
         """
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
@@ -129,7 +132,10 @@ class GpuRunner:
         )
 
     def fetch(self, step: LaunchedGpuStep) -> StepResult:
-        """Wait for a launched step and return its result. Only this method waits for the device."""
+        """Wait for a launched step and return its result.
+
+        Only this method waits for the device.
+        """
         step.ended.synchronize()
         walks = _walks(step.starts, step.results.tolist())
         found = logprobs.emitted_logprobs(step.logprobs, walks)
@@ -137,11 +143,11 @@ class GpuRunner:
         return StepResult(walks.emitted, found, step_s, pooling.pooled_bytes(step.pooled))
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Run only the forward pass of a plan; return float32 [sampled rows, vocab_size]."""
+        """Return the logits of a forward pass alone: float32 [sampled rows, vocab_size]."""
         return self.forward(map(feed_of, plan.work))
 
     def forward(self, feeds: Iterable[Feed]) -> Tensor:
-        """Run the forward pass of any feeds; return float32 [sampled rows, vocab_size]."""
+        """Return the logits of a forward pass over feeds: float32 [sampled rows, vocab_size]."""
         return self._forward(feeds)
 
     def _place(
@@ -151,7 +157,7 @@ class GpuRunner:
         walks: PackedWalks,
         previous: LaunchedGpuStep | None,
     ) -> tuple[StepShape, StepFields]:
-        """Copy a step to the device, and fill in the tokens that only the device knows."""
+        """Copy a step to the device, and insert the tokens that only the device knows."""
         pending = _pending(plan, previous) if previous is not None else ([], [])
 
         def write(host: HostFields) -> None:
@@ -168,7 +174,7 @@ class GpuRunner:
     def _sample(
         self, plan: StepPlan, logits: Tensor, fields: StepFields
     ) -> tuple[Tensor, tuple[RowLogprobs | None, ...] | None]:
-        """Return the token of every row, and the log probabilities on their way to the host."""
+        """Return the token of every row, and start the copy of log probabilities to the host."""
         if plan.is_plain:
             return self._draw(plan, logits, fields), None
         wanted = logprobs.model_logprobs(plan, logits)
@@ -213,11 +219,14 @@ def gpu_runner(
     max_model_len: int,
     verify: Verify = "coupled",
 ) -> GpuRunner:
-    """Return a runner, which launches kernels one by one until `capture` has been called.
+    """Return a runner, which launches kernels one by one until `capture` has captured graphs.
 
     Args:
-        max_num_seqs: upper bound on the sequences of a step.
-        max_model_len: upper bound on the slots of a context.
+        decoder: the decoder to run.
+        pool: the KV memory of the decoder.
+        max_num_seqs: maximum sequences of a step.
+        max_model_len: maximum slots of a context.
+        verify: the way of verification.
     """
     shapes = Shapes(ROW_BUCKETS[-1], max_num_seqs, max_model_len, BLOCK_TOKENS)
     forward = DeviceForward(decoder, pool.layers, pool.dump_slot, shapes)
@@ -230,14 +239,14 @@ def _compact(
     """Move the keys and values of accepted paths to their slots, without waiting.
 
     Args:
-        memory: [strips, slots, head_dim], all layers of a pool; modified.
+        memory: [strips, slots, head_dim], all layers of a pool, modified in place.
         row_slots: int64 [sampled rows], the slot of each row's input token.
         sample_starts: int32 [sequences + 1], the first sampled row of each sequence.
         kept_rows: int32 [sampled rows], from `accept_walk`.
-        longest: sampled rows of the sequence that has most.
+        longest: maximum number of sampled rows of a sequence.
     """
-    # A token accepted at depth d was written to the slot of its row, kept_rows[d], and belongs in
-    # the slot of row d, where a chain would have written it. The rows of a path ascend.
+    # The step wrote a token accepted at depth d to the slot of its row, kept_rows[d]. The token
+    # belongs in the slot of row d, as in a chain. The rows of a path ascend.
     depths = torch.arange(longest, device=memory.device)
     starts, ends = sample_starts[:-1, None].long(), sample_starts[1:, None]
     targets = starts + depths

@@ -1,4 +1,4 @@
-"""The shapes of GPU steps: few, so that each can be captured in a CUDA graph at startup."""
+"""The few shapes of GPU steps, each captured in a CUDA graph at startup."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from typing import Final
 from draftgate.backends.engine.gpu.layout import StepShape
 
 ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-"""Rows of captured steps. Up to about 184 rows a step takes the time to read the bfloat16 weights
-(790 TFLOP/s over 4.3 TB/s, an H200's data sheet), so padding is nearly free. Longer steps take much
-longer than their launches and run without a graph. The spacing keeps padding below an eighth from
-64 rows on, where attention and activations begin to matter. Chosen from the data sheet
-(2026-11-21), not measured."""
+"""Rows of captured steps.
+
+A step of up to 184 rows takes the time to read the bfloat16 weights (790 TFLOP/s over 4.3 TB/s, an
+H200's data sheet), so padding is nearly free. Longer steps take much longer than their launches and
+run without a graph. The spacing keeps padding below an eighth from 64 rows on, where attention and
+activations begin to matter. Chosen from the data sheet (2026-11-21), not measured.
+"""
 
 CONTEXT_FACTOR: Final = 4
 FIRST_CONTEXT: Final = 2048
-"""Bounds on the context that steps are captured for, in slots: a geometric series. The grid of
-attention covers the bound, and each wave of empty programs costs a few microseconds
-(`paged_attention`). With a factor of 4 at most three quarters are empty. Not measured."""
+"""Smallest bound on the context of captured steps, in slots.
+
+Each further bound is `CONTEXT_FACTOR` times the previous bound.
+
+The grid of attention covers the bound, and each wave of empty programs costs a few microseconds
+(`paged_attention`). With a factor of 4, at most three quarters of the programs are empty. Not
+measured.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,8 @@ class Shapes:
     """The shapes of a model's steps.
 
     Attributes:
-        most_rows: upper bound on the rows of a captured step; 0 captures none.
-        most_sequences: upper bound on the sequences of any step.
+        most_rows: maximum rows of a captured step. 0 captures no step.
+        most_sequences: maximum sequences of any step.
         most_context: slots of the longest context.
         page_tokens: slots of a page.
     """
@@ -47,14 +54,14 @@ class Shapes:
 
     @cached_property
     def contexts(self) -> tuple[int, ...]:
-        """Bounds on the longest context of a step, ascending; every context fits the last."""
+        """Bounds on the longest context of a step, ascending. The last bound fits every context."""
         bounds = [FIRST_CONTEXT]
         while bounds[-1] < self.most_context:
             bounds.append(bounds[-1] * CONTEXT_FACTOR)
         return tuple(bounds)
 
     def captured(self) -> Iterator[StepShape]:
-        """Yield the shapes to capture, largest first, so that the others reuse its memory."""
+        """Yield the shapes to capture, largest first, so that smaller shapes reuse memory."""
         for rows in reversed(self.row_buckets):
             for context in reversed(self.contexts):
                 yield self._shape(rows, context)
@@ -63,15 +70,15 @@ class Shapes:
         """Return the shape for a step, and whether that shape is captured.
 
         Args:
-            rows: tokens, at least 1.
-            sequences: at most `most_sequences`.
+            rows: number of tokens, at least 1.
+            sequences: number of sequences, at most `most_sequences`.
             context: slots of the longest context.
         """
         bound = next(bound for bound in self.contexts if bound >= context)
         for bucket in self.row_buckets:
             if rows <= bucket and sequences <= min(bucket, self.most_sequences):
                 return self._shape(bucket, bound), True
-        # Exact rows, but the sizes that Triton specialises for are padded as in captured steps.
+        # Keep the exact rows, but pad the sizes that Triton specialises for as in captured steps.
         return StepShape(rows, self.most_sequences, self._pages(bound)), False
 
     def _shape(self, rows: int, context: int) -> StepShape:

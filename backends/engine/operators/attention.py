@@ -1,15 +1,15 @@
 """CPU attention of a ragged step in torch, over keys and values in pieces of the pool.
 
-Keys and values are cut into tiles of `KV_TILE` tokens. torch's flash kernel attends to each tile
-separately, with one call for all tiles of a piece. Pieces are views of the pool; only tiles across
-pieces are gathered. The results of the tiles are merged in order by the logarithms of their sums,
-as in split-KV decoding on GPUs (Flash-Decoding, T. Dao et al., 2023).
+Tiles of `KV_TILE` tokens divide the keys and values. torch's flash kernel attends to each tile
+separately, with one call for all tiles of a piece. Pieces are views of the pool. Only tiles that
+cross pieces are gathered. A merge combines the results of the tiles in order, by the logarithms of
+their sums, as in split-KV decoding on GPUs (Flash-Decoding, T. Dao et al., 2023).
 
-The bits of a row therefore do not depend on the padding of the context or its place in the pool: a
-tile always has the same size, and a masked one adds zeros. They do not depend on the other rows
-either, if each product has at least `least_rows` rows; with fewer, torch uses another kernel.
-Measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21). The worker tests its own
-machine at start (`warmup`).
+The bits of a row therefore do not depend on the padding of the context or its place in the pool. A
+tile always has the same size, and a masked tile adds zeros. The bits do not depend on the other
+rows either, if each product has at least `least_rows` rows. For fewer rows, torch uses another
+kernel. This was measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21). The
+worker tests its own machine at start (`warmup`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from draftgate.backends.engine.linear import USES_AMX
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
-"""Query tokens of a call. It limits the masks of a long prefill and the work above the diagonal."""
+"""Maximum query tokens of a call, which limits the masks of a long prefill and the work above the
+diagonal."""
 
 FEW_ROWS: Final = 32
-"""Up to this many rows, one masked call for all tiles is faster than an unmasked and a masked one.
-It is one block of the kernel (Zen 4, 2026-11-21)."""
+"""Maximum rows for which a single masked call for all tiles is faster than separate calls.
 
-# A private operator of torch: the public one does not return the logarithms.
+The value is the size of a block of the kernel (Zen 4, 2026-11-21).
+"""
+
+# The public operator of torch does not return the logarithms.
 _flash: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
@@ -45,9 +48,9 @@ class _Call(NamedTuple):
 
     Attributes:
         rows: slice of the packed queries.
-        slots: the first slot of the tiles, or the slots of all of them.
+        slots: the first slot of contiguous tiles, or the slots of all tokens in the tiles.
         tiles: number of tiles.
-        mask: float32 [tiles, 1, rows, KV_TILE], -inf for masked pairs; None if none is masked.
+        mask: float32 [tiles, 1, rows, KV_TILE], -inf for masked pairs. None without masked pairs.
     """
 
     rows: slice
@@ -58,18 +61,18 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The tokens that each row of a step attends to; shared by all layers with one window.
+    """The tokens that each row of a step attends to, shared by all layers with the same window.
 
     A packed row is one query head of a group at one token: row `token * group + head`, the same for
     every KV head. The tokens of a chunk are contiguous and padded to a multiple of `least_rows`
     rows.
 
     Attributes:
-        tokens: [packed tokens] row of the step of each token, padding included.
-        calls: all calls; those of a row are in the order of its tiles.
-        tiles: [most tiles, packed rows] index of each row's results among those of all calls,
-            counted by tiles and rows; the number of results where a row attends to no tile.
-            None if every row has a single tile, because the results are then the rows.
+        tokens: [packed tokens] row of the step of each token, including padding.
+        calls: all calls. The calls of a row are in the order of its tiles.
+        tiles: [most tiles, packed rows] index of each row's results in the results of all calls,
+            counted by tiles and rows. The entry of a tile without attention is the number of
+            results. None if every row has a single tile, because the results are then the rows.
         real: [attending tokens] index among the packed tokens.
         rows: [attending tokens] row of the step.
     """
@@ -82,9 +85,9 @@ class AttentionPlan:
 
 
 def least_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows to a multiple of which a chunk is padded.
+    """Return the divisor of the padded number of rows of a chunk.
 
-    bfloat16 with matrix tiles (AMX) needs 16 rows, everything else 4.
+    The divisor is 16 for bfloat16 with matrix tiles (AMX), otherwise 4.
     """
     return 16 if dtype is torch.bfloat16 and USES_AMX else 4
 
@@ -95,9 +98,11 @@ def plan_attention(
     """Return the attention plan of a step.
 
     Args:
+        spans: the attention spans of all rows.
         group: query heads per KV head.
-        dtype: of queries, keys and values.
-        window: a row at position p attends to positions p - window + 1 to p; None: all up to p.
+        dtype: dtype of queries, keys and values.
+        window: number of positions that a row attends to: from p - window + 1 to p for a row at
+            position p. None means all positions up to p.
     """
     least = least_rows(dtype)
     unit = least // gcd(least, group)
@@ -116,16 +121,16 @@ def plan_attention(
             start = len(packed) * group
             packed.extend((*own, *[first] * padding))
             chunk = slice(start, len(packed) * group)
-            seen = _Seen(span.start + first - before, count, padding, group, window)
-            made, part = _plan_chunk(pieces, seen, chunk, results)
-            calls.extend(made)
+            visible = _VisibleKeys(span.start + first - before, count, padding, group, window)
+            chunk_calls, part = _plan_chunk(pieces, visible, chunk, results)
+            calls.extend(chunk_calls)
             parts.append(part)
             results += part.numel()
         before += span.rows
     return AttentionPlan(
         torch.tensor(packed, dtype=torch.int64),
         tuple(calls),
-        _side_by_side(parts, results),
+        _join_indices(parts, results),
         torch.tensor(real, dtype=torch.int64),
         torch.tensor(rows, dtype=torch.int64),
     )
@@ -135,12 +140,13 @@ def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
     """Return softmax(q k^T) v for every row of the step.
 
     Args:
-        queries: [rows, num_heads, head_dim], already scaled by head_dim ** -0.5.
-        layer_kv: the layer's [2 * num_kv_heads, slots, head_dim] of the pool, with the step's own
-            keys and values in it.
+        queries: [rows, num_heads, head_dim], scaled by head_dim ** -0.5.
+        layer_kv: [2 * num_kv_heads, slots, head_dim], the layer's memory, which includes the step's
+            own keys and values.
+        plan: the result of `plan_attention`.
 
     Returns:
-        [rows, num_heads * head_dim] in the dtype of the queries; zeros for rows that do not attend.
+        [rows, num_heads * head_dim] in the dtype of the queries. Rows that do not attend get zeros.
     """
     step_rows, num_heads, head_dim = queries.shape
     kv_heads = len(layer_kv) // 2
@@ -181,7 +187,7 @@ def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
     Args:
         values: [results, kv_heads, head_dim].
         sums: float32 [results, kv_heads], logarithms.
-        tiles: as in `AttentionPlan`.
+        tiles: the indices from `AttentionPlan`.
 
     Returns:
         float32 [packed rows, kv_heads, head_dim].
@@ -189,7 +195,7 @@ def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
     none = sums.new_full((1, sums.shape[1]), -torch.inf)
     logs = torch.cat([sums, none])[tiles]
     weights = torch.exp(logs - logs.amax(0))[..., None]
-    # A masked tile has no weight, so that any finite result will do.
+    # A masked tile has weight 0, so any finite result is valid.
     places = tiles.clamp(max=len(values) - 1)
     total = weights[0].clone()
     merged = values[places[0]] * total
@@ -199,10 +205,10 @@ def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
     return merged / total
 
 
-class _Seen(NamedTuple):
+class _VisibleKeys(NamedTuple):
     """The keys that the rows of a chunk attend to.
 
-    The chunk has `tokens` tokens from `position` on, and `padding` copies of the last one.
+    The chunk has `tokens` tokens from `position` on, and `padding` copies of its last token.
     """
 
     position: int
@@ -213,7 +219,7 @@ class _Seen(NamedTuple):
 
     @property
     def tiles(self) -> range:
-        """The tiles that any row attends to."""
+        """The tiles that at least one row attends to."""
         oldest = 0 if self.window is None else max(0, self.position - self.window + 1)
         return range(oldest // KV_TILE, -(-(self.position + self.tokens) // KV_TILE))
 
@@ -242,7 +248,7 @@ class _Seen(NamedTuple):
 
 
 def _plan_chunk(
-    pieces: Many[KvPiece], seen: _Seen, rows: slice, first: int
+    pieces: Many[KvPiece], visible: _VisibleKeys, rows: slice, first: int
 ) -> tuple[list[_Call], Tensor]:
     """Return the calls of a chunk, and the indices of their results: [tiles, rows].
 
@@ -250,36 +256,36 @@ def _plan_chunk(
         first: number of results before this chunk. The index of a masked tile is -1.
     """
     calls: list[_Call] = []
-    places = torch.arange(first, first + len(seen.tiles) * seen.rows).view(-1, seen.rows)
-    for tiles in _runs(seen):
+    places = torch.arange(first, first + len(visible.tiles) * visible.rows).view(-1, visible.rows)
+    for tiles in _runs(visible):
         mask = None
-        if tiles != seen.unmasked:
-            hidden = seen.hidden(tiles).view(seen.rows, len(tiles), KV_TILE).transpose(0, 1)
+        if tiles != visible.unmasked:
+            hidden = visible.hidden(tiles).view(visible.rows, len(tiles), KV_TILE).transpose(0, 1)
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
-            begin = tiles.start - seen.tiles.start
+            begin = tiles.start - visible.tiles.start
             places[begin : begin + len(tiles)].masked_fill_(hidden.all(-1), -1)
-        for slots, part in _cut(pieces, tiles):
+        for slots, part in _slots_by_piece(pieces, tiles):
             own = slice(part.start - tiles.start, part.stop - tiles.start)
             calls.append(_Call(rows, slots, len(part), None if mask is None else mask[own]))
     return calls, places
 
 
-def _runs(seen: _Seen) -> Iterator[range]:
-    """Yield runs of tiles. Many rows use a separate run for the tiles that need no mask."""
-    if seen.rows <= FEW_ROWS or not seen.unmasked:
-        yield seen.tiles
+def _runs(visible: _VisibleKeys) -> Iterator[range]:
+    """Yield runs of tiles. A chunk of many rows has a separate run for the tiles without a mask."""
+    if visible.rows <= FEW_ROWS or not visible.unmasked:
+        yield visible.tiles
         return
     yield from filter(
         None,
         (
-            range(seen.tiles.start, seen.unmasked.start),
-            seen.unmasked,
-            range(seen.unmasked.stop, seen.tiles.stop),
+            range(visible.tiles.start, visible.unmasked.start),
+            visible.unmasked,
+            range(visible.unmasked.stop, visible.tiles.stop),
         ),
     )
 
 
-def _cut(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, range]]:
+def _slots_by_piece(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, range]]:
     """Yield the slots of the tiles and the tiles themselves, by pieces in order."""
     for piece in pieces:
         start = piece.start // KV_TILE
@@ -289,7 +295,7 @@ def _cut(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, ra
             yield slots.start if isinstance(slots, range) else slots, part
 
 
-def _side_by_side(parts: list[Tensor], results: int) -> Tensor | None:
+def _join_indices(parts: list[Tensor], results: int) -> Tensor | None:
     """Return the indices of all chunks, [most tiles, rows], with `results` for masked tiles."""
     most = max((len(part) for part in parts), default=1)
     if most == 1:

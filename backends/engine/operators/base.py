@@ -17,12 +17,13 @@ class RotaryTables(NamedTuple):
 
 
 class Operators(Protocol):
-    """Operators of one model. They are stateless: `begin` returns the state of a step.
+    """Operators of one model.
 
-    The bits of a row depend on nothing else in the step.
+    The operators are stateless: `begin` returns the state of a step. The bits of a row do not
+    depend on the other rows of the step.
 
     Attributes:
-        name: library and version; part of the numerics class.
+        name: library and version, a part of the numerics class.
     """
 
     name: str
@@ -32,10 +33,10 @@ class Operators(Protocol):
         ...
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `delta` to `hidden` in place; return the RMS norm of the sum.
+        """Add `delta` to `hidden` in place, and return the RMS norm of the sum.
 
         Args:
-            hidden, delta: [rows, hidden_size], contiguous.
+            hidden, delta: [rows, hidden_size], contiguous. None as `delta` adds nothing.
             weight: [hidden_size].
         """
         ...
@@ -43,11 +44,13 @@ class Operators(Protocol):
     def turn_and_store(
         self, step: Any, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """Rotate queries and keys by their positions; write keys and values to the pool.
+        """Rotate queries and keys by their positions, and write keys and values to the pool.
 
         Args:
-            fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. May be
-                overwritten.
+            step: the result of `begin`.
+            fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. The
+                method
+                may overwrite this tensor.
             layer_kv: [2 * num_kv_heads, slots, head_dim].
             qk_norm: [num_heads + num_kv_heads, head_dim], RMS norm weights applied before rotation.
 
@@ -60,9 +63,11 @@ class Operators(Protocol):
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim].
 
         Args:
-            queries: from `turn_and_store`.
-            layer_kv: includes the step's own keys and values.
-            window: a row at position p attends to positions p - window + 1 to p; None: all up to p.
+            step: the result of `begin`.
+            queries: the result of `turn_and_store`.
+            layer_kv: memory of the layer, which includes the step's own keys and values.
+            window: number of positions that a row attends to: from p - window + 1 to p for a row at
+                position p. None means all positions up to p.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Choose the operators of a model."""
+"""Chooses the operators of a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ def operators_for(
     """Return the fastest operators for a model on a device.
 
     Args:
-        max_positions: maximum length of a context.
+        config: shape of the model.
+        dtype: dtype of the weights.
+        max_positions: maximum tokens of a context.
+        device: device of the weights.
     """
     if device.type == "cuda":
-        # Triton is not installed everywhere, and importing it is slow.
+        # Some machines lack Triton, and its import is slow.
         from draftgate.backends.engine.operators.triton import triton_operators
 
         return triton_operators(config, max_positions, device)

@@ -1,7 +1,7 @@
 """Compiles the C sources of this folder for this machine once, and loads them.
 
-This requires only gcc, which Triton needs on GPUs as well. Libraries are kept in
-`$XDG_CACHE_HOME/draftgate`.
+The compilation requires only gcc, which Triton needs on GPUs as well. `$XDG_CACHE_HOME/draftgate`
+keeps the libraries.
 """
 
 from __future__ import annotations
@@ -22,25 +22,31 @@ from draftgate.backends.engine.startup_cache import cache_directory
 
 log = logging.getLogger(__name__)
 
-HERE: Final = Path(__file__).parent
+FOLDER: Final = Path(__file__).parent
 HEADER: Final = "vectors.h"
 
 FLAGS: Final = (
     "-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-Wno-psabi",
     "-shared", "-fPIC",
 )  # fmt: skip
-"""No -ffast-math, so that sums keep their order. Multiplications and additions are always fused."""
+"""Options of gcc.
+
+-ffast-math is absent to keep the order of sums. gcc always fuses multiplications and additions.
+"""
 
 COMPILE_TIMEOUT_S: Final = 120.0
 
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str | None:
-    """Return the name and version of the compiler, `gcc-12.2.0`; None if there is none."""
+    """Return the name and version of the compiler, e.g.
+
+    `gcc-12.2.0`, or None without a compiler.
+    """
     compiler = shutil.which("gcc")
     if compiler is None:
         return None
-    # The path comes from the user's own PATH.
+    # The user's own PATH provides the path.
     done = subprocess.run(  # noqa: S603
         [compiler, "-dumpfullversion"], capture_output=True, text=True, check=False
     )
@@ -49,16 +55,16 @@ def compiler_version() -> str | None:
 
 @lru_cache(maxsize=1)
 def library_name() -> str:
-    """Return a name made of compiler, `-march` and source hash; each can change the results."""
+    """Return a name of compiler, `-march` and source hash, which all affect the results."""
     sources = hashlib.sha256()
-    for path in sorted((*HERE.glob("*.c"), HERE / HEADER)):
+    for path in sorted((*FOLDER.glob("*.c"), FOLDER / HEADER)):
         sources.update(path.read_bytes())
     return f"{compiler_version()}-{march()}-{sources.hexdigest()[:8]}"
 
 
 @lru_cache(maxsize=16)
 def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
-    """Return the library of these sources and definitions; None if it cannot be compiled."""
+    """Return the library of these sources and definitions, or None if gcc cannot compile it."""
     if compiler_version() is None:
         log.info("gcc not found: the CPU path uses torch alone, which takes several times as long")
         return None
@@ -70,14 +76,14 @@ def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
 
 
 def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
-    """Return the compiled library's file; compile it first if it is missing."""
-    sources = [HERE / name for name in names]
+    """Return the file of the compiled library. Compile the library first if the file is missing."""
+    sources = [FOLDER / name for name in names]
     definitions = (f"-D{name}={value}" for name, value in sorted(defines.items()))
     options = [*FLAGS, f"-march={march()}", *definitions]
     key = hashlib.sha256()
     for part in (*options, compiler_version() or "", platform.machine(), _processor()):
         key.update(part.encode() + b"\0")
-    for path in (*sources, HERE / HEADER):
+    for path in (*sources, FOLDER / HEADER):
         key.update(path.read_bytes() + b"\0")
     library = cache_directory() / f"operators-{key.hexdigest()[:20]}.so"
     if not library.exists():
@@ -87,20 +93,23 @@ def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
 
 def _compile(arguments: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes may compile at the same time. Each writes its own file; the last one remains.
+    # Several processes may compile at the same time to their own files. The last file remains.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        file = Path(folder) / library.name
         subprocess.run(  # noqa: S603
-            ["gcc", *arguments, "-o", str(made)],  # noqa: S607
+            ["gcc", *arguments, "-o", str(file)],  # noqa: S607
             check=True,
             capture_output=True,
             timeout=COMPILE_TIMEOUT_S,
         )
-        made.replace(library)
+        file.replace(library)
 
 
 def _processor() -> str:
-    """Return the features of the processor that decide `-march=native`; caches may be moved."""
+    """Return the features of the processor that decide `-march=native`.
+
+    They are part of the cache key, because users may move a cache to another machine.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = ("vendor_id", "cpu family", "model", "flags", "Features")

@@ -22,7 +22,7 @@ from draftgate.backends.engine.operators.compiler import compiled, library_name
 from draftgate.backends.engine.operators.products import LANES
 
 MOST_ROWS: Final = 64
-"""Maximum rows that read the keys of a KV head together; equals MOST_ROWS of `attention.c`."""
+"""Maximum rows that read the keys of a KV head together, equal to MOST_ROWS of `attention.c`."""
 
 MOST_HEAD_DIM: Final = 256
 
@@ -33,7 +33,7 @@ _Int = ctypes.c_int64
 
 
 class _Attention(ctypes.Structure):
-    """`Step` of `attention.c`."""
+    """The struct `Step` of `attention.c`."""
 
     _fields_ = (
         ("out", _Pointer), ("query", _Pointer), ("kv", _Pointer),
@@ -43,7 +43,7 @@ class _Attention(ctypes.Structure):
 
 
 class _Turn(ctypes.Structure):
-    """`Turn` of `layers.c`."""
+    """The struct `Rotation` of `layers.c`."""
 
     _fields_ = (
         ("positions", _Pointer), ("slots", _Pointer), ("cosines", _Pointer), ("sines", _Pointer),
@@ -54,7 +54,7 @@ class _Turn(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A step as C reads it. It owns the memory of its pointers.
+    """A step in the format of the C code. The object owns the memory of its pointers.
 
     Attributes:
         chunks: 7 numbers for each `Chunk` of `attention.c`.
@@ -72,7 +72,7 @@ class NativeStep:
 def native_operators(
     config: ModelConfig, tables: RotaryTables, dtype: torch.dtype
 ) -> NativeOperators | None:
-    """Return operators for a model; None if they do not support it or do not compile."""
+    """Return operators for a model, or None if C does not support it or fails to compile."""
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MOST_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
@@ -109,7 +109,7 @@ class NativeOperators:
             function.restype = None
 
     def begin(self, inputs: StepInputs) -> NativeStep:
-        """Cut the step's spans into chunks."""
+        """Divide the step's spans into chunks."""
         config = self._config
         chunks, tables = _chunks(inputs.spans, self._chunk_tokens)
         attention = _Attention(
@@ -168,7 +168,7 @@ class NativeOperators:
         self, step: NativeStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
         """As `Operators.attend`."""
-        # Later layers read rows that do not attend, so these must be finite.
+        # Later layers read rows that do not attend, so the output starts as finite zeros.
         out = queries.new_zeros(len(queries), queries.shape[1] * queries.shape[2])
         attention = step.attention
         attention.out, attention.query = out.data_ptr(), queries.data_ptr()
@@ -201,7 +201,7 @@ def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[
             slots = array("q", tail)
             tables.append(slots)
             end = slots.buffer_info()[0]
-        if rows == 1:  # the usual case
+        if rows == 1:  # the common case: a decode
             chunks += (row, 1, start, address, page_tokens, border, end)
         else:
             for first in range(0, rows, chunk_tokens):

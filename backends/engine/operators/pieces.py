@@ -1,4 +1,4 @@
-"""Keys and values of a sequence as pieces for torch: views of the pool where pages allow it."""
+"""Keys and values of a sequence as pieces for torch, which are views of the pool if possible."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 
 @dataclass(frozen=True, slots=True)
 class KvPiece:
-    """Consecutive KV tiles of a sequence that are read at once.
+    """Consecutive KV tiles of a sequence that attention reads together.
 
     Attributes:
         start: position of the first token.
-        slots: slots of all tokens, a multiple of `KV_TILE`. A range is contiguous in memory and
-            read as a view; a tensor [tokens] must be gathered. The reader masks slots past the
-            context.
+        slots: slots of all tokens, a multiple of `KV_TILE`. Attention reads a range as a view, and
+            gathers the slots of a tensor [tokens]. It masks slots past the context.
     """
 
     start: int
@@ -32,7 +31,7 @@ def pieces_of(span: AttentionSpan, page_tokens: int) -> tuple[KvPiece, ...]:
     if not span.tail:
         end = span.start + span.rows
         return kv_pieces(span.pages, end, page_tokens)
-    # Whole tiles of pages in place, then the rest and the tail gathered.
+    # Read whole tiles of pages in place, then gather the rest and the tail.
     border = span.tail_start // KV_TILE * KV_TILE
     before = kv_pieces(span.pages, border, page_tokens) if border else ()
     slots = slots_of(span.pages, range(border, span.tail_start), page_tokens)
@@ -46,20 +45,20 @@ def kv_pieces(
 ) -> tuple[KvPiece, ...]:
     """Return the fewest pieces that cover a sequence's context.
 
-    A tile on consecutive pages is a view, and so are following tiles that continue it. Tiles across
-    runs are gathered, neighbours together.
+    A tile on consecutive pages is a view, and the view includes following tiles that continue it.
+    Tiles that cross runs of pages are gathered, neighbours together.
 
     Args:
-        pages: pages of the sequence; those past the context are ignored.
-        context_tokens: at least 1.
-        page_tokens: slots of a page; it need not divide a tile.
+        pages: pages of the sequence. Pages past the context have no effect.
+        context_tokens: number of tokens, at least 1.
+        page_tokens: slots of a page, not necessarily a divisor of a tile.
     """
     table = list(pages[: -(-context_tokens // page_tokens)])
     end = -(-context_tokens // KV_TILE) * KV_TILE
     if _is_run(table):
         first = table[0] * page_tokens
         return (KvPiece(0, range(first, first + end)),)
-    # The beginning of each piece: its position, and its slot if it is a view.
+    # The position of each piece, and the first slot of a piece that is a view.
     begins: list[tuple[int, int | None]] = []
     for start in range(0, end, KV_TILE):
         some = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
@@ -83,12 +82,12 @@ def _is_run(pages: list[int]) -> bool:
 
 
 def _slot_at(position: int, start: int, slot: int | None) -> int | None:
-    """Return the slot of a position in a view that begins with `slot`; None if gathered."""
+    """Return the slot of a position in a view that begins with `slot`, or None without a view."""
     return None if slot is None else slot + position - start
 
 
 def _slots(table: list[int], start: int, stop: int, page_tokens: int) -> Tensor:
-    """Return the slots of positions `start` to `stop`; those past the last page are arbitrary."""
+    """Return the slots of positions `start` to `stop`. Slots past the last page are arbitrary."""
     pages = torch.tensor(table[start // page_tokens : -(-stop // page_tokens)]) * page_tokens
     slots = (pages[:, None] + torch.arange(page_tokens)).flatten()
     slots = slots[start % page_tokens :][: stop - start]

@@ -1,8 +1,8 @@
 """The spans of a step as flat arrays, the arguments of `paged_attention`.
 
-A sequence is one span, followed by further branches of its draft (spans with a tail). A branch
-lists the slots of its path. The kernel takes the same as bits, one per token of the draft, in the
-order of slots.
+A sequence is one span, followed by a span with a tail for each further branch of its draft. The
+tail of a branch lists the slots of its path. The kernel takes a path as bits, one per token of the
+draft, in the order of slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, Ragg
 from draftgate.backends.engine.transfer import to_device
 
 MOST_TREE_TOKENS: Final = 64
-"""Maximum draft tokens of a tree: the bits of a mask."""
+"""Maximum draft tokens of a tree, the bits of a mask."""
 
 _TABLE_UNIT: Final = 16
-"""The width of page tables is this number times a power of two. Triton compiles a kernel again for
-strides that are not multiples of it."""
+"""Unit of the width of page tables: the width is this number times a power of two.
+
+Triton compiles a kernel again for strides that are not multiples of the unit.
+"""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class SpanLists:
 
     @classmethod
     def of(cls, spans: AttentionSpans) -> SpanLists:
-        """Return the spans of a step.
+        """Return the spans of a step as lists.
 
         Raises:
             ValueError: a draft is a tree of more than `MOST_TREE_TOKENS` tokens.
@@ -79,7 +81,6 @@ class SpanLists:
     def _add_tree(
         self, own: AttentionSpan, branches: Many[AttentionSpan], page_tokens: int
     ) -> None:
-        """Set the ancestor masks of a tree's rows."""
         confirmed = branches[0].tail_start - own.start
         first_branch = own.rows - confirmed
         drafts = first_branch + sum(branch.rows for branch in branches)
@@ -100,7 +101,7 @@ class SpanLists:
                     self.ancestors.append(seen)
 
     def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
-        """Write the page tables into rows [sequences, pages], cut to the width of the array."""
+        """Write the page tables to [sequences, pages], cut to the width of the array."""
         for row, pages in zip(tables, self.tables, strict=False):
             row[: len(pages)] = pages if len(pages) <= len(row) else pages[: len(row)]
 
@@ -114,7 +115,9 @@ def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> 
     """Return spans as tensors on the device, with one copy per field.
 
     Args:
-        rows: rows of the step including padding, to which fields with a value per row are padded.
+        spans: the spans of a step.
+        device: device of the tensors.
+        rows: rows of the step including padding, the length of fields with a value per row.
     """
     lists = SpanLists.of(spans)
     padding = [0] * (rows - len(lists.positions))
@@ -140,7 +143,6 @@ def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> 
 
 
 def _grouped(spans: Iterable[AttentionSpan]) -> list[list[AttentionSpan]]:
-    """Return the spans by sequence."""
     groups: list[list[AttentionSpan]] = []
     for span in spans:
         if span.tail:

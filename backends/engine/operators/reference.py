@@ -1,4 +1,4 @@
-"""Operators in torch for any shape: the reference of the others, and their fallback."""
+"""Operators in torch for any shape: the reference of the other operators, and their fallback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class TorchOperators:
     """Implements `Operators`."""
 
     def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
-        """Store the arguments."""
         self.name = f"torch-{torch.__version__}"
         self._config = config
         self._tables = tables

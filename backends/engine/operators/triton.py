@@ -1,8 +1,8 @@
 """Operators for GPUs: the Triton kernels of `engine/kernels`, each defined by its torch reference.
 
-The bits of a row do not depend on the other rows; the kernels explain why. Matrix products are
-torch's (`linear.py`). The kernels read nothing back, so that a step can be captured in a graph and
-replayed with other contents of its tensors.
+The bits of a row do not depend on the other rows, as the docstrings of the kernels explain. torch
+computes the matrix products (`linear.py`). The kernels return nothing to the host, so that a graph
+can capture a step and replay it with other contents of its tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class TritonStep(NamedTuple):
 
 
 class TritonOperators:
-    """Implements `Operators`. All tensors are on one GPU, or on the CPU (Triton's interpreter)."""
+    """Implements `Operators`.
+
+    All tensors are on one GPU, or on the CPU for Triton's interpreter.
+    """
 
     def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
         """Store the tables, [positions, head_dim / 2], on the device."""
@@ -42,7 +45,7 @@ class TritonOperators:
         self._cosines, self._sines = (table.contiguous() for table in tables)
 
     def begin(self, inputs: StepInputs) -> TritonStep:
-        """Return the step's spans on the device; copy them if they are not there."""
+        """Return the step's spans on the device. Copy spans that are still on the host."""
         ragged = inputs.ragged
         if ragged is None:
             rows = len(inputs.positions)
@@ -74,9 +77,9 @@ class TritonOperators:
     def attend(
         self, step: TritonStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
-        """As `Operators.attend`; rows that do not attend are undefined.
+        """As `Operators.attend`. Rows that do not attend are undefined.
 
-        The kernel always supports trees, because a captured step may be replayed with one.
+        The kernel always supports trees, because a captured step may later have a tree.
         """
         ragged = step.ragged
         attended = paged_attention(
@@ -100,6 +103,6 @@ class TritonOperators:
 def triton_operators(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> TritonOperators:
-    """Return operators for a model, with rotation tables in float32, whose cost is negligible."""
+    """Return operators for a model. Their rotation tables are float32, which costs little."""
     tables = config.rope.tables(config.head_dim, max_positions, torch.float32)
     return TritonOperators(config, RotaryTables(*(table.to(device) for table in tables)))
