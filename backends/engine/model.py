@@ -84,7 +84,7 @@ class Decoder:
         layers = zip(self._weights.layers, kv, self.config.windows, strict=True)
         for layer, layer_kv, window in layers:
             fused = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm))
-            queries = ops.turn_and_store(step, fused, layer_kv, layer.qk_norm)
+            queries = ops.rotate_and_store(step, fused, layer_kv, layer.qk_norm)
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
             gate_up = layer.gate_up(ops.add_norm(hidden, attended, layer.mlp_norm))
             delta = layer.down(ops.gate(gate_up))

@@ -114,7 +114,7 @@ def test_queries_keys_and_values_equal_those_of_torch(
         layer_kv = torch.full((2 * config.num_kv_heads, SLOTS, config.head_dim), 7.0, dtype=dtype)
         fused = random(ROWS, width, dtype=dtype)
         step = operators.begin(inputs)
-        queries = operators.turn_and_store(step, fused, layer_kv, weight)
+        queries = operators.rotate_and_store(step, fused, layer_kv, weight)
         found.append((queries, layer_kv))
     for native, expected in zip(found[1], found[0], strict=True):
         assert native.shape == expected.shape

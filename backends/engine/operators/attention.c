@@ -1,23 +1,22 @@
-/* Attention of a ragged step over a paged cache. Compiled for one HEAD_DIM.
+/* Attention of a ragged step over a paged cache. Each library has one HEAD_DIM.
  *
- * A row is one query head at one token. Rows are computed in groups that share keys, but the
- * operations of a row and their order do not depend on its group. They run along the head, then
- * over keys in order of position, by tiles of TILE keys with an online softmax (arXiv 1805.02867).
- * Masked keys are skipped or add exact zeros. So the bits of a row depend on nothing else in the
- * step.
+ * A row is one query head at one token. Groups of rows share keys, but the operations of a row and
+ * their order do not depend on its group. The operations run along the head, then over keys in
+ * order of position, by tiles of TILE keys with an online softmax (arXiv 1805.02867). Masked keys
+ * are skipped or add exact zeros. The bits of a row therefore do not depend on other rows.
  *
- * Keys and values are read once for every MOST_ROWS rows. Memory limits the speed of a decode.
+ * Every MOST_ROWS rows share one read of keys and values. Memory limits the speed of a decode.
  */
 
 #include "vectors.h"
 
 enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
 
-/* Vectors of a row that are summed at once; those of ROWS rows fit into the registers. */
+/* Vectors per row of one pass over the values. The sums of ROWS rows fit into the registers. */
 enum { SUMMED = LANES == 8 ? 2 : 4 };
 
 /* Tokens `row` to `row + tokens` of the step, the first at `position`. Keys before `tail_start` are
- * in pages of `page_tokens` slots, later ones in the slots of `tail`. */
+ * in pages of `page_tokens` slots, later keys in the slots of `tail`. */
 typedef struct {
     int64_t row, tokens, position;
     const int64_t *pages;
@@ -33,7 +32,7 @@ typedef struct {
     int64_t num_chunks;
 } Step;
 
-/* Running maximum and sum of a row, and the keys of the tile it attends to: begin <= key < end. */
+/* Running maximum and sum of a row, and its visible keys of the tile: begin <= key < end. */
 typedef struct {
     float most, total;
     int begin, end;
@@ -67,7 +66,7 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
     }
     float most = largest(best);
     most = most > row->most ? most : row->most;
-    /* Before the first unmasked key the maximum is -inf, and -inf - -inf would be NaN. */
+    /* The maximum is -inf before the first unmasked key, and -inf - -inf would be NaN. */
     float base = most == -INFINITY ? 0.0f : most;
     for (int group = first; group < last; group++) {
         scores[group] = exponential(scores[group] - base);
@@ -98,7 +97,7 @@ INLINE void add_values(
     }
 }
 
-/* Attention of `count` rows to one tile; `at` holds the offsets of its keys in a strip. */
+/* Attends `count` rows to one tile. `at` holds the offsets of the tile's keys in a strip. */
 INLINE void attend_tile(
     Row *rows, Vec *sums, const Vec *query, const Number *keys, const Number *values,
     const int64_t *at, int count) {
@@ -117,7 +116,7 @@ INLINE void attend_tile(
     add_values(sums, (const float(*)[TILE])scores, values, at, begin, end, count);
 }
 
-/* Writes the offsets of a tile's keys in a strip; 0 for keys past the last one. */
+/* Writes the offsets of a tile's keys in a strip, and 0 for keys past the context. */
 INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
     int64_t begin = tile * TILE, end = chunk->position + chunk->tokens, i = 0;
     int64_t paged = end < chunk->tail_start ? end : chunk->tail_start;
@@ -133,7 +132,8 @@ INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
 }
 
 /* Sets the keys of a tile that each row attends to. */
-INLINE void look(Row *rows, const Step *step, const Chunk *chunk, int64_t tile, int64_t group) {
+INLINE void set_visible_keys(
+    Row *rows, const Step *step, const Chunk *chunk, int64_t tile, int64_t group) {
     for (int64_t r = 0; r < chunk->tokens * group; r++) {
         int64_t newest = chunk->position + r / group - tile * TILE;
         int64_t oldest = step->window ? newest - step->window + 1 : 0;
@@ -142,7 +142,7 @@ INLINE void look(Row *rows, const Step *step, const Chunk *chunk, int64_t tile, 
     }
 }
 
-/* Attention of all rows of a chunk that share a KV head. */
+/* Attends all rows of a chunk that share a KV head. */
 static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t group = step->heads / step->kv_heads;
     int count = (int)(chunk->tokens * group);
@@ -163,7 +163,7 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t end = chunk->position + chunk->tokens;
     for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
         find_keys(at, chunk, tile);
-        look(rows, step, chunk, tile, group);
+        set_visible_keys(rows, step, chunk, tile, group);
         int r = 0;
         for (; r + ROWS <= count; r += ROWS)
             attend_tile(
@@ -178,9 +178,9 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
             store(step->out + to[r] + v * LANES, sums[r * VECTORS + v] / rows[r].total);
 }
 
-/* Attention of every row of a step; the output of rows outside all chunks is unchanged.
+/* Attends every row of a step, and leaves the output of rows outside all chunks unchanged.
  *
- * The caller must not pass chunks of more than MOST_ROWS rows; this is not checked. */
+ * The caller must ensure that chunks have at most MOST_ROWS rows. */
 void attend(const Step *step, int64_t threads) {
     int64_t tasks = step->num_chunks * step->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)

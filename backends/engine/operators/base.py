@@ -41,7 +41,7 @@ class Operators(Protocol):
         """
         ...
 
-    def turn_and_store(
+    def rotate_and_store(
         self, step: Any, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool.
@@ -64,7 +64,7 @@ class Operators(Protocol):
 
         Args:
             step: the result of `begin`.
-            queries: the result of `turn_and_store`.
+            queries: the result of `rotate_and_store`.
             layer_kv: memory of the layer, which includes the step's own keys and values.
             window: number of positions that a row attends to: from p - window + 1 to p for a row at
                 position p. None means all positions up to p.

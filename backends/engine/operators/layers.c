@@ -5,7 +5,7 @@
 /* Minimum elements of a call that uses several threads. */
 enum { WORTH_SHARING = 1 << 15 };
 
-/* hidden += delta, unless it is NULL; normed = hidden / rms(hidden) * weight. */
+/* hidden += delta, unless delta is NULL. normed = hidden / rms(hidden) * weight. */
 void add_norm(
     Number *hidden, Number *normed, const Number *delta, const Number *weight, int64_t rows,
     int64_t width, float eps, int64_t threads) {
@@ -43,20 +43,21 @@ typedef struct {
     const Number *cosines, *sines; /* [positions, head_dim / 2] */
     int64_t rows, heads, kv_heads, head_dim, strip;
     float scale, eps;
-} Turn;
+} Rotation;
 
-/* Conversion of a head of any width to floats and back. */
+/* Converts a head of any width to floats. */
 INLINE void widen(float *to, const Number *from, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) *(FloatLanes *)(to + i) = load(from + i);
 }
 
+/* Converts a head of any width from floats, times `scale`. */
 INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
     for (int64_t i = 0; i < count; i += LANES)
         store(to + i, *(const FloatLanes *)(from + i) * scale);
 }
 
-/* Normalises one head of queries or keys if there is a weight, and rotates it by its position. */
-INLINE void turn_head(
+/* Normalises a head of queries or keys unless weight is NULL, then rotates it by its position. */
+INLINE void rotate_head(
     float *x, const Number *weight, const float *cosines, const float *sines, int64_t width,
     float eps) {
     if (weight) {
@@ -85,39 +86,43 @@ enum { MOST_HEAD_DIM = 256 };
  *
  * fused: rows of query heads, key heads and value heads. kv: strips of keys, then of values.
  */
-void turn_and_store(
-    Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Turn *turn,
+void rotate_and_store(
+    Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Rotation *rotation,
     int64_t threads) {
-    int64_t width = turn->head_dim, half = width / 2, turned = turn->heads + turn->kv_heads;
-    int64_t all_heads = turned + turn->kv_heads;
-#pragma omp parallel for num_threads(threads) if (turn->rows * all_heads * width > WORTH_SHARING)
-    for (int64_t row = 0; row < turn->rows; row++) {
+    int64_t width = rotation->head_dim, half = width / 2;
+    int64_t rotated = rotation->heads + rotation->kv_heads;
+    int64_t all_heads = rotated + rotation->kv_heads;
+#pragma omp parallel for num_threads(threads) \
+    if (rotation->rows * all_heads * width > WORTH_SHARING)
+    for (int64_t row = 0; row < rotation->rows; row++) {
         float cosines[MOST_HEAD_DIM / 2 + LANES], sines[MOST_HEAD_DIM / 2 + LANES];
         float x[MOST_HEAD_DIM];
-        int64_t position = turn->positions[row], slot = turn->slots[row];
+        int64_t position = rotation->positions[row], slot = rotation->slots[row];
         for (int64_t i = 0; i < half; i += 8) {
             for (int64_t j = i; j < i + 8; j++) {
 #if BFLOAT16
-                uint32_t c = (uint32_t)turn->cosines[position * half + j] << 16;
-                uint32_t s = (uint32_t)turn->sines[position * half + j] << 16;
+                uint32_t c = (uint32_t)rotation->cosines[position * half + j] << 16;
+                uint32_t s = (uint32_t)rotation->sines[position * half + j] << 16;
                 memcpy(cosines + j, &c, 4);
                 memcpy(sines + j, &s, 4);
 #else
-                cosines[j] = turn->cosines[position * half + j];
-                sines[j] = turn->sines[position * half + j];
+                cosines[j] = rotation->cosines[position * half + j];
+                sines[j] = rotation->sines[position * half + j];
 #endif
             }
         }
         const Number *from = fused + row * all_heads * width;
         for (int64_t head = 0; head < all_heads; head++) {
             widen(x, from + head * width, width);
-            if (head < turned)
-                turn_head(
-                    x, qk_norm ? qk_norm + head * width : 0, cosines, sines, width, turn->eps);
-            if (head < turn->heads)
-                narrow(out + (row * turn->heads + head) * width, x, width, turn->scale);
+            if (head < rotated)
+                rotate_head(
+                    x, qk_norm ? qk_norm + head * width : 0, cosines, sines, width, rotation->eps);
+            if (head < rotation->heads)
+                narrow(out + (row * rotation->heads + head) * width, x, width, rotation->scale);
             else
-                narrow(kv + (head - turn->heads) * turn->strip + slot * width, x, width, 1.0f);
+                narrow(
+                    kv + (head - rotation->heads) * rotation->strip + slot * width, x, width,
+                    1.0f);
         }
     }
 }

@@ -42,7 +42,7 @@ class _Attention(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Turn(ctypes.Structure):
+class _Rotation(ctypes.Structure):
     """The struct `Rotation` of `layers.c`."""
 
     _fields_ = (
@@ -65,7 +65,7 @@ class NativeStep:
     chunks: array[int]
     tables: list[array[int]]
     attention: _Attention
-    turn: _Turn
+    rotation: _Rotation
     threads: int
 
 
@@ -101,11 +101,11 @@ class NativeOperators:
         self._add_norm.argtypes = (*[_Pointer] * 4, _Int, _Int, ctypes.c_float, _Int)
         self._gate = library.gate
         self._gate.argtypes = (*[_Pointer] * 2, *[_Int] * 3)
-        self._turn_and_store = library.turn_and_store
-        self._turn_and_store.argtypes = (*[_Pointer] * 5, _Int)
+        self._rotate_and_store = library.rotate_and_store
+        self._rotate_and_store.argtypes = (*[_Pointer] * 5, _Int)
         self._attend = library.attend
         self._attend.argtypes = (_Pointer, _Int)
-        for function in (self._add_norm, self._gate, self._turn_and_store, self._attend):
+        for function in (self._add_norm, self._gate, self._rotate_and_store, self._attend):
             function.restype = None
 
     def begin(self, inputs: StepInputs) -> NativeStep:
@@ -118,7 +118,7 @@ class NativeOperators:
             chunks=chunks.buffer_info()[0],
             num_chunks=len(chunks) // 7,
         )
-        turn = _Turn(
+        rotation = _Rotation(
             positions=inputs.positions.data_ptr(),
             slots=inputs.slots.data_ptr(),
             cosines=self._tables.cosines.data_ptr(),
@@ -130,7 +130,7 @@ class NativeOperators:
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        return NativeStep(inputs, chunks, tables, attention, turn, torch.get_num_threads())
+        return NativeStep(inputs, chunks, tables, attention, rotation, torch.get_num_threads())
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """As `Operators.add_norm`."""
@@ -147,19 +147,19 @@ class NativeOperators:
         )
         return normed
 
-    def turn_and_store(
+    def rotate_and_store(
         self, step: NativeStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.turn_and_store`."""
+        """As `Operators.rotate_and_store`."""
         config = self._config
         queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
-        step.turn.strip = layer_kv.stride(0)
-        self._turn_and_store(
+        step.rotation.strip = layer_kv.stride(0)
+        self._rotate_and_store(
             queries.data_ptr(),
             layer_kv.data_ptr(),
             fused.data_ptr(),
             None if qk_norm is None else qk_norm.data_ptr(),
-            ctypes.addressof(step.turn),
+            ctypes.addressof(step.rotation),
             step.threads,
         )
         return queries

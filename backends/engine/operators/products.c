@@ -1,8 +1,8 @@
 /* Float32 products of bfloat16 rows with a bfloat16 matrix, which is read as it is stored.
  *
- * An output is summed along the width in LANES lanes and then over the lanes. Its bits do not
- * depend on the other rows. The matrix is read once for every ROWS rows. Memory limits the speed
- * of up to about 8 rows, arithmetic that of more.
+ * Each output is a sum along the width in LANES lanes, then over the lanes. Its bits do not depend
+ * on the other rows. Every ROWS rows share one read of the matrix. Memory limits the speed of up to
+ * about 8 rows, arithmetic limits the speed of more rows.
  */
 
 #include <stdlib.h>
@@ -22,7 +22,7 @@ INLINE void multiply_block(
         Vec column[COLUMNS];
         for (int c = 0; c < columns; c++) {
             column[c] = load(weight + c * width + i);
-            __builtin_prefetch(weight + (c + COLUMNS) * width + i); /* each row is read once */
+            __builtin_prefetch(weight + (c + COLUMNS) * width + i); /* the loop reads a row once */
         }
         for (int r = 0; r < rows; r++) {
             Vec row = *(const FloatLanes *)(x + r * width + i);
@@ -39,7 +39,7 @@ INLINE void multiply_block(
     }
 }
 
-/* out[rows, outputs] = x[rows, width] weight[outputs, width]^T. Returns 1 if out of memory. */
+/* out[rows, outputs] = x[rows, width] weight[outputs, width]^T. Returns 1 if memory is lacking. */
 int multiply(
     float *out, const Number *x, const Number *weight, int64_t rows, int64_t outputs,
     int64_t width, int64_t threads) {

@@ -60,10 +60,10 @@ class TorchOperators:
             hidden += delta
         return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
 
-    def turn_and_store(
+    def rotate_and_store(
         self, step: TorchStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.turn_and_store`."""
+        """As `Operators.rotate_and_store`."""
         config = self._config
         heads = fused.view(len(fused), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]

@@ -59,10 +59,10 @@ class TritonOperators:
             return rms_norm(hidden, weight, eps)
         return add_rms_norm(delta, hidden, weight, eps)
 
-    def turn_and_store(
+    def rotate_and_store(
         self, step: TritonStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.turn_and_store`."""
+        """As `Operators.rotate_and_store`."""
         return rope_kv(
             fused,
             step.positions,

@@ -62,7 +62,7 @@ INLINE Vec load(const Number *at) {
 #endif
 }
 
-/* Rounds to nearest, ties to even; does not preserve NaNs. Returns the stored value. */
+/* Rounds to nearest, ties to even, and returns the stored value. Does not preserve NaNs. */
 INLINE Vec store(Number *at, Vec value) {
 #if BFLOAT16
     Ints bits = (Ints)value;
@@ -75,9 +75,9 @@ INLINE Vec store(Number *at, Vec value) {
 #endif
 }
 
-/* exp(x) for x <= 0, within 2 ulp; 0 below -87. From Cephes' expf: 2^n times a polynomial. */
+/* exp(x) for x <= 0, within 2 ulp, 0 below -87. From Cephes' expf: 2^n times a polynomial. */
 INLINE Vec exponential(Vec x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    const float magic = 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
     Ints inside = x > -87.0f;
     x = choose(inside, x, all(-87.0f));
     Vec shifted = x * 1.44269504f + magic;
@@ -101,7 +101,7 @@ INLINE float largest(Vec x) {
     return best;
 }
 
-/* Returns the sum of the lanes; adds the upper half to the lower one until one lane is left. */
+/* Returns the sum of the lanes. Adds the upper half to the lower half until one lane remains. */
 INLINE float sum(Vec x) {
     float total[LANES];
     memcpy(total, &x, sizeof x);
