@@ -1,1 +1,1 @@
-"""The asyncio edge: HTTP, configuration, dispatch, telemetry and the command line."""
+"""The asyncio edge, with HTTP, configuration, dispatch, telemetry and the command line."""

@@ -1,6 +1,6 @@
-"""API keys: the account that a request belongs to, and its limits.
+"""API keys, and the account and limits of each.
 
-Without keys, all requests are accepted and belong to one account. Keys are read from a YAML file
+Without keys, the node accepts all requests for one account. The keys come from a YAML file
 (`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`.
 
     keys:
@@ -38,7 +38,10 @@ _DIGITS: Final = 64
 
 
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tenant of a key, and its limits; see the example above. None means no limit."""
+    """The tenant of a key, with its limits.
+
+    The module describes the fields. None means no limit.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     key: str | None = None
@@ -55,7 +58,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The SHA-256 of the key, in hex.
 
         Raises:
-            ValueError: both or neither of key and digest are given, or one is malformed.
+            ValueError: both or neither of key and digest are given, or one of them is malformed.
         """
         if (self.key is None) == (self.key_sha256 is None):
             raise ValueError(f"{self.name}: give either key or key_sha256")
@@ -74,7 +77,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Quota(self.requests_per_minute, self.tokens_per_minute)
 
     def capped(self, asked: ServiceLevel) -> ServiceLevel:
-        """Return the service level that a request gets, within the limits of the account."""
+        """Return the service level of a request within the limits of the account."""
         first = self.first_priority
         return ServiceLevel(
             _at_least(asked.ttft_s, self.least_ttft_ms),
@@ -84,7 +87,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 EVERYBODY: Final = Account("", first_priority=None)
-"""The account of all requests if there are no keys."""
+"""The account of all requests on a node without keys."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,7 +103,7 @@ class Accounts:
         """Index the accounts by key.
 
         Raises:
-            ValueError: two accounts have the same name or key, or one is malformed.
+            ValueError: two accounts have the same name or key, or an account is malformed.
         """
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
@@ -122,8 +125,8 @@ class Accounts:
         return bool(self._by_digest)
 
     def find(self, key: str) -> Account | None:
-        """Return the account of a key; None if the key is unknown."""
-        # Lookup by digest and comparison in constant time: the duration reveals nothing of a key.
+        """Return the account of a key, or None if the key is unknown."""
+        # A search by digest and a comparison in constant time reveal nothing about a key.
         digest = _sha256(key)
         account = self._by_digest.get(digest)
         known = account.digest if account is not None else _sha256("")
@@ -146,7 +149,7 @@ def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
-    except msgspec.DecodeError as error:  # its message quotes the file, which has keys
+    except msgspec.DecodeError as error:  # the message quotes the file, which has keys
         line = re.search(r"line \d+", str(error))
         raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
     except ValueError as error:

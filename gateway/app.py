@@ -1,9 +1,11 @@
-"""The composition root: build a node, start it, serve, drain and stop.
+"""The composition root, which builds, starts, serves, drains and stops a node.
 
-Start: listen, so that `/health` and `/ready` answer while the model loads, then load and warm up.
-Stop, on SIGTERM or SIGINT: leave the pool, refuse new requests, let open ones end within the drain
-timeout, stop the workers, close the listener. A second signal skips the drain. A node that has lost
-its last worker stops in the same way, so that its supervisor restarts it.
+The node first listens, so that `/health` and `/ready` respond while the model loads and warms up.
+
+SIGTERM and SIGINT stop the node. It leaves the pool, rejects new requests and lets open requests
+end within the drain timeout. Then it stops the workers and closes the listener. A second signal
+skips the drain. A node that has lost its last worker stops in the same way, so that its supervisor
+restarts it.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ from draftgate.gateway.telemetry.trace_export import open_tracing
 YOUNG_OBJECTS: Final = 5_000
 """Threshold of the youngest garbage-collector generation, in objects.
 
-Objects of a request are in no cycle, so collections find nothing: without any, a request costs 0.85
-of what it costs with Python's default of 700. A collection of 5,000 takes 0.8 ms, and of 20,000
-3 ms, out of the 5 ms for which the event loop may be blocked (`bench edge`, interleaved, busy
-machine; AMD Zen 4, 2026-11-21)."""
+Objects of a request are in no cycle, so collections find nothing. A request without collections
+takes 0.85 of the time with Python's default of 700. A collection of 5,000 objects takes 0.8 ms, and
+of 20,000 objects 3 ms. The event loop may be blocked for 5 ms. (`bench edge`, interleaved, busy
+machine, AMD Zen 4, 2026-11-21.)"""
 
 SWITCH_S: Final = 0.001
-"""Interpreter switch interval: how long a thread keeps the GIL while another one waits.
+"""Interpreter switch interval, for which a thread keeps the GIL while another thread waits.
 
 With Python's default of 5 ms, the event loop waits that long in each turn while a prompt is parsed.
-In return, an engine step with 48 open streams costs 18.9 instead of 18.5 ms of CPU (medians of 4 or
-5 runs, busy machine; AMD Zen 4, 2026-11-21)."""
+The shorter interval raises the CPU time of an engine step with 48 open streams from 18.5 to 18.9 ms
+(medians of 4 or 5 runs, busy machine, AMD Zen 4, 2026-11-21)."""
 
-LOOK_S: Final = 0.5
-"""Interval of checking for remaining workers; requests notice a failure by themselves."""
+CHECK_INTERVAL_S: Final = 0.5
+"""Interval of the check for remaining workers. Requests notice a failure independently."""
 
 _EXTRAS: Final = {
     "torch": "engine",
@@ -54,18 +56,24 @@ _EXTRAS: Final = {
     "triton": "cuda",
     "huggingface_hub": "hub",
 }
-"""The extra that installs a package which only some features need."""
+"""The extra that installs a package, for packages that only some features need."""
 
 CLOSE_S: Final = 2.0
 """Time for connections to send their buffers after the workers have stopped."""
 
 
 class StartError(Exception):
-    """The node cannot start. The message is one line for the operator."""
+    """The node cannot start.
+
+    The message is one line for the operator.
+    """
 
 
 class NodeFailed(Exception):
-    """The node has lost its last worker and stopped. The message is one line for the operator."""
+    """The node has lost its last worker and stopped.
+
+    The message is one line for the operator.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Listening:
     """A node that accepts connections.
 
     Attributes:
-        url: the URL it listens on, with the actual port.
+        url: the URL of the node, with the actual port.
     """
 
     node: Node
@@ -81,7 +89,7 @@ class Listening:
 
 
 def build_fleet(config: ServeConfig) -> Fleet:
-    """Return the configured workers, not built yet.
+    """Return the fleet of the configured workers, which are not built yet.
 
     Raises:
         ValueError: settings contradict each other.
@@ -111,7 +119,7 @@ def build_node(config: ServeConfig) -> Node:
 
 @asynccontextmanager
 async def listening(node: Node) -> AsyncIterator[Listening]:
-    """Accept connections within this context; close the listener and all connections after it.
+    """Accept connections until the block ends, and then close the listener and all connections.
 
     Raises:
         StartError: the address cannot be used.
@@ -133,10 +141,12 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
 
 
 async def start_workers(node: Node) -> None:
-    """Load the model and warm up. The node is ready when this returns.
+    """Load the model and warm up.
+
+    The node is ready when this function returns.
 
     Raises:
-        StartError: the model cannot be loaded; the node has failed.
+        StartError: the model cannot be loaded, and the node has failed.
     """
     try:
         await node.start()
@@ -160,7 +170,11 @@ def _failed(node: Node, reason: str) -> StartError:
 
 
 async def drain(node: Node, timeout_s: float) -> bool:
-    """Refuse new requests and wait for those in flight; return whether all of them ended."""
+    """Reject new requests, wait for running requests, and return whether all of them ended.
+
+    Args:
+        timeout_s: the longest time to wait, in seconds.
+    """
     node.lifecycle.move_to(NodeState.DRAINING)
     try:
         await asyncio.wait_for(node.dispatcher.drained(), timeout_s)
@@ -178,12 +192,12 @@ async def serve(
 
     Args:
         config: the settings of the node.
-        loading: a context that is open while the workers start, to show progress.
-        on_ready: called once the node is ready.
+        loading: a context manager that is entered while the workers start, to show progress.
+        on_ready: a callback for the time when the node is ready.
 
     Raises:
         StartError: the node cannot start.
-        NodeFailed: it has lost its last worker.
+        NodeFailed: the node has lost its last worker.
     """
     signals = Signals()
     failure: str | None = None
@@ -211,16 +225,16 @@ async def serve(
 
 
 async def _last_worker_lost(node: Node) -> None:
-    """Wait until the last worker is lost; without end if workers can recover."""
+    """Wait until the last worker is lost, or without end if workers can recover."""
     while node.fleet.failure is None:  # noqa: ASYNC110 - workers set no event
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
 
 
 def settle_interpreter() -> None:
-    """Configure the interpreter for an event loop beside busy threads, once everything is loaded.
+    """Configure the interpreter for an event loop with busy threads, after everything is loaded.
 
     Existing objects are excluded from later garbage collections, and collections become rarer. A
-    full collection blocks all threads: for 60 ms with the simulator and 280 ms with the engine
+    full collection blocks all threads, for 60 ms with the simulator and 280 ms with the engine
     (`gc.collect()` on a busy core, AMD Zen 4, 2026-11-21).
     """
     gc.collect()
@@ -230,7 +244,10 @@ def settle_interpreter() -> None:
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first one stops the node, the second one skips the drain."""
+    """The signals SIGTERM and SIGINT.
+
+    The first signal stops the node, and the second signal skips the drain.
+    """
 
     def __init__(self) -> None:
         """Handle both signals on the running event loop."""
@@ -245,7 +262,7 @@ class Signals:
 
 
 async def until_signal(signals: Signals, work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine until it ends; cancel it at the first signal."""
+    """Run a coroutine until it ends, or cancel it at the first signal."""
     task = asyncio.create_task(work)
     stop = asyncio.create_task(signals.first.wait())
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)

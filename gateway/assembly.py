@@ -1,4 +1,4 @@
-"""Assembly of a dispatcher and a forwarder, for nodes and simulations alike."""
+"""The assembly of a dispatcher and a forwarder, for nodes and simulations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class WaitingRules:
     Attributes:
         ordering, admission, routing: names of policies.
         bounds: bounds of the queue.
-        most_resumes: how often a request that loses its worker may continue on another one.
-        shared: whether other gateways send to the same workers, which makes leases binding.
+        most_resumes: maximum number of times that a request may resume on another worker.
+        shared: whether other gateways use the same workers, which makes leases binding.
     """
 
     ordering: str = "fair"
@@ -64,11 +64,11 @@ def build_dispatcher(
     quotas: Mapping[str, Quota],
     draw: Draw,
 ) -> Dispatcher:
-    """Return the dispatcher of a fleet, which need not have started yet.
+    """Return the dispatcher of a fleet, which may start later.
 
     Args:
         policy: the speculation policy.
-        quotas: quotas by tenant; other tenants have none.
+        quotas: quotas by tenant. Other tenants have no quota.
         draw: the source of randomness for routing.
 
     Raises:
@@ -98,7 +98,7 @@ def build_forwarder(
     """Return the forwarder of a fleet of upstreams, which shares the queue of its dispatcher.
 
     Args:
-        policy: the speculation policy, which chooses between upstreams that draft and others.
+        policy: the speculation policy, which chooses between upstreams with and without drafts.
         budget: the budget of retries.
     """
     pools = UpstreamPools(fleet, policy, decisions, metrics)

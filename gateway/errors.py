@@ -23,7 +23,7 @@
         ├── WorkerFailed           ... code worker_failed
         └── UpstreamUnavailable    ... code upstream_unavailable
 
-Each is sent as OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from draftgate.backends.errors import (
 )
 
 LONGEST_MESSAGE: Final = 1000
-"""Characters of a message. Some quote what the client sent, which may be as long as a body."""
+"""Maximum characters of a message. Some messages quote the request, which may be long."""
 
 
 class GatewayError(Exception):
-    """An error with an HTTP status and OpenAI's fields. This class itself is an internal error.
+    """An error with an HTTP status and OpenAI's fields.
 
-    Subclasses state their status, type and code as keywords, and inherit those they leave out.
+    This class itself is an internal error. Subclasses set their status, type and code as keywords,
+    and inherit the others.
 
     Attributes:
         param: path of the invalid parameter, e.g. `messages[0].content`.
-        retry_after_s: seconds after which a retry may succeed; None sends no header.
+        retry_after_s: seconds after which a retry may succeed, or None to send no header.
     """
 
     status: ClassVar[int] = 500
@@ -82,7 +83,7 @@ class GatewayError(Exception):
         """Return the headers of the response."""
         if self.retry_after_s is None:
             return {}
-        # HTTP's header has whole seconds, rounded up. OpenAI's clients prefer the milliseconds.
+        # HTTP's header has whole seconds, rounded up. OpenAI's clients prefer milliseconds.
         return {
             "Retry-After": str(math.ceil(self.retry_after_s)),
             "retry-after-ms": str(math.ceil(self.retry_after_s * 1e3)),
@@ -90,30 +91,36 @@ class GatewayError(Exception):
 
 
 class InvalidRequest(GatewayError, status=400, type="invalid_request_error", code="invalid_value"):
-    """The request is malformed or asks for something impossible."""
+    """The request is malformed or impossible."""
 
 
 def invalid(param: str, problem: str) -> InvalidRequest:
-    """Return the error of an invalid parameter; the message begins with the parameter's path."""
+    """Return the error of an invalid parameter.
+
+    The message begins with the path of the parameter.
+    """
     return InvalidRequest(f"{param}: {problem}", param)
 
 
 class Unsupported(InvalidRequest, code="unsupported_parameter"):
-    """A parameter would change the output, and is not supported yet."""
+    """A parameter would change the output and is not supported yet."""
 
     def __init__(self, param: str, detail: str = "") -> None:
         super().__init__(f"{param}{detail} is not supported yet", param)
 
 
 class NoEmbeddings(InvalidRequest, code="unsupported"):
-    """The backend has no hidden states, or not those that the checkpoint's embeddings need."""
+    """The backend cannot compute the embeddings of this checkpoint."""
 
     def __init__(self, backend: str, model: str) -> None:
         super().__init__(f"the backend {backend!r} has no embeddings of {model!r}", "model")
 
 
 class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
-    """Prompt and output do not fit into the context; the message states both lengths."""
+    """Prompt and output do not fit into the context.
+
+    The message states both lengths.
+    """
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
@@ -128,7 +135,7 @@ class RouteNotFound(InvalidRequest, status=404, code="not_found"):
 
 
 class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
-    """The path exists, but not for this method."""
+    """The path exists, but does not support this method."""
 
     def __init__(self, message: str, allowed: Sequence[str]) -> None:
         super().__init__(message)
@@ -144,15 +151,20 @@ class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
 
 
 class Unauthorized(GatewayError, status=401, type="invalid_request_error", code="invalid_api_key"):
-    """The request has no API key, or an unknown one."""
+    """The request has no API key or an unknown key."""
 
     def headers(self) -> dict[str, str]:
-        """Return how to authenticate: programs by a bearer token, browsers by a password."""
+        """Return the supported authentication.
+
+        Programs use a bearer token, and browsers use a password.
+        """
         return {"WWW-Authenticate": 'Bearer, Basic realm="draftgate"'}
 
 
 class TooMany(GatewayError, status=429, type="rate_limit_error", code="too_many"):
-    """The request is refused for now; the client may retry after `retry_after_s`.
+    """The request is rejected for now.
+
+    The client may retry after `retry_after_s`.
 
     Attributes:
         kind: the reason, for metrics.
@@ -168,7 +180,7 @@ class QuotaExceeded(TooMany, code="rate_limit_exceeded"):
 
 
 class Overloaded(TooMany, code="overloaded"):
-    """The answer would come too late, so the request is refused before it waits."""
+    """The response would be too late, so the request is rejected before it waits."""
 
 
 class QueueTimeout(TooMany, code="queue_timeout"):
@@ -176,7 +188,7 @@ class QueueTimeout(TooMany, code="queue_timeout"):
 
 
 class UpstreamBusy(TooMany, code="upstream_busy"):
-    """Every upstream has asked for a pause."""
+    """Every upstream has requested a pause."""
 
 
 class NotOffered(GatewayError, status=501, code="not_offered"):
@@ -184,11 +196,11 @@ class NotOffered(GatewayError, status=501, code="not_offered"):
 
 
 class UpstreamBroken(GatewayError, status=502, code="upstream_failed"):
-    """An upstream did not answer, broke off its answer, or answered an error of its own."""
+    """An upstream did not respond, broke off its response, or sent an error."""
 
 
 class Unavailable(GatewayError, status=503, code="unavailable"):
-    """This node accepts no requests at present; another node may."""
+    """This node accepts no requests at present, but another node may."""
 
 
 class Starting(Unavailable, code="model_loading"):
@@ -208,14 +220,17 @@ class UpstreamUnavailable(Unavailable, code="upstream_unavailable"):
 
 
 def as_gateway_error(error: Exception) -> GatewayError:
-    """Return the error that a client gets for any exception; unknown ones become a bare 500."""
+    """Return the error that a client gets for an exception.
+
+    An unknown exception becomes an internal error without details.
+    """
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, RequestRejected):
         kind = InvalidRequest if error.limit_tokens is None else ContextTooLong
         return kind(str(error), error.param)
     if isinstance(error, UpstreamUnreachable):
-        return UpstreamBroken("the upstream does not answer")  # its address is only in the log
+        return UpstreamBroken("the upstream does not respond")  # only the log has its address
     if isinstance(error, UpstreamFailed):
         return UpstreamBroken(f"the upstream failed: {error}")
     if isinstance(error, BackendFailed):

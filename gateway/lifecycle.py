@@ -1,9 +1,12 @@
-"""The states of a node, their transitions, and the error of each state that takes no requests.
+"""The states of a node, their transitions, and the errors of states that accept no requests.
 
-starting --> ready --> draining        A failed node still answers /health with the reason; then
-    |          |          ^            it drains and stops. Failed workers never recover. A node
-    +-> failed <+         |            fails with its last worker, or if one cannot start.
-          +---------------+
+    starting --> ready --> draining
+        |          |          ^
+        +-> failed <+         |
+              +---------------+
+
+A failed node still responds to `/health` with the reason. It then drains and stops. Failed workers
+never recover. A node fails with its last worker, or if a worker cannot start.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ TRANSITIONS: Final[dict[NodeState, frozenset[NodeState]]] = {
 
 RETRY_STARTING_S: Final = 5
 RETRY_DRAINING_S: Final = 1
-"""Short, because a load balancer sends the retry to another node."""
+"""A short delay, because a load balancer sends the retry to another node."""
 
 
 class Lifecycle:
@@ -43,7 +46,7 @@ class Lifecycle:
         self.failure: str | None = None
 
     def move_to(self, state: NodeState, failure: str | None = None) -> None:
-        """Change the state; does nothing if the state is the same.
+        """Change the state, unless the node already has it.
 
         Raises:
             RuntimeError: the table has no such transition.
@@ -56,7 +59,10 @@ class Lifecycle:
         self.failure = failure or self.failure
 
     def note_failure(self, failure: str | None) -> None:
-        """Enter the failed state if the workers report a failure; a draining node only keeps it."""
+        """Record a failure of the workers, and enter the failed state.
+
+        A draining node records the failure without changing its state.
+        """
         if failure is None or self.failure is not None:
             return
         self.failure = failure

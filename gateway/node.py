@@ -1,4 +1,4 @@
-"""A node: a fleet of workers and everything that HTTP handlers need."""
+"""A node, with a fleet of workers and the components that HTTP handlers need."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Node:
     """The components of a node.
 
     Attributes:
-        port: the port it listens on.
-        peer_access: authenticates nodes that may use its workers; None if none may.
+        port: the port on which the node listens.
+        peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
 
     def __init__(self, config: ServeConfig, fleet: Fleet, store: Store, tracing: Tracing) -> None:
@@ -108,7 +108,7 @@ class Node:
 
     @property
     def model_name(self) -> str:
-        """The name that clients use; empty while unknown."""
+        """The name that clients use, or an empty string while unknown."""
         if self._served is not None:
             return self._served.name
         if not self.fleet.forwards:
@@ -120,18 +120,22 @@ class Node:
         """The model as clients see it.
 
         Raises:
-            Unavailable: it is not loaded.
-            NotOffered: it is an upstream's.
+            Unavailable: the model is not loaded.
+            NotOffered: the model belongs to an upstream.
         """
         if self._served is None:
             self.lifecycle.require_ready()
             if self.fleet.forwards:
-                raise NotOffered("the upstream has the model; this node forwards requests only")
+                raise NotOffered(
+                    "this node only forwards requests to an upstream, which has the model"
+                )
             raise RuntimeError("the node is ready without a model")
         return self._served
 
     async def start(self) -> None:
-        """Load the model, or find a worker that has one. The node is ready when this returns.
+        """Load the model, or find a worker that has one.
+
+        The node is ready when this method returns.
 
         Raises:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
@@ -150,18 +154,21 @@ class Node:
             self.lifecycle.move_to(NodeState.READY)
 
     async def stop(self) -> None:
-        """Stop own workers and unlink those of other nodes; open streams end with an error."""
+        """Stop the node's own workers and disconnect from other nodes' workers.
+
+        Open streams end with an error.
+        """
         self.fleet.ending = True
         if self.members is not None:
             await self.members.close()
         await self.fleet.stop()
-        self.dispatcher.queue.pump()  # fails requests that still wait
+        self.dispatcher.queue.pump()  # fail the requests that still wait
 
     async def _advertise(self, join: str) -> str:
-        """Determine the URL of this node for others; return the prefix of its workers' ids.
+        """Determine the URL of this node for others, and return the prefix of its workers' ids.
 
-        The prefix is the same after a restart at the same address, so that the new epoch of a
-        worker ends the leases of the old one at once.
+        The prefix does not change when the node restarts at the same address. The new epoch of a
+        worker then immediately ends the leases of the old epoch.
 
         Raises:
             ValueError: the URL cannot be determined.
@@ -177,7 +184,7 @@ class Node:
         return url.partition("://")[2]
 
     def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:
-        """Return the load of each worker in order; None for a failed one."""
+        """Return the load of each worker in order, or None for a failed worker."""
         if self._served is None and not self.fleet.forwards:
             return []
         return [
@@ -188,7 +195,7 @@ class Node:
 def _members(
     config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[], None]
 ) -> Members | None:
-    """Return the discovery of other nodes' workers; None without a pool or with upstreams.
+    """Return the discovery of other nodes' workers, or None without a pool or with upstreams.
 
     Raises:
         ValueError: the peer secret is missing.

@@ -17,7 +17,7 @@ class ServedModel:
     max_model_len: int
 
     def check_token_id(self, token_id: int, param: str) -> None:
-        """Raise `InvalidRequest` if the vocabulary has no such token.
+        """Raise `InvalidRequest` if a token id is outside the vocabulary.
 
         Args:
             param: path of the token id in the request.
@@ -27,6 +27,10 @@ class ServedModel:
             raise invalid(param, f"token ids must be between 0 and {vocab - 1}, not {token_id}")
 
     def check_name(self, asked: str | None) -> None:
-        """Raise `ModelNotFound` if the client asks for another model; None asks for this one."""
+        """Raise `ModelNotFound` if the client names another model.
+
+        Args:
+            asked: the name from the client, or None for this model.
+        """
         if asked is not None and asked != self.name:
             raise ModelNotFound(asked, self.name)

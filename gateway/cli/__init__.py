@@ -1,4 +1,7 @@
-"""The `draftgate` command. A command imports what it needs when it runs: `--help` is quick."""
+"""The `draftgate` command.
+
+Each command imports its dependencies when it runs, so that `--help` starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ PASS_ON: Final = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
 }
-"""For commands that pass their arguments on to a parser of their own."""
+"""Context settings of commands that pass their arguments to a parser of their own."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,15 +57,15 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Take the options that precede a command."""
+    """Accept the options that precede a command."""
 
 
 @app.command(cls=SettingsCommand)
 def serve(context: typer.Context) -> None:
     """Serve a model over the OpenAI HTTP API.
 
-    Each option can also be set by the variable DRAFTGATE_NAME, or by the key NAME of a YAML file.
-    `draftgate config show` prints the effective values.
+    You can also set each option with the variable DRAFTGATE_NAME, or with the key NAME of a YAML
+    file. `draftgate config show` prints the effective values.
     """
     config = config_from(context).config
     from draftgate.gateway.cli.server import run_server
@@ -85,7 +88,7 @@ def generate(
 ) -> None:
     """Generate text without a server.
 
-    The text goes to stdout, and a summary of speculation to stderr.
+    The command writes the text to stdout and a summary of speculation to stderr.
     """
     config = config_from(context).config
     from draftgate.gateway.cli.generate import Sample, run_generate
@@ -133,7 +136,7 @@ class BenchGroup(HelpGroup):
         return list(BENCHES)
 
     def get_command(self, _ctx: Any, name: str) -> Any:
-        # Benchmarks are not packaged: they are in the checkout, beside the folder draftgate/.
+        # The package has no benchmarks. They are in the checkout, beside the folder draftgate/.
         checkout = Path(draftgate.__file__).resolve().parent.parent
         if not (checkout / "bench").is_dir():
             fail("benchmarks need a source checkout, not a package", BAD_USAGE)
@@ -143,7 +146,7 @@ class BenchGroup(HelpGroup):
             sys.path.insert(0, str(checkout))
 
         def run(context: typer.Context) -> None:
-            # Progress appears as it is printed, also in a file or a pipe.
+            # Line buffering shows progress immediately, even in a file or a pipe.
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
             import_module(BENCHES[name]).main(context.args)
@@ -182,7 +185,7 @@ def explain(
         str | None, typer.Option(help="Show what this policy would have decided.")
     ] = None,
     request: Annotated[
-        str | None, typer.Option(help="Show only the decisions about this response.")
+        str | None, typer.Option(help="Show only the decisions about the response with this id.")
     ] = None,
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="The server's API key.")
@@ -221,7 +224,7 @@ def show_config(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the effective settings and the origin of each. Secrets are masked."""
+    """Show the effective settings and the origin of each, with secrets masked."""
     effective = config_from(context)
     typer.echo(config_as_json(effective) if as_json else config_as_text(effective))
 
@@ -229,6 +232,6 @@ def show_config(
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
-        # In a locale without Unicode, characters that it lacks are escaped.
+        # Escape the characters that the locale cannot encode.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()

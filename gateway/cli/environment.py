@@ -1,4 +1,7 @@
-"""`draftgate collect-env`: the machine and its packages, for bug reports. Never imports torch."""
+"""`draftgate collect-env`, which describes the machine and its packages for bug reports.
+
+The command never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ _FLAGS: Final = (
 _OPTIONAL: Final = (
     "huggingface-hub", "openai", "plotly", "ray", "safetensors", "torch", "transformers", "triton",
 )  # fmt: skip
-"""Packages of extras and of clients."""
+"""Packages of the extras and of common clients."""
 
 
 def collect_environment() -> dict[str, Any]:
-    """Describe this machine and the installed packages; an unknown value is None."""
+    """Return a description of this machine and its packages, with None for unknown values."""
     return {
         "draftgate": __version__,
         "python": sys.version.split()[0],

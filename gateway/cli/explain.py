@@ -1,4 +1,4 @@
-"""`draftgate explain`: recorded decisions, and what another policy would have decided."""
+"""`draftgate explain`, which shows recorded decisions and replays them under another policy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationPlan
 
 TIMEOUT_S: Final = 30.0
-"""How long a server may take to answer."""
+"""Time limit for the response of a server, in seconds."""
 
 
 def run_explain(
     source: str, policy: str | None, request_id: str | None, api_key: str, *, as_json: bool
 ) -> None:
-    """Print the decisions of a file or a server; an error is one line and status 1."""
+    """Print the decisions of a file or a server.
+
+    The process exits with status 1 and one line on stderr if it finds no decisions.
+    """
     try:
         other = None if policy is None else speculation_policy(policy)
         chosen = [d for d in _decisions(source, api_key) if request_id in {None, d.request_id}]
@@ -40,14 +43,14 @@ def run_explain(
 
 
 def _decisions(source: str, api_key: str) -> Iterable[Decision]:
-    """Return recorded decisions, the oldest first.
+    """Return recorded decisions, oldest first.
 
     Args:
         source: the path of a file, or the address of a server.
 
     Raises:
-        OSError: the file cannot be read, or the server does not answer.
-        ValueError: what was read does not hold decisions.
+        OSError: the file cannot be read, or the server does not respond.
+        ValueError: the content is not a list of decisions.
     """
     if not source.startswith(("http://", "https://")):
         return read_decisions(Path(source))
@@ -67,7 +70,7 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
         return reversed(msgspec.json.decode(answer.content, type=DecisionList).decisions)
     except msgspec.MsgspecError:
         status = answer.status_code
-        raise ValueError(f"{source} has no /decisions: it answered with status {status}") from None
+        raise ValueError(f"{source} has no /decisions: it responded with status {status}") from None
 
 
 def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:
@@ -98,7 +101,7 @@ def _request(request: RequestView) -> str:
 
 
 def _load(decision: Decision) -> str:
-    """Return the worker's load, its age, and whether it lacks the leases of other gateways."""
+    """Return the load of the worker, its age, and whether the state store was unavailable."""
     load = decision.load
     age = f", {decision.load_age_s * 1e3:.0f} ms old" if decision.load_age_s else ""
     degraded = ", without the state store" if decision.degraded else ""
@@ -109,7 +112,7 @@ def _load(decision: Decision) -> str:
 
 
 def _history(request: RequestView) -> str:
-    """Return what earlier requests predict about drafts; empty if nothing is known."""
+    """Return the draft statistics of earlier requests, or an empty string without any."""
     known = [] if request.repetition is None else [f"repetition {request.repetition:.2f}"]
     for scope, counts in (("tenant", request.tenant_drafts), ("all", request.model_drafts)):
         tested = counts.accepted + counts.rejected
@@ -131,4 +134,4 @@ def _difference(decisions: Iterable[Decision], policy: SpeculationPolicy) -> str
         (old.proposer, old.max_draft_tokens) != (new.proposer, new.max_draft_tokens)
         for old, new in pairs
     )
-    return f"{policy.name} would decide differently in {changed} of {len(pairs)}"
+    return f"{policy.name} would decide differently in {changed} of {len(pairs)} decisions"

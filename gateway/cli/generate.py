@@ -1,4 +1,4 @@
-"""`draftgate generate`: one prompt through a worker in this process, no HTTP."""
+"""`draftgate generate`, which runs one prompt on a worker in this process, without HTTP."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from draftgate.gateway.node import Node
 from draftgate.policies.speculation.repetition import repetition
 
 INTERRUPTED: Final = 130
-"""The exit status of shells after Ctrl-C."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What to generate."""
+    """The prompt and the sampling parameters of the command."""
 
     prompt: str
     max_tokens: int
@@ -38,7 +38,10 @@ class Sample:
 
 
 def run_generate(config: ServeConfig, sample: Sample) -> None:
-    """Stream the text to stdout and a summary to stderr; an error is one line and status 1."""
+    """Stream the text to stdout and print a summary to stderr.
+
+    The process exits with status 1 and one line on stderr after an error.
+    """
     try:
         asyncio.run(_generate(config, sample))
     except (StartError, BackendError, GatewayError) as error:
@@ -80,10 +83,10 @@ async def _stream(node: Node, sample: Sample) -> None:
 
 
 def _decoded(argument: str) -> str:
-    """Return an argument as UTF-8, whatever the locale decoded it as.
+    """Return a command-line argument decoded as UTF-8, independent of the locale.
 
     Raises:
-        InvalidRequest: its bytes are not UTF-8.
+        InvalidRequest: the bytes of the argument are not valid UTF-8.
     """
     try:
         return os.fsencode(argument).decode()

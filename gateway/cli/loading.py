@@ -1,4 +1,4 @@
-"""The progress of loading workers: a bar on a terminal, log lines elsewhere."""
+"""The progress of loading workers, as a bar on a terminal or as log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.logs import log
 
 PATIENCE_S: Final = 0.5
-"""A bar that vanishes sooner would only flicker."""
+"""Delay before the bar appears, in seconds. A bar for a shorter load would only flicker."""
 
 REFRESH_S: Final = 0.1
 
@@ -27,10 +27,10 @@ REFRESH_S: Final = 0.1
 async def loading_shown(
     fleet: Fleet, config: ServeConfig, console: Console | None = None
 ) -> AsyncIterator[None]:
-    """Show the progress of loading until the context is left.
+    """Show the progress of loading until the block ends.
 
     Args:
-        console: where the bar is drawn; None is stderr, because stdout is for the command's output.
+        console: the terminal for the bar, or None for stderr. Stdout holds the command's output.
     """
     console = console or Console(stderr=True)
     what = config.model or ", ".join(config.upstream) or "the shipped model"
@@ -49,7 +49,7 @@ async def loading_shown(
         log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
     async with _beside(_log_phases(lambda: fleet.progress, phase)):
         yield
-    if fleet.progress >= 1.0:  # a signal may have interrupted it
+    if fleet.progress >= 1.0:  # a signal may have interrupted loading
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
 
 
@@ -59,7 +59,7 @@ def _no_phase(_progress: float) -> str:
 
 @asynccontextmanager
 async def _beside(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run a coroutine until the context is left."""
+    """Run a coroutine until the block ends."""
     task = asyncio.create_task(coroutine)
     try:
         yield

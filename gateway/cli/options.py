@@ -1,4 +1,4 @@
-"""Settings on the command line: as options, and as `config show` prints them."""
+"""Settings as command-line options and as the output of `config show`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BAD_USAGE: Final = 2
 
 
 def fail(why: str | Exception, status: int = FAILED) -> NoReturn:
-    """Exit with one line on stderr."""
+    """Print one line to stderr and exit."""
     typer.echo(f"draftgate: {reason(why) if isinstance(why, Exception) else why}", err=True)
     raise typer.Exit(status)
 
 
 class SettingsCommand(HelpCommand):
-    """A command that takes every setting as an option.
+    """A command that accepts every setting as an option.
 
-    The options are made when they are needed: the list of commands is shown without them. What was
-    given is in the context, for `config_from`.
+    The command creates its options on first use, because the list of commands does not show them.
+    `invoke` moves their values to `ctx.obj`, where `config_from` reads them.
     """
 
     server = True
@@ -51,17 +51,18 @@ class SettingsCommand(HelpCommand):
 
 
 class ModelSettingsCommand(SettingsCommand):
-    """The same, without the settings that concern only the server."""
+    """A `SettingsCommand` without the settings that concern only the server."""
 
     server = False
 
 
 def config_from(context: typer.Context) -> EffectiveConfig:
-    """Return the effective settings, given the options of a `SettingsCommand`.
+    """Return the effective settings from the options of a `SettingsCommand`.
 
-    A bad setting ends the command.
+    The command exits with status 2 if a setting is invalid.
     """
-    # A repeatable option that is not given is an empty list or tuple, depending on Typer.
+    # The value of a repeatable option that was not given is an empty list or an empty tuple,
+    # depending on the version of Typer.
     flags = {name: None if value in ([], ()) else value for name, value in context.obj.items()}
     file = flags.pop("config", None)
     try:
@@ -71,7 +72,7 @@ def config_from(context: typer.Context) -> EffectiveConfig:
 
 
 def _setting_options(server: bool) -> list[Any]:
-    """Return the options of a command, which Typer makes from the signature of a function."""
+    """Return the options that Typer creates from the signature of a function."""
     chosen = [setting for setting in settings() if server or not setting.server]
     parameters = [*map(_parameter, chosen), _config_file()]
 
@@ -85,7 +86,7 @@ def _setting_options(server: bool) -> list[Any]:
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    """Return a setting as a parameter that is a text, a list of texts or a boolean, or None."""
+    """Return a keyword parameter whose value is text, a list of texts, a boolean or None."""
     shared: dict[str, Any] = {
         "help": help_text(setting),
         "show_default": False,
@@ -95,7 +96,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         info: Any = typer.Argument(**{**shared, "rich_help_panel": None}, metavar="MODEL")
         return _keyword(setting.name, Annotated[str | None, info])
     if setting.type is bool:
-        # Both ways, because a flag must be able to override the environment and the file.
+        # A flag needs both forms to override the environment and the file.
         bare = setting.flag.removeprefix("--")
         opposite = bare.removeprefix("no-") if bare.startswith("no-") else f"no-{bare}"
         info = typer.Option(f"{setting.flag}/--{opposite}", **shared)
@@ -117,13 +118,13 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def help_text(setting: Setting) -> str:
-    """Return the help of an option, with its default."""
+    """Return the help text of an option with its default value."""
     default = shown_default(setting)
     return f"{setting.help} [default: {default}]" if default else setting.help
 
 
 def shown_default(setting: Setting) -> str:
-    """Return the default as a flag takes it; empty for none, and for a switch that is off."""
+    """Return the default value as flag text, or an empty string if it is None, empty or False."""
     if setting.default in (None, ()) or setting.default is False:
         return ""
     if setting.kind == "bytes":
@@ -155,7 +156,10 @@ def metavar(setting: Setting) -> str:
 
 
 def config_as_text(effective: EffectiveConfig) -> str:
-    """Return a line for each setting: name, value and origin. Secrets are masked."""
+    """Return one line per setting with its name, value and origin.
+
+    Secrets are masked.
+    """
     width = max(map(len, effective.origins))
     return "\n".join(
         f"{setting.name:{width}} = {setting.shown(getattr(effective.config, setting.name)):24} "
@@ -165,7 +169,7 @@ def config_as_text(effective: EffectiveConfig) -> str:
 
 
 def config_as_json(effective: EffectiveConfig) -> str:
-    """Return the same as JSON: `{NAME: {"value": ..., "origin": ...}}`."""
+    """Return the effective settings as JSON, `{NAME: {"value": ..., "origin": ...}}`."""
     found = {
         setting.name: {
             "value": setting.public(getattr(effective.config, setting.name)),

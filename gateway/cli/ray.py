@@ -1,4 +1,7 @@
-"""`draftgate ray`: the workers of a pool as actors of a Ray cluster. Ray is an extra."""
+"""`draftgate ray`, which runs the workers of a pool as actors of a Ray cluster.
+
+The command requires the extra `ray`.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,19 @@ def start(
     ] = 1.0,
     gpus_per_worker: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="GPUs that Ray reserves for each: 1, a share, or 0."),
+        typer.Option(
+            min=0.0, max=1.0, help="GPUs that Ray reserves for each worker: 1, a fraction, or 0."
+        ),
     ] = 0.0,
     max_restarts: Annotated[
-        int, typer.Option(min=-1, help="How often Ray restarts a worker; -1 is without limit.")
+        int, typer.Option(min=-1, help="Maximum number of restarts of a worker; -1 means no limit.")
     ] = -1,
     address: Address = "auto",
     detach: Annotated[
         bool,
-        typer.Option("--detach", help="Return once all have joined; `ray stop` stops them."),
+        typer.Option(
+            "--detach", help="Return once all workers have joined; `ray stop` stops them."
+        ),
     ] = False,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
@@ -51,7 +58,10 @@ def start(
 
 @app.command()
 def status(address: Address = "auto", pool: Pool = "default") -> None:
-    """Show each worker's machine and state; the exit status is 1 if one has not joined."""
+    """Show the machine and state of each worker.
+
+    The exit status is 1 if a worker has not joined.
+    """
     from draftgate.gateway.launch.launcher import look
 
     _run(address, lambda: look(_actors(pool), typer.echo))
@@ -59,7 +69,10 @@ def status(address: Address = "auto", pool: Pool = "default") -> None:
 
 @app.command()
 def stop(address: Address = "auto", pool: Pool = "default") -> None:
-    """Drain and stop the workers of a pool; Ctrl-C stops without waiting for open streams."""
+    """Drain and stop the workers of a pool.
+
+    Ctrl-C stops them without waiting for open streams.
+    """
     from draftgate.gateway.launch.launcher import stop as stop_all
 
     _run(address, lambda: stop_all(_actors(pool), typer.echo))
@@ -84,7 +97,7 @@ def _actors(pool: str) -> list[Any]:
 
 
 def _run(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    """Work with a Ray cluster; exit with status 1 if the work reports a failure."""
+    """Connect to a Ray cluster, run the work, and exit with status 1 if it fails."""
     import asyncio
 
     cluster = _cluster()
@@ -102,7 +115,7 @@ def _run(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
 
 
 def _cluster() -> ModuleType:
-    """Return the module that uses Ray, if Ray is installed."""
+    """Return the module `launch.cluster`, or exit if Ray is not installed."""
     try:
         from draftgate.gateway.launch import cluster
     except ImportError as error:

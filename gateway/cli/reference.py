@@ -1,9 +1,9 @@
-"""The reference pages that are generated from declarations.
+"""Generator of the reference pages.
 
     python -m draftgate.gateway.cli.reference docs/reference
 
-writes `settings.md` and `metrics.md` into that folder (`make docs`). A test compares the committed
-pages with the generated ones.
+The command writes `settings.md` and `metrics.md` into that folder (`make docs`). A test compares
+the committed pages with the generated ones.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from draftgate.gateway.telemetry.metrics import shown_name
 _SETTINGS = """\
 # Settings
 
-Each setting is an option of `draftgate serve`, an environment variable, and a key of a YAML file,
-which `--config FILE` or `DRAFTGATE_CONFIG` names. An option overrides the variable, the variable
-overrides the file, and the file overrides the default. Unknown keys and unknown `DRAFTGATE_*`
-variables are errors. `draftgate config show` prints the effective values and their origins
-(`--json` for programs); secrets are masked.
+Each setting is an option of `draftgate serve`, an environment variable and a key of a YAML file.
+`--config FILE` or `DRAFTGATE_CONFIG` names that file. An option overrides the variable, the
+variable overrides the file, and the file overrides the default. Unknown keys and unknown
+`DRAFTGATE_*` variables are errors. `draftgate config show` prints the effective values and their
+origins, with secrets masked. `draftgate config show --json` prints them as JSON.
 
-A list is a repeated option, a list in YAML, or one text with commas. Sizes take units (`512MiB`,
-`2GB`).
+Repeat an option to give a list, or write a list in YAML or one text with commas. Sizes accept
+units (`512MiB`, `2GB`).
 
-`DRAFTGATE_CPU_ISA` is only a variable: `sse4`, `avx2` or `avx512` limits a CPU worker to that
-instruction set, to test it or to compare machines.
+`DRAFTGATE_CPU_ISA` exists only as a variable. The values `sse4`, `avx2` and `avx512` limit a CPU
+worker to that instruction set, for tests and comparisons of machines.
 """
 
 
 def settings_page(all_settings: Sequence[Setting]) -> str:
-    """Return the page about settings, in Markdown."""
+    """Return the settings page in Markdown."""
     head = ("option", "value", "default", "variable", "description")
     sections = []
     for panel in PANELS:
@@ -61,19 +61,19 @@ _METRICS = """\
 
 `GET /metrics` returns Prometheus' text format, or OpenMetrics to clients that accept it. Every
 metric is declared once, in `gateway/telemetry/metric_definitions.py`, and has the label
-`model_name`. Where vLLM or OpenTelemetry's GenAI conventions define the same metric, it also
-appears under their names, so that existing dashboards and benchmarks work unchanged. In `gen_ai_*`
-metrics the labels are `gen_ai_request_model`, `gen_ai_operation_name` and `gen_ai_provider_name`.
-As in vLLM, the duration in `vllm:*` metrics leaves out requests that ended in an error.
+`model_name`. A metric that vLLM or OpenTelemetry's GenAI conventions define also appears under
+their names, so that existing dashboards and benchmarks work unchanged. The labels of `gen_ai_*`
+metrics are `gen_ai_request_model`, `gen_ai_operation_name` and `gen_ai_provider_name`. The
+durations in `vllm:*` metrics exclude requests that ended in an error, as in vLLM.
 
-Each label keeps its first 100 values; later values are counted as `other`.
+Each label keeps its first 100 values and counts later values as `other`.
 `vllm:num_preemptions_total` is not available, because no worker reports it.
 
 """
 
 
 def metrics_page(definitions: Sequence[MetricDefinition]) -> str:
-    """Return the page about metrics, in Markdown."""
+    """Return the metrics page in Markdown."""
     rows = [
         (
             f"`{shown_name(metric, metric.name)}`",
@@ -101,11 +101,11 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": lambda: settings_page(settings()),
     "metrics.md": lambda: metrics_page(METRICS),
 }
-"""The text of each page, by file name."""
+"""Functions that return the text of each page, by file name."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the pages into the folder."""
+    """Write the pages into the folder that is the only argument."""
     (folder,) = arguments
     for name, page in PAGES.items():
         (Path(folder) / name).write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`draftgate serve`: the process around the node."""
+"""The process that `draftgate serve` runs around a node."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from draftgate.gateway.telemetry.logs import configure, log
 
 
 def run_server(config: ServeConfig) -> None:
-    """Serve until a signal.
+    """Serve until a signal arrives.
 
-    Exits with 1 and one line on stderr if the node cannot start, or has lost its last worker.
+    The process exits with status 1 and one line on stderr if the node cannot start or loses its
+    last worker.
     """
     configure(config.log_level, config.log_format)
     try:
@@ -33,14 +34,14 @@ def run_server(config: ServeConfig) -> None:
 
 
 def show_banner(where: Listening) -> None:
-    """Print the address, what is served, and a request to try."""
+    """Print the address, the served model and an example request."""
     node = where.node
     described = _upstreams(node) if node.fleet.forwards else _model(node)
     lines = [
         ("API", f"{where.url}/v1"),
         ("live page", f"{where.url}/"),
         *described,
-        ("stop", "Ctrl-C waits for open streams; a second one stops at once"),
+        ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
     ]
     typer.echo(f"\nDraftgate {__version__} is ready")
     for label, value in lines:
@@ -61,11 +62,11 @@ def _model(node: Node) -> list[tuple[str, str]]:
 
 def _upstreams(node: Node) -> list[tuple[str, str]]:
     addresses = [
-        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not answer)")
+        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not respond)")
         for worker in node.fleet.workers
     ]
     return [
-        ("model", node.model_name or "unknown until an upstream answers"),
+        ("model", node.model_name or "unknown until an upstream responds"),
         ("upstreams", ", ".join(addresses)),
     ]
 

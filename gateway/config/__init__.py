@@ -1,4 +1,4 @@
-"""Settings: their declarations (`schema`), and how they are read (`reading`)."""
+"""Settings, with their declarations (`schema`) and the code that reads them (`reading`)."""
 
 from draftgate.gateway.config.reading import (
     ConfigError,

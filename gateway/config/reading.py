@@ -1,4 +1,8 @@
-"""The effective settings: a flag wins over the environment, that over the file and the default."""
+"""The effective settings of a node.
+
+A flag overrides the environment, the environment overrides the file, and the file overrides the
+default.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from draftgate.gateway.config.values import (
 ENV_PREFIX: Final = "DRAFTGATE_"
 
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
-"""Names the configuration file, like `--config`."""
+"""The variable that names the configuration file, like `--config`."""
 
 _KUBERNETES_LINK: Final = re.compile(
     ENV_PREFIX
@@ -46,7 +50,7 @@ _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "list": read_texts,
     "urls": read_urls,
 }
-"""What converts a value before its type is checked, by the kind of setting."""
+"""Functions that convert a value before the type check, by kind of setting."""
 
 _CHECKS: Final = {
     "backend": "draftgate.gateway.config.values:check_backend",
@@ -59,8 +63,8 @@ _CHECKS: Final = {
     "admission": "draftgate.policies.registry:admission_policy",
     "routing": "draftgate.policies.registry:routing_policy",
 }
-"""What rejects an invalid text, by the kind of setting. Policies import numpy, so each is imported
-only when a value has to be checked."""
+"""Functions that reject an invalid text, by kind of setting. Each is imported on first use, because
+policies import numpy."""
 
 _TYPE_NAMES: Final = {
     "int": "a whole number",
@@ -69,16 +73,19 @@ _TYPE_NAMES: Final = {
     "str": "text",
     "array": "a list",
 }
-"""How messages call the types that msgspec names."""
+"""The words for msgspec's type names in messages."""
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or has a bad value; the message is one line and names it."""
+    """A setting is unknown or has an invalid value.
+
+    The message is one line that names the setting.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of `ServeConfig`, as flags, environment and file see it."""
+    """One field of `ServeConfig`, with its names and values on the command line and elsewhere."""
 
     name: str
     annotation: Any
@@ -106,7 +113,7 @@ class Setting:
 
     @property
     def server(self) -> bool:
-        """Whether it concerns the server only, not the model."""
+        """Whether the setting concerns only the server, not the model."""
         return self.panel not in MODEL_PANELS
 
     def public(self, value: Any) -> Any:
@@ -116,17 +123,21 @@ class Setting:
         return MASK if self.secret and value not in (None, ()) else value
 
     def shown(self, value: object) -> str:
-        """Return a value as a flag takes it, masked if it is secret; `-` for None."""
+        """Return a value as flag text, masked if the setting is secret, or `-` for None."""
         value = self.public(value)
         if isinstance(value, tuple):
             return ",".join(map(str, value)) or "-"
         return "-" if value is None else str(value)
 
     def read(self, value: object, source: str) -> Any:
-        """Return the value, checked and converted.
+        """Return the checked and converted value.
+
+        Args:
+            value: the value as a flag, the environment or the file has it.
+            source: the origin of the value, which begins the error message.
 
         Raises:
-            ConfigError: the value is invalid; the message begins with `source`.
+            ConfigError: the value is invalid.
         """
         try:
             if self.kind in _READERS:
@@ -154,7 +165,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """The effective settings, and the origin of each."""
+    """The effective settings and the origin of each."""
 
     config: ServeConfig
     origins: Mapping[str, str]
@@ -181,7 +192,7 @@ def settings() -> tuple[Setting, ...]:
 
 
 def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstrings below the fields of a class; Python keeps them in the source only."""
+    """Return the docstrings below the fields of a class, which Python keeps only in the source."""
     (declared,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(declared, ast.ClassDef)
     found = {}
@@ -201,7 +212,7 @@ def _parts(annotation: Any) -> tuple[Any, msgspec.Meta]:
 
 
 def _plain(error: ValueError) -> str:
-    """Return the reason of an error without the names of Python's types."""
+    """Return the message of an error with plain words for the names of Python's types."""
     reason = str(error).partition(", got ")[0].replace(" | null", "")
     reason = re.sub(r"`(\w+)`", lambda match: _TYPE_NAMES.get(match[1], match[1]), reason)
     return reason[:1].lower() + reason[1:]
@@ -213,9 +224,9 @@ def effective_config(
     """Merge flags, environment, file and defaults.
 
     Args:
-        flags: values by field name; None means the flag was not given.
+        flags: values by field name, with None for flags that were not given.
         environ: the environment.
-        file: the YAML file; None uses `DRAFTGATE_CONFIG`.
+        file: path of the YAML file, or None to use `DRAFTGATE_CONFIG`.
 
     Raises:
         ConfigError: a key or a `DRAFTGATE_` variable is unknown, or a value is invalid.
@@ -255,7 +266,7 @@ def _read_file(path: Path, known: set[str]) -> dict[str, object]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a mapping of settings was expected")
+        raise ConfigError(f"{path}: expected a mapping of settings")
     found = {str(key).replace("-", "_"): value for key, value in content.items()}
     _check_known(found, known, f"{path}: unknown key")
     return found
@@ -265,8 +276,8 @@ def _check_known(names: Iterable[str], known: set[str], what: str, prefix: str =
     """Reject unknown names.
 
     Args:
-        what: how the message begins; a suggestion follows.
-        prefix: common to all names, and ignored when the nearest one is sought.
+        what: the beginning of the message, before the name.
+        prefix: a prefix of all names, which the search for a similar name ignores.
 
     Raises:
         ConfigError: a name is unknown.
@@ -281,10 +292,10 @@ def _check_known(names: Iterable[str], known: set[str], what: str, prefix: str =
 
 
 def _is_link(name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable, for a service called `draftgate` or `draftgate-...`.
+    """Return whether Kubernetes set a variable for a service named `draftgate` or `draftgate-...`.
 
-    It sets such variables in every pod. One may be DRAFTGATE_PORT, which is a setting too, but
-    with a value like `tcp://10.0.0.1:80`.
+    Kubernetes sets such variables in every pod. `DRAFTGATE_PORT` is also a setting, but Kubernetes
+    gives it a value like `tcp://10.0.0.1:80`.
     """
     match = _KUBERNETES_LINK.fullmatch(name)
     return match is not None and (match[2] != "PORT" or "://" in value)

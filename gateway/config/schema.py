@@ -1,8 +1,9 @@
-"""Every setting of a node: one struct, from which flags, environment variables and the file follow.
+"""Every setting of a node, declared in one struct.
 
-The field `max_num_seqs` is the flag `--max-num-seqs`, the variable `DRAFTGATE_MAX_NUM_SEQS` and the
-key `max_num_seqs` of the YAML file. Its type holds the bounds, and its docstring is the help text.
-The settings of workers are inherited from `backends.worker_config`.
+The field `max_num_seqs`, for example, is the flag `--max-num-seqs`, the variable
+`DRAFTGATE_MAX_NUM_SEQS` and the key `max_num_seqs` of the YAML file. The type of a field holds its
+bounds, and its docstring is the help text. `ServeConfig` inherits the settings of workers from
+`backends.worker_config`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Every setting of a node."""
 
     backend: Annotated[str, kind("backend")] = "engine"
-    """What runs requests: engine, sim, openai, peer, or an installed plugin."""
+    """Backend that runs requests: engine, sim, openai, peer, or an installed plugin."""
 
     devices: Annotated[tuple[int, ...], kind("indices")] = (0,)
-    """Indices of devices, such as 0,1; each runs a worker."""
+    """Indices of devices, such as 0,1. Each device runs a worker."""
 
     decisions_file: str | None = None
     """Append each speculation decision to this JSON lines file."""
@@ -42,8 +43,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Ordering policy, which picks the next queued request: fair, edf, fcfs, ..."""
 
     admission: Annotated[str, kind("admission")] = "deadline"
-    """Admission policy: deadline rejects requests that would finish late; also bounded, none,
-    ..."""
+    """Admission policy: deadline (rejects requests that would finish late), bounded, none, ..."""
 
     routing: Annotated[str, kind("routing")] = "least_cost"
     """Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity,
@@ -56,22 +56,22 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Maximum time that a request may queue, in seconds."""
 
     shed_priority: int | None = None
-    """Reject requests with this priority or a higher number whenever others are queued."""
+    """Reject requests with this or a higher priority number while other requests are queued."""
 
     max_resumes: Count = MOST_RESUMES
-    """How often a request whose worker is lost may continue on another one."""
+    """Maximum number of times that a request may resume on another worker."""
 
     upstream: Annotated[tuple[str, ...], kind("urls")] = ()
     """Address of a server that runs requests, for the backends openai and peer; repeatable."""
 
     upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
-    """An --upstream that drafts for every request; repeatable (default: as metrics say)."""
+    """An --upstream that drafts for every request; repeatable (default: read from its metrics)."""
 
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
 
     upstream_retries_per_s: Amount = LEAST_PER_S
-    """Retries allowed per second in addition to that share."""
+    """Retries allowed per second in addition to upstream_retry_share."""
 
     join: Annotated[str, kind("store")] | None = None
     """Join the cluster of this Redis: redis://HOST:6379, rediss://,
@@ -88,7 +88,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     listens)."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface."""
+    """Address to listen on; 0.0.0.0 means every interface."""
 
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on; 0 picks a free one."""
@@ -106,10 +106,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Largest request body, such as 8MiB."""
 
     drain_timeout_s: Amount = 30.0
-    """Seconds that open streams get to finish on SIGTERM."""
+    """Time that open streams have to finish after SIGTERM, in seconds."""
 
     log_level: Annotated[str, choices("debug", "info", "warning", "error")] = "info"
-    """Least severity to log."""
+    """Minimum severity to log."""
 
     log_format: Annotated[str, choices("line", "json")] = "line"
     """Format of log lines: key=value pairs or JSON."""
@@ -179,9 +179,9 @@ _PANELS: Final = {
 }
 
 PANELS: Final = {panel: tuple(names.split()) for panel, names in _PANELS.items()}
-"""The settings under each heading of the help page, in its order."""
+"""The settings under each heading of the help page, in display order."""
 
 MODEL_PANELS: Final = frozenset(
     {"Model", "Speculation", "Batching", "Devices and memory", "Simulator"}
 )
-"""The panels of settings that `draftgate generate` takes too; all others concern the server."""
+"""Panels of the settings that `draftgate generate` also accepts. Others concern the server."""

@@ -1,4 +1,4 @@
-"""Values of settings that are written as text: sizes, indices, lists, addresses and names."""
+"""Readers and checks for settings that are text, such as sizes, indices and addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def read_indices(value: object) -> list[int]:
-    """Read distinct indices: the text `0,1`, one number, or a list of numbers.
+    """Return distinct indices from the text `0,1`, one number, or a list of numbers.
 
     Raises:
         ValueError: the value is not a list of distinct indices.
@@ -25,9 +25,9 @@ def read_indices(value: object) -> list[int]:
 
 
 def read_texts(value: object) -> object:
-    """Read several texts: one text with commas, or a list, whose entries are not split.
+    """Return a list of texts from one text with commas.
 
-    Any other value is returned unchanged, for the type check to reject.
+    Any other value, such as a list, is returned unchanged for the type check.
 
     Raises:
         ValueError: one of the texts is empty.
@@ -36,12 +36,12 @@ def read_texts(value: object) -> object:
         return value
     found = [item.strip() for item in value.split(",")] if value.strip() else []
     if "" in found:
-        raise ValueError("expected texts with commas between them, none of them empty")
+        raise ValueError("expected texts separated by commas, without empty texts")
     return found
 
 
 def read_urls(value: object) -> list[str]:
-    """Read addresses of servers: a text with commas, or a list.
+    """Return server addresses from a text with commas or a list.
 
     Raises:
         ValueError: an entry is not an HTTP address, or occurs twice.
@@ -65,7 +65,9 @@ _UNITS: Final = {
 
 
 def read_bytes(value: object) -> object:
-    """Read a size such as `1073741824`, `512MiB` or `1.5 GB`; only texts are converted.
+    """Return a size in bytes from a text such as `1073741824`, `512MiB` or `1.5 GB`.
+
+    Any other value is returned unchanged for the type check.
 
     Raises:
         ValueError: the text is not a size.
@@ -79,10 +81,10 @@ def read_bytes(value: object) -> object:
 
 
 def check_url(text: str) -> None:
-    """Accept the address of an HTTP server.
+    """Check that a text is the address of an HTTP server.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text is not such an address.
     """
     try:
         parts = urlsplit(text)
@@ -94,17 +96,17 @@ def check_url(text: str) -> None:
 
 
 def check_pool(text: str) -> None:
-    """Accept the name of a pool, which becomes part of keys in Redis.
+    """Check the name of a pool, which becomes part of keys in Redis.
 
     Raises:
-        ValueError: the name has other characters, or is too long.
+        ValueError: the name has an invalid character or more than 64 characters.
     """
     if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
         raise ValueError("expected a name of letters, digits, dots, dashes, underscores")
 
 
 def check_backend(name: str) -> None:
-    """Accept the name of a built-in or installed backend.
+    """Check that a built-in or installed backend has this name.
 
     Raises:
         ValueError: no backend has this name.
@@ -116,14 +118,14 @@ def check_backend(name: str) -> None:
 
 
 MASK: Final = "********"
-"""Shown in place of a secret."""
+"""The text shown in place of a secret."""
 
 
 def mask_url(text: str) -> str:
-    """Return an address, valid or not, without its passwords.
+    """Return an address, valid or not, with its passwords masked.
 
-    Everything between the scheme and the last `@` is masked, because a password may contain `@`,
-    and so is the value of each option whose name contains `password`.
+    The mask covers everything between the scheme and the last `@`, because a password may contain
+    `@`. It also covers the value of each query option whose name contains `password`.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:

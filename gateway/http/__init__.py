@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's endpoints, and those for operators."""
+"""The HTTP API, with OpenAI's endpoints and the endpoints for operators."""

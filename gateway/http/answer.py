@@ -1,4 +1,4 @@
-"""The answer to a request while it is generated: collects deltas, returns rendered bytes."""
+"""The response to a request during generation, which collects deltas and returns bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 
 
 class Answer:
-    """An answer, streamed or whole.
+    """A response, streamed or whole.
 
     Attributes:
-        run: set once the job has been admitted.
+        run: the run of the job, set once the job is admitted.
     """
 
     def __init__(self, parsed: ParsedRequest, rendering: Rendering, watch: RequestWatch) -> None:
@@ -43,7 +43,10 @@ class Answer:
         return self._open_choices == 0
 
     def observe(self, delta: Delta) -> None:
-        """Record a delta. Every delta must pass here, in order."""
+        """Record a delta.
+
+        The caller must pass every delta, in order.
+        """
         self.watch.observe(delta)
         self._open_choices -= delta.finish_reason is not None
         if delta.outcome is not None:
@@ -73,7 +76,7 @@ class Answer:
         )
 
     def chunk(self, delta: Delta) -> bytes:
-        """Return the events of an observed delta; usually one, sometimes none."""
+        """Return the events of an observed delta, usually one and sometimes none."""
         last = self.complete and not self.parsed.include_usage
         usage = self.usage() if self.parsed.continuous_usage else UNSET
         return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
@@ -96,7 +99,7 @@ class Answer:
             choices[delta.choice].append(delta)
         if self.parsed.job.sampling.logprobs is None and not self.parsed.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
-        # Rendering 500 tokens with 20 alternatives each takes some 20 ms.
+        # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
         return await offload(self.rendering.response, choices, self.usage(), self.metrics())
 
 
@@ -111,7 +114,7 @@ def _resume_reply(resume: Resume) -> ResumeReply:
 
 
 def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
-    """Return the speculation plan of a prompt, and its outcome."""
+    """Return the speculation plan of a prompt and its outcome."""
     plan = placed.request.speculation
     return SpeculativeDecoding(
         plan.policy,

@@ -1,4 +1,4 @@
-"""What handlers share: keys of application and request, accounts, bodies and JSON responses."""
+"""Helpers that handlers share, such as application keys, accounts, bodies and JSON responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODE: Final = web.AppKey("node", Node)
 SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)
 
 ACCOUNT: Final = web.RequestKey("account", Account)
-"""The account that a request belongs to."""
+"""The account of a request."""
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """The id of a request in logs and in the `x-request-id` header."""
@@ -31,7 +31,7 @@ _LONGEST_ID: Final = 128
 
 
 def client_request_id(request: web.Request) -> str:
-    """Return the client's id of a request if it is short and printable, else a new id."""
+    """Return the client's id of a request if it is short and printable, or a new id."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
         return sent
@@ -44,7 +44,7 @@ def new_id() -> str:
 
 
 def fingerprint(tenant: str, body: bytes) -> int:
-    """Return 64 bits that are equal for equal bodies of a tenant.
+    """Return a 64-bit hash that is equal for equal bodies of a tenant.
 
     A megabyte takes a millisecond.
     """
@@ -56,10 +56,12 @@ Asked = TypeVar("Asked", Job, Ask)
 
 
 def for_account(asked: Asked, account: Account, body: bytes, retries: int | None) -> Asked:
-    """Return a request in the name of its account, within the account's bounds. Any thread.
+    """Return a request with the name, share and bounds of its account.
+
+    The function is thread-safe.
 
     Args:
-        retries: how often the client has sent the request before; None if unknown.
+        retries: how often the client has sent the request before, or None if unknown.
     """
     return replace(
         asked,
@@ -75,8 +77,8 @@ async def read_body(request: web.Request) -> bytes:
     """Return the body.
 
     Raises:
-        BodyTooLarge: it exceeds the limit.
-        InvalidRequest: its transfer or content encoding is broken.
+        BodyTooLarge: the body exceeds the limit.
+        InvalidRequest: the transfer or content encoding of the body is broken.
     """
     try:
         return await request.read()
@@ -92,7 +94,7 @@ def query_number(request: web.Request, name: str, default: int, most: int) -> in
     """Return a whole number from the query.
 
     Raises:
-        InvalidRequest: it is not from 1 to `most`.
+        InvalidRequest: the number is not between 1 and `most`.
     """
     text = request.query.get(name, str(default))
     if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
@@ -101,6 +103,6 @@ def query_number(request: web.Request, name: str, default: int, most: int) -> in
 
 
 def json_response(reply: msgspec.Struct | bytes, status: int = 200) -> web.Response:
-    """Return a response with a struct, or with its JSON."""
+    """Return a response whose body is a struct or its JSON."""
     body = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
     return web.Response(body=body, status=status, content_type="application/json")

@@ -1,4 +1,4 @@
-"""Requests that an upstream answers: bytes in and bytes out, with exactly one ending."""
+"""Requests that an upstream runs, forwarded as bytes with exactly one ending."""
 
 from __future__ import annotations
 
@@ -48,24 +48,27 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
 
 INLINE_BYTES: Final = 256 << 10
-"""Larger bodies are read in a thread: 1 MB takes 7 ms, 13 with a model name to replace (Zen 4, two
-busy cores, 2026-11-21), and the event loop may be held for 5."""
+"""Larger bodies are parsed in a thread. 1 MB takes 7 ms, or 13 ms with a model name to replace (Zen
+4, two busy cores, 2026-11-21), and a callback may hold the event loop for 5 ms."""
 
 WHOLE_BYTES: Final = 1 << 20
-"""A whole answer up to this size is sent once it is complete, so that the client gets an error and
-not a part if it breaks off. A completion of 32,000 tokens has 150 kB."""
+"""A whole response up to this size is sent once it is complete. If the upstream breaks off, the
+client thus gets an error instead of a part. A completion of 32,000 tokens has 150 kB."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
-"""Headers that the upstream gets. Not `Authorization`: the client's key is for this node, and the
-upstream's is this node's own (`--upstream-api-key-env`)."""
+"""Headers that the upstream gets. `Authorization` is excluded, because the client's key is for this
+node. The node has its own key for the upstream (`--upstream-api-key-env`)."""
 
 
 class _ErrorInPlaceOfStream(UpstreamBroken):
-    """The upstream answered an error after comments were sent; its JSON is passed on unchanged."""
+    """The upstream responded with an error after comments were sent.
+
+    The client gets the JSON of the error unchanged.
+    """
 
     def __init__(self, json: bytes) -> None:
-        super().__init__("the upstream answered an error")
+        super().__init__("the upstream responded with an error")
         self._json = json
 
     def body(self) -> bytes:
@@ -76,14 +79,14 @@ class _ErrorInPlaceOfStream(UpstreamBroken):
 async def forward(
     request: web.Request, node: Node, watch: RequestWatch, *, generates: bool = True
 ) -> web.StreamResponse:
-    """Answer a request from an upstream.
+    """Respond to a request through an upstream.
 
     Args:
         generates: False for embeddings, which have a prompt and no output.
 
     Raises:
-        GatewayError: no upstream answers, and the client has not been sent anything.
-        ConnectionResetError: the client is gone.
+        GatewayError: no upstream responds, and the client has not received anything.
+        ConnectionResetError: the client has disconnected.
     """
     account = request[ACCOUNT]
     fields, body = await _read(request, node, account)
@@ -102,14 +105,14 @@ async def forward(
 
 
 async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.StreamResponse:
-    """Answer a request that generates nothing, such as `/v1/models`, from an upstream.
+    """Respond through an upstream to a request that generates nothing, such as `/v1/models`.
 
     Args:
-        missing: statuses which say that this engine does not have the endpoint.
+        missing: statuses which say that the engine does not have the endpoint.
 
     Raises:
         NotOffered: the engine does not have the endpoint.
-        GatewayError: as `forward`.
+        GatewayError: as in `forward`.
     """
     node = request.app[NODE]
     with node.dispatcher.counted():
@@ -117,7 +120,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
         call = _call(request, body, NO_SPAN, service_level(request.headers))._replace(sequences=0)
         async with node.forwarder.run_uncounted(call) as answer:
             if answer.status in missing:
-                raise NotOffered(f"the upstream has no {request.path}")
+                raise NotOffered(f"the upstream does not support {request.path}")
             return await _send_whole(request, answer)
 
 
@@ -129,10 +132,10 @@ async def _send(
     *,
     waits: bool,
 ) -> web.StreamResponse | None:
-    """Send the answer; a client that waits for events gets comments until there is one.
+    """Send the response, preceded by comments while a client waits for events.
 
     Returns:
-        The response of a whole answer; None if the answer was sent as events.
+        The response if it was sent whole, or None if it was sent as events.
     """
     async with AsyncExitStack() as stack:
         with Heartbeats(events) if waits else nullcontext() as beats:
@@ -142,7 +145,7 @@ async def _send(
         watch.forwarded(answer.worker_id, answer.plan)
         if answer.is_error:
             watch.fail(Ending.REJECTED, answer.status, None)
-        # From here, so that the request is in flight up to the last byte.
+        # Sending here keeps the request in flight up to the last byte.
         try:
             if answer.exchange.streaming:
                 await _send_events(events, answer, watch)
@@ -158,7 +161,7 @@ async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: Reque
     if not events.begun:
         events.response.headers.update({**answer.headers, **UNBUFFERED})
     async for block in answer.blocks:
-        if not block.startswith(b":"):  # a comment: the upstream itself waits
+        if not block.startswith(b":"):  # a comment means that the upstream itself waits
             watch.progressed(answer.exchange.outputs)
         await events.write(block)
     if answer.exchange.error_sent:
@@ -185,7 +188,10 @@ async def _send_whole(
 async def _send_large(
     request: web.Request, answer: UpstreamAnswer, begun: bytearray, watch: RequestWatch | None
 ) -> web.StreamResponse:
-    """Send an answer as it arrives; if it breaks off the connection is cut."""
+    """Send a response as it arrives.
+
+    If the upstream breaks off, the connection is cut.
+    """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
     await response.prepare(request)
     if watch is not None:
@@ -199,14 +205,14 @@ async def _send_large(
             watch.fail(Ending.FAILED, as_gateway_error(error).status, error)
         response.force_close()
         if request.transport is not None:
-            request.transport.abort()  # the client misses the last chunk
+            request.transport.abort()  # the client notices the missing last chunk
         return response
     await response.write_eof()
     return response
 
 
 async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
-    """Return the error for an answer that is not a stream, after comments have been sent."""
+    """Return the error for a response that is not a stream, after comments have been sent."""
     body = bytearray()
     async for block in answer.blocks:
         body += block
@@ -218,13 +224,15 @@ async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
         found = None
     if isinstance(found, dict) and found.get("error"):
         return _ErrorInPlaceOfStream(msgspec.json.encode(found))
-    return UpstreamBroken(f"the upstream answered {answer.status} and not a stream of events")
+    return UpstreamBroken(
+        f"the upstream responded with status {answer.status} instead of a stream of events"
+    )
 
 
 async def _read(
     request: web.Request, node: Node, account: Account
 ) -> tuple[ForwardedFields, bytes]:
-    """Return what a request asks for, and its body for the upstream."""
+    """Return the fields of a request, and its body for the upstream."""
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
         return _read_fields(body, node, account)
@@ -241,7 +249,7 @@ def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFi
 
 
 def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span) -> ForwardJob:
-    """Return a request as the forwarder takes it, within its account's bounds."""
+    """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
     service = account.capped(replace(service_level(request.headers), priority=fields.priority))
     prompt, output = fields.prompt_tokens, fields.max_tokens
@@ -255,7 +263,7 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span)
 
 
 def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:
-    """Return a request as the upstream gets it, with the service level of its account."""
+    """Return the call to the upstream, with the service level of the account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     asked = service_level(request.headers)
     if service.ttft_s is not None and service.ttft_s != asked.ttft_s:

@@ -1,4 +1,4 @@
-"""The path of a request to the workers: parse, dispatch, answer; the same for all endpoints."""
+"""The path of a request to the workers and back, which is the same for all endpoints."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ from draftgate.policies.types import ServiceLevel
 T = TypeVar("T")
 
 INLINE_BODY_BYTES: Final = 16 << 10
-"""Larger bodies are parsed in a thread. Tokenising 1 MB of text takes 0.4 s, and the event loop may
-be held for 5 ms."""
+"""Larger bodies are parsed in a thread. Tokenising 1 MB of text takes 0.4 s, and a callback may
+hold the event loop for 5 ms."""
 
 Parse = Callable[[bytes, ServedModel, str, ServiceLevel], ParsedRequest]
-"""Parses a body, given the model, a request id and what the headers ask for; thread-safe."""
+"""A thread-safe parser of a body, the model, a request id and the latency targets."""
 
 Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
-"""Answers a request, and reports to the watch."""
+"""A function that responds to a request and reports to the watch."""
 
 CLIENT_GONE: Final = 499
-"""nginx's status for a request whose client left, in logs and traces."""
+"""nginx's status for a request whose client disconnected, in logs and traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint that generates.
+    """An endpoint that generates text.
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
-        params: its clients' names of parameters, if these differ from a chat's or completion's.
+        params: the endpoint's names of parameters, if they differ from the names in chats and
+            completions.
     """
 
     path: str
@@ -68,7 +69,7 @@ class Endpoint:
     params: Mapping[str, str] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request."""
+        """Respond to a request."""
         return await respond_watched(request, self.path, self.operation, self._respond)
 
     async def _respond(
@@ -92,7 +93,9 @@ class Endpoint:
 async def respond_watched(
     request: web.Request, path: str, operation: str, respond: Respond
 ) -> web.StreamResponse:
-    """Answer a request that needs a worker. It counts as in flight until its last byte.
+    """Respond to a request that needs a worker.
+
+    The request counts as in flight until its last byte.
 
     Args:
         operation: `gen_ai.operation.name` of its spans.
@@ -115,7 +118,10 @@ async def respond_watched(
 
 
 async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Send a whole answer from within the handler, so that the request counts until its end."""
+    """Send a whole response from within the handler.
+
+    The request thus counts as in flight until its end.
+    """
     response = json_response(body)
     await response.prepare(request)
     await response.write_eof()
@@ -125,7 +131,7 @@ async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
 async def parse_request(
     request: web.Request, node: Node, parse: Parse, watch: RequestWatch
 ) -> ParsedRequest:
-    """Return what a request asks for, within the bounds of its account.
+    """Return the parsed request, within the bounds of its account.
 
     Raises:
         GatewayError, RequestRejected: the request cannot run.
@@ -152,7 +158,7 @@ async def offload_if_long(parse: Callable[[], T], body: bytes) -> T:
 
 def _begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:
     """Start the SERVER span of a request, and add its trace id to the request's log lines."""
-    # Samplers see only the route. The other attributes are computed for recorded spans only.
+    # Samplers see only the route. The other attributes are computed only for recorded spans.
     span = tracing.server(f"{request.method} {route}", request.headers, {"http.route": route})
     if not span.recording:
         return span

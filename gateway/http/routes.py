@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, request ids, accounts, and errors in OpenAI's format."""
+"""The aiohttp application, with routes, request ids, accounts, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ COMPLETIONS: Final = Endpoint(
 RESPONSES: Final = Endpoint("/v1/responses", "chat", parse_responses, ResponseRendering, PARAMS)
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
-"""Paths for orchestrators, which have no API key. Their answers contain nothing of any request."""
+"""Paths for orchestrators, which have no API key. Their responses contain no request data."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -91,22 +91,24 @@ def build_app(node: Node) -> web.Application:
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id, which all its log lines have."""
+    """Give the request an id, which appears in all its log lines."""
     request[REQUEST_ID] = client_request_id(request)
     with about_request(id=request[REQUEST_ID]):
         return await handler(request)
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers that every response has, streamed or not."""
-    # aiohttp refuses a bad `Expect` before the middlewares have run.
+    """Add the headers of every response, streamed or not."""
+    # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
     response.headers["Server"] = "draftgate"
 
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Find the account of a request. Other nodes have none: they prove that they are nodes.
+    """Find the account of a request.
+
+    Other nodes have no account, because they prove that they are nodes.
 
     Raises:
         Unauthorized: keys are required, and the request has no known key.
@@ -126,7 +128,7 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _key(authorization: str) -> str | None:
-    """Return the API key in a header: a bearer token, or the password that a browser asks for."""
+    """Return the API key in a header, which is a bearer token or a browser's password."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return value.strip() or None
@@ -145,7 +147,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         return await handler(request)
     except ConnectionResetError:
-        return web.Response(status=CLIENT_GONE)  # the client cannot read it
+        return web.Response(status=CLIENT_GONE)  # the client cannot read this response
     except web.HTTPException as error:
         return _error_response(_of_http(error, request))
     except Exception as error:  # noqa: BLE001 - every exception becomes a response
@@ -154,20 +156,20 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
             log(logging.ERROR, "internal error", error=error)
         return _error_response(shown)
     finally:
-        # If the body cannot be decoded, aiohttp would still try to read the rest of it after the
-        # response, and log a traceback.
+        # aiohttp would still read the rest of a body that it cannot decode after the response, and
+        # log a traceback.
         if request.content.exception() is not None:
             request.content.feed_eof()
             request.protocol.close()
 
 
 def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
-    """Return our error for one raised by aiohttp."""
+    """Return the gateway error for an error that aiohttp raised."""
     if error.status == 404:
-        return RouteNotFound(f"there is no {request.path}")
+        return RouteNotFound(f"the path {request.path} does not exist")
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowed(
-            f"{request.path} does not take {request.method}", sorted(error.allowed_methods)
+            f"{request.path} does not accept {request.method}", sorted(error.allowed_methods)
         )
     return InvalidRequest(error.reason or "the request is malformed")
 

@@ -1,4 +1,4 @@
-"""Server-sent events: one per delta, and exactly one ending.
+"""Server-sent events, with one event per delta and exactly one ending.
 
 A stream ends after the last finish reason (`Rendering.ending`), or with one error event. An error
 before the first event becomes an ordinary HTTP error.
@@ -23,23 +23,26 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
 INLINE_LOGPROBS: Final = 32
-"""Deltas with more log probabilities are rendered in a thread: with 20 alternatives a token takes
-40 us (one core, Zen 4, 2026-11-21). Deltas are merged while a client reads slowly."""
+"""Deltas with more log probabilities are rendered in a thread. A token with 20 alternatives takes
+40 us (one core, Zen 4, 2026-11-21). Merged deltas of a slow client have many tokens."""
 
 UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers that make proxies pass events on at once."""
+"""Headers that make proxies forward events immediately."""
 
 EVENT_HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", **UNBUFFERED}
 
 KEEPALIVE_S: Final = 5.0
-"""A stream that is silent for this long gets a comment, because proxies close silent connections.
-Streams are silent while they wait for the first token or for another worker."""
+"""The longest silence of a stream, in seconds, before a comment is sent. Proxies close silent
+connections. Streams are silent while they wait for the first token or for another worker."""
 
 COMMENT: Final = b": waiting\n\n"
 
 
 class EventStream:
-    """A response of server-sent events; its headers are sent with the first event."""
+    """A response of server-sent events.
+
+    The headers are sent with the first event.
+    """
 
     def __init__(self, request: web.Request, slow: SlowReaders) -> None:
         self._request = request
@@ -51,21 +54,21 @@ class EventStream:
 
     @property
     def begun(self) -> bool:
-        """Whether the status line was sent."""
+        """Whether the status line has been sent."""
         return self.response.prepared
 
     async def write(self, events: bytes) -> None:
-        """Send complete events; waits while the client reads slowly.
+        """Send complete events, and wait while the client reads slowly.
 
         Raises:
-            ConnectionResetError: the client is gone.
+            ConnectionResetError: the client has disconnected.
         """
         writer = self._writer or await self._begin()
         transport = self._request.transport
         if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        # Bypasses two coroutines of aiohttp, which cost 1.2 us an event (one core, Zen 4,
-        # 2026-11-21).
+            raise ConnectionResetError("the client has disconnected")
+        # A direct write avoids two coroutines of aiohttp, which cost 1.2 us per event (one core,
+        # Zen 4, 2026-11-21).
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self.reader.written_bytes += len(events)
         if self._request.protocol.writing_paused:
@@ -78,7 +81,7 @@ class EventStream:
                 self.reader.limit_buffers()
                 self._writer = await self.response.prepare(self._request)
                 self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
-            assert self._writer is not None  # only websockets have none
+            assert self._writer is not None  # only websockets have no writer
             return self._writer
 
     async def end(self) -> None:
@@ -87,10 +90,10 @@ class EventStream:
 
 
 class Heartbeats:
-    """Sends comments while a stream is silent, as long as its block runs.
+    """A context manager that sends comments while a stream is silent.
 
-    It uses a timer, because most waits are short and a task for each stream costs 9 us (one core,
-    Zen 4, 2026-11-21).
+    A timer is cheaper than a task for each stream, which costs 9 us, and most waits are short (one
+    core, Zen 4, 2026-11-21).
     """
 
     def __init__(self, events: EventStream) -> None:
@@ -108,7 +111,7 @@ class Heartbeats:
             self._sending.cancel()
 
     async def sent(self) -> None:
-        """Wait until a comment that is being sent has been sent."""
+        """Wait until the current comment has been sent."""
         if self._sending is not None:
             await self._sending
 
@@ -123,7 +126,7 @@ class Heartbeats:
             self._sending = self._loop.create_task(self._send())
 
     async def _send(self) -> None:
-        # If the client is gone, aiohttp cancels the handler itself.
+        # aiohttp itself cancels the handler if the client has disconnected.
         with suppress(ConnectionResetError):
             await self._events.write(COMMENT)
             self._wait()
@@ -132,14 +135,14 @@ class Heartbeats:
 async def stream_answer(
     events: EventStream, answer: Answer, running: AbstractAsyncContextManager[Run]
 ) -> None:
-    """Send an answer as events.
+    """Send a response as events.
 
     Args:
-        running: runs the job while it is entered (`Dispatcher.run`).
+        running: a context manager that runs the job (`Dispatcher.run`).
 
     Raises:
-        ConnectionResetError: the client is gone; the request was cancelled.
-        Exception: any error before the first event; later errors are sent as an event.
+        ConnectionResetError: the client has disconnected, and the request was cancelled.
+        Exception: any error before the first event. Later errors are sent as an event.
     """
     async with one_ending(events, answer.watch, answer.rendering.failure):
         async with running as run:
@@ -157,10 +160,10 @@ async def one_ending(
     """End a stream that the block has begun, with an error event if the block raises.
 
     Args:
-        failure: renders the error event.
+        failure: a function that renders the error event.
 
     Raises:
-        ConnectionResetError: the client is gone.
+        ConnectionResetError: the client has disconnected.
         Exception: any error of the block before the first event.
     """
     try:
@@ -183,7 +186,7 @@ async def one_ending(
 async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     answer.observe(delta)
     if not (delta.text or delta.logprobs or delta.steps or delta.finish_reason):
-        return  # the text is held back
+        return  # the worker holds the text back
     if len(delta.logprobs) <= INLINE_LOGPROBS:
         chunk = answer.chunk(delta)
     else:

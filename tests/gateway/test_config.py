@@ -105,7 +105,7 @@ def test_bad_value_is_one_line_that_names_its_source(
         ("port: 80.5\n", "port: expected a whole number"),
         ("exact: perhaps\n", "exact: expected true or false"),
         ("sim_acceptance: [1]\n", "sim_acceptance: expected a number"),
-        ("- port\n", "a mapping of settings was expected"),
+        ("- port\n", "expected a mapping of settings"),
         ("port: [1\n", "not YAML"),
         ("port: many\n", "port: expected a whole number"),
         ("port: true\n", "port: expected a whole number"),

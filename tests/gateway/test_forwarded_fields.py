@@ -11,8 +11,8 @@ import pytest
 from draftgate.gateway.accounts import EVERYBODY, Account
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.forwarded import (
+    DEFAULT_OUTPUT_TOKENS,
     MOST_OUTPUT_TOKENS,
-    UNSAID_OUTPUT_TOKENS,
     changed_fields,
     read_fields,
     rewrite_body,
@@ -48,11 +48,11 @@ def keys_file(tmp_path: Path, **bounds: Any) -> str:
 @pytest.mark.parametrize(
     ("said", "believed"),
     [
-        ({}, UNSAID_OUTPUT_TOKENS),
-        ({"max_tokens": -5}, UNSAID_OUTPUT_TOKENS),
-        ({"max_tokens": 0}, UNSAID_OUTPUT_TOKENS),
-        ({"max_tokens": "9"}, UNSAID_OUTPUT_TOKENS),
-        ({"max_tokens": True}, UNSAID_OUTPUT_TOKENS),
+        ({}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": -5}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": 0}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": "9"}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": True}, DEFAULT_OUTPUT_TOKENS),
         ({"max_tokens": 10**15}, MOST_OUTPUT_TOKENS),
         ({"max_tokens": 10**40}, MOST_OUTPUT_TOKENS),
         ({"max_tokens": 7, "max_completion_tokens": 8}, 8),

@@ -1,4 +1,4 @@
-"""`draftgate simulate`: loadgen's requests through the production dispatcher, in virtual time.
+"""`draftgate simulate`, which sends loadgen's requests to the dispatcher in virtual time.
 
-Within the gateway only the command line may import `loadgen`, and it does so when the command runs.
+Only the command line may import `loadgen` within the gateway, and only when the command runs.
 """

@@ -1,4 +1,4 @@
-"""One simulation: a load through dispatcher and workers, in virtual time."""
+"""One simulation of a load on a dispatcher and its workers, in virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from draftgate.gateway.state.memory import MemoryStore
 from draftgate.loadgen.types import PlannedRequest, Record
 
 ADMIT_ALL: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
-"""By default a simulation compares latencies, so it rejects no request."""
+"""The default rules. A simulation compares latencies, so it rejects no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class SimulatedCluster:
     """The workers of a simulation and the rules of their dispatcher.
 
     Attributes:
-        config: of every worker; the policy is `config.speculation`.
-        workers: their number.
-        environment: its log must not be shared with another cluster.
+        config: the configuration of every worker, including its policy `speculation`.
+        workers: number of workers.
+        environment: the simulated devices and their log, which clusters must not share.
         rules: the dispatcher's policies.
-        profiles: in place of `config.profile`, for the workers in turn; empty keeps that.
+        profiles: device profiles that the workers use in turn; empty means `config.profile`.
     """
 
     config: WorkerConfig
@@ -76,9 +76,9 @@ def simulate(
     """Return the records of the requests in the order of the plan.
 
     Args:
-        requests: each with an instant `at_s`.
-        on_record: called with each record when its request has ended.
-        to_job: converts a planned request.
+        requests: the plan, with an arrival time `at_s` for each request.
+        on_record: a callback that receives each record when its request ends.
+        to_job: a function that converts a planned request to a job.
 
     Raises:
         ValueError: a setting is wrong.
@@ -100,10 +100,10 @@ async def started(
     rules: WaitingRules = ADMIT_ALL,
     seed: int = 0,
 ) -> AsyncIterator[Dispatcher]:
-    """Start the workers of a node like a gateway, and stop them at the end.
+    """Start the workers of a node as a gateway does, and stop them at the end.
 
     Args:
-        configs: one per worker, all with the same policy.
+        configs: one configuration per worker, all with the same policy.
         seed: seed of the random choices between workers.
     """
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
@@ -135,18 +135,18 @@ async def send(
     on_record: Callable[[Record], None] = lambda _record: None,
     pop_deliveries: Callable[[str], Deliveries] | None = None,
 ) -> list[Record]:
-    """Send requests at their instants, counted from now, and return their records.
+    """Send each request at its time `at_s`, counted from now, and return the records.
 
     Args:
-        pop_deliveries: returns the deliveries to a request, if the workers log them. Otherwise
-            deltas are timed here.
+        pop_deliveries: a function that returns the logged deliveries of a request. If it is None,
+            `send` times the deltas itself.
     """
     records, start_s = list[Record](), loop_time_s()
     open_requests = set[asyncio.Task[Record]]()
 
     def done(task: asyncio.Task[Record]) -> None:
         if not task.cancelled() and task.exception() is None:
-            open_requests.discard(task)  # failed tasks stay, and raise in `gather`
+            open_requests.discard(task)  # failed tasks stay in the set and raise in `gather`
             records.append(task.result())
             on_record(task.result())
 

@@ -1,6 +1,6 @@
-"""The command `draftgate simulate`: its flags, its progress, and where results go.
+"""Flags, progress and output of `draftgate simulate`.
 
-Everything heavy is imported when the command runs, so that `draftgate --help` stays quick.
+The command imports heavy modules when it runs, so that `draftgate --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from draftgate.loadgen.types import Record
 
 PROGRESS_S: Final = 10.0
-"""Seconds between two lines of progress when the output is not a terminal."""
+"""Interval between lines of progress, in seconds, if the output is not a terminal."""
 
 
 def _check_plotly(page: Path | None) -> Path | None:
@@ -61,7 +61,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         float | None, typer.Option(min=0.0, help="Temperature of all requests.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="Number of seeds, from --seed on.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of consecutive seeds, starting at --seed.")
+    ] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers, one device each.")] = 1,
     routing: Annotated[
         str,
@@ -70,8 +72,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     speculation: Annotated[
         list[str] | None,
         typer.Option(
-            help="Speculation policies, separated by commas or repeated, oracle included"
-            " (default: auto)."
+            help="Speculation policies, including oracle. Separate them with commas or repeat the"
+            " option (default: auto)."
         ),
     ] = None,
     batching: Annotated[
@@ -90,20 +92,23 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = 32768,
     belief_error: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=0.99, help="Share by which workers misjudge step costs at first."
-        ),
+        typer.Option(min=0.0, max=0.99, help="Initial relative error of the workers' step costs."),
     ] = 0.3,
     truth: Annotated[
         str,
-        typer.Option(help="Device model: roofline (with noise), or profile (exactly as it says)."),
+        typer.Option(help="Device model: roofline (with noise) or profile (without noise)."),
     ] = "roofline",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
     html_out: Annotated[
-        Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here.")
+        Path | None,
+        typer.Option(
+            "--html", callback=_check_plotly, help="Write a page with plots to this file."
+        ),
     ] = None,
 ) -> None:
-    """Simulate a load under one or more policies: production code in virtual time."""
+    """Simulate a load under one or more policies, with production code in virtual time."""
     from draftgate.backends.worker_config import WorkerConfig
     from draftgate.gateway.cli.simulate.experiment import Setup
     from draftgate.loadgen.planning.plan import Load
@@ -167,7 +172,7 @@ def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
 
 @contextmanager
 def _progress(console: Console, setup: Setup) -> Iterator[OnRecord]:
-    """Show how many requests have ended: bars on a terminal, which vanish, else some lines."""
+    """Show the number of finished requests, as bars on a terminal or as lines elsewhere."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -1,10 +1,10 @@
-"""Between loadgen and the dispatcher: planned requests to jobs, deliveries to records.
+"""Conversion of planned requests to jobs, and of deliveries to records.
 
-Prompts become token ids without a tokenizer. Each token is a piece of text of the average length,
-and its id is the piece's first byte. So prompts keep the lengths of the workload. Two prompts
-with a common beginning have common ids, which is all that prefix caching needs.
+The conversion makes token ids without a tokenizer. Each token is a piece of text of the average
+length, and its id is the first byte of that piece. Prompts therefore keep the lengths of the
+workload. Prompts with a common prefix have common ids, as prefix caching requires.
 
-Records have loadgen's form, so that its metrics and reports apply.
+The records have loadgen's form, so that loadgen's metrics and reports apply.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ RECORDED: Final = {
 }
 """The recorded task that a class of requests replays, and its default temperature.
 
-Chosen by the tokens per step of n-gram drafts of up to 8 tokens, compared with prompt lookup in a
-replay of texts by Llama-3.1-8B: chat 1.63 (ShareGPT: 1.67), code completion 1.72 (no figure),
-retrieval 2.5 (news 1.56, code editing 3.15), quotations 3.7 (2026-11-21)."""
+The choice compares the tokens per step of n-gram drafts, up to 8 tokens long, with prompt lookup in
+a replay of texts by Llama-3.1-8B (2026-11-21). The values are 1.63 for chat (ShareGPT: 1.67), 1.72
+for code completion, 2.5 for retrieval (news 1.56, code editing 3.15) and 3.7 for quotations."""
 
 DEFAULT_RECORD: Final = ("completion", 0.8)
-"""The same for other classes: requests of traces, of which only lengths are known."""
+"""The task and temperature of other classes, such as requests of traces without text."""
 
 
 def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_token) -> bytes:
@@ -61,7 +61,10 @@ def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_to
 
 
 def job_of(planned: PlannedRequest) -> Job:
-    """Return the job of a planned request; its id begins with the recorded task to replay."""
+    """Return the job of a planned request.
+
+    The id of the job begins with the recorded task to replay.
+    """
     request = planned.request
     task, usual = RECORDED.get(request.class_name, DEFAULT_RECORD)
     fields = dict(request.extra)
@@ -80,7 +83,10 @@ def job_of(planned: PlannedRequest) -> Job:
 
 
 class Chunks(Sequence[TextChunk]):
-    """The chunks of a record in a tenth of the memory: a simulation has millions of them."""
+    """The chunks of a record, created on access to use a tenth of the memory.
+
+    A simulation has millions of chunks.
+    """
 
     __slots__ = ("_deliveries",)
 
@@ -106,11 +112,11 @@ class Chunks(Sequence[TextChunk]):
 def record_of(
     planned: PlannedRequest, placed: Placement, last: Delta, deliveries: Deliveries
 ) -> Record:
-    """Return the record of a complete answer."""
+    """Return the record of a complete response."""
     assert planned.at_s is not None
     assert last.outcome is not None
     speculation: dict[str, Any] = to_builtins(speculation_reply(placed, last.outcome))
-    speculation.pop("reason")  # no report uses this sentence, and there may be 100,000 records
+    speculation.pop("reason")  # no report uses this sentence, and a run may have 100,000 records
     metrics: dict[str, Any] = {
         "worker_id": placed.worker.worker_id,
         "speculative_decoding": speculation,
@@ -143,6 +149,6 @@ def rejection_of(planned: PlannedRequest, status: int, detail: str) -> Record:
 
 
 def _without_text(planned: PlannedRequest) -> PlannedRequest:
-    """Return what reports need of a request: its text may have megabytes."""
+    """Return a request without its text, which reports do not need and may take megabytes."""
     request = replace(planned.request, prompt="", messages=(), inputs=(), extra=(), facts=())
     return PlannedRequest(planned.index, planned.at_s, request)

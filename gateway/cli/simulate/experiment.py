@@ -1,4 +1,4 @@
-"""Runs several policies on the same load, with one or more seeds."""
+"""Experiments that run several policies on the same load, with one or more seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 from draftgate.policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
-"""Health of the load generator: in virtual time it is never late."""
+"""Health of a load generator that is never late, as in virtual time."""
 
 TRUTHS: Final = ("roofline", "profile")
 """The device models."""
@@ -31,15 +31,15 @@ TRUTHS: Final = ("roofline", "profile")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An experiment: one load, one cluster, several policies.
+    """An experiment with one load, one cluster and several policies.
 
     Attributes:
-        load: an open loop; `load.seed` is the first seed.
-        config: of every worker; its policy is replaced.
-        policies: speculation policies by name, e.g. `fixed:4`.
-        routing: the routing policy by name.
+        load: an open loop, whose seed is the first seed.
+        config: the configuration of every worker, whose policy is replaced.
+        policies: names of speculation policies, such as `fixed:4`.
+        routing: name of the routing policy.
         repeat: number of seeds.
-        belief_error: share by which the workers' step costs are off at first.
+        belief_error: initial relative error of the workers' step costs.
         truth: `roofline`, or `profile` for devices that follow the profile exactly.
     """
 
@@ -79,8 +79,8 @@ class Outcome:
     Attributes:
         summaries: a `summary/1` per seed.
         run: the run with the first seed, for plots.
-        samples: nearly independent values of each figure: the batch means of the only run, or one
-            value per seed. Equal places of two policies belong to the same requests.
+        samples: nearly independent values of each metric, from the batches of one run or from
+            several seeds. Values of two policies at the same index belong to the same requests.
     """
 
     policy: str
@@ -91,7 +91,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The outcomes in the order of the policies, and the effort of simulating them."""
+    """The outcomes of all policies.
+
+    Attributes:
+        outcomes: one outcome per policy, in the order of the policies.
+        requests: number of simulated requests.
+        cpu_s: CPU time of the simulation, in seconds.
+    """
 
     outcomes: list[Outcome]
     requests: int
@@ -112,7 +118,7 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
     rows = () if setup.load.trace is None else read_trace(setup.load.trace)
     outcomes = [Outcome(policy) for policy in setup.policies]
     began_s, requests = time.process_time(), 0
-    # Nothing is freed before the end, so full collections would scan millions of objects in vain.
+    # No object is freed before the end, so full collections would scan millions of objects in vain.
     with without_full_gc():
         for seed in setup.seeds:
             for outcome in outcomes:
@@ -145,7 +151,7 @@ def _run(
 
 
 def _without_health(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary without the figures of a real load generator."""
+    """Return the summary without the values that only a real load generator has."""
     dropped = {"health", "lossless", "invalid_reasons"}
     kept = {key: value for key, value in summary["details"].items() if key not in dropped}
     return {**summary, "details": kept}
@@ -157,7 +163,7 @@ _REQUEST_FIGURES: Final[dict[str, Callable[[Record], float | None]]] = {
     "tpot_s.mean": tpot_s,
     "attainment": lambda record: float(meets_slo(record)),
 }
-"""Means over requests, which get intervals from the batches of a single run."""
+"""Means over requests, whose intervals result from the batches of a single run."""
 
 _SEED_FIGURES: Final = (
     *_REQUEST_FIGURES,
@@ -167,7 +173,7 @@ _SEED_FIGURES: Final = (
     "goodput_rps",
     "accepted_tokens_per_s",
 )
-"""Figures of a summary, which get intervals from several seeds."""
+"""Metrics of a summary, whose intervals result from several seeds."""
 
 
 def _add_samples(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:

@@ -1,11 +1,12 @@
 """Confidence intervals of means, over batches of requests or over seeds.
 
-Requests of one run influence each other through queues, so their mean is less certain than that of
-as many independent requests. The means of consecutive batches are nearly independent (batch means;
-Law, Simulation Modeling and Analysis, 2015, section 9.5.3), and so are runs with different seeds.
-Policies meet the same arrivals, lengths, texts and noise. Their *differences*, batch by batch or
-seed by seed, are therefore far more certain than each mean (common random numbers; ibid., section
-11.2).
+Requests of one run influence each other through queues. Their mean is therefore less certain than
+the mean of the same number of independent requests. The means of consecutive batches are nearly
+independent (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5.3). Runs with
+different seeds are independent.
+
+All policies get the same arrivals, lengths, texts and noise. Their *differences* per batch or per
+seed are therefore far more certain than each mean (common random numbers; ibid., section 11.2).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any, Final
 from draftgate.loadgen.measuring.confidence import student_quantile
 
 BATCHES: Final = 20
-"""Batches per run. Law recommends no more, since longer batches depend less on each other."""
+"""Batches per run. Law recommends few batches, because longer batches are less dependent."""
 
 LEAST_SAMPLES: Final = 3
-"""With fewer samples an interval would be meaningless."""
+"""The fewest samples for a meaningful interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Estimate:
     """A mean with its 95% confidence interval.
 
     Attributes:
-        half: half the width of the interval; None if there are too few samples.
+        half: half the width of the interval, or None with too few samples.
         samples: number of independent values.
     """
 
@@ -45,7 +46,7 @@ class Estimate:
 
 
 def estimate(samples: Sequence[float]) -> Estimate | None:
-    """Return the mean of independent values with Student's interval; None without values."""
+    """Return the mean of independent values with Student's interval, or None without values."""
     count = len(samples)
     if not count:
         return None
@@ -57,9 +58,10 @@ def estimate(samples: Sequence[float]) -> Estimate | None:
 
 
 def batch_means(values: Sequence[float | None], batches: int = BATCHES) -> list[float | None]:
-    """Return the means of consecutive batches, ignoring None values; None for a batch without any.
+    """Return the means of consecutive batches, without their None values.
 
-    If there are fewer values than batches, each value is a batch.
+    The mean of a batch without values is None. If the batches outnumber the values, each value is a
+    batch.
     """
     count = min(batches, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []

@@ -1,7 +1,7 @@
 """The results as JSON, as a table on the terminal, and as a page with plots.
 
-The JSON has a `summary/1` for each policy, intervals, differences, and the settings. It depends on
-neither the machine nor the time: the same command gives the same bytes.
+The JSON has a `summary/1` for each policy, intervals, differences and the settings. It does not
+depend on the machine or the time, so the same command gives the same bytes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
 
 
 def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
-    """Return the differences to another policy on the same requests, by figure."""
+    """Return the differences to another policy on the same requests, by metric."""
     found = {}
     for figure, ours in outcome.samples.items():
         theirs = to.samples[figure]
@@ -105,13 +105,13 @@ def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
 
 
 def estimates(outcome: Outcome) -> dict[str, Estimate]:
-    """Return the means of an outcome with their intervals, by figure."""
+    """Return the means of an outcome with their intervals, by metric."""
     found = {figure: estimate(known(values)) for figure, values in outcome.samples.items()}
     return {figure: value for figure, value in found.items() if value is not None}
 
 
 def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the `summary/1` of several seeds: counts are summed, figures averaged."""
+    """Return one `summary/1` for several seeds, with summed counts and averaged metrics."""
     errors: dict[str, int] = {}
     for summary in summaries:
         for cause, count in summary["errors"].items():
@@ -145,7 +145,7 @@ def _means(distributions: list[dict[str, float] | None]) -> dict[str, float | No
 def render(results: Results) -> RenderableType:
     """Return the table of all policies, which fits a terminal of 80 columns."""
     table = Table(box=None, pad_edge=False)
-    # Headers take two lines and never shrink; a long policy name is folded instead.
+    # Headers take two lines and never shrink. A long policy name wraps instead.
     table.add_column(HEAD[0], overflow="fold")
     for name in HEAD[1:]:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
@@ -187,7 +187,7 @@ def _difference(outcome: Outcome, first: Outcome) -> str:
 
 
 def page(setup: Setup, results: Results) -> str:
-    """Return an HTML page: the policies side by side, then each on its own."""
+    """Return an HTML page that compares the policies and then describes each."""
     what = setup.load.workload or setup.load.trace or setup.load.prompt
     title = f"{what} on {setup.workers} x {setup.config.profile}, simulated"
     return html_page(title, _body(title, setup, results))

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: the hidden states of the texts' last tokens, normalised."""
+"""The endpoint `POST /v1/embeddings`, which returns normalised hidden states of last tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from draftgate.policies.types import ServiceLevel, SpeculationMode
 PATH: Final = "/v1/embeddings"
 
 MAX_INPUTS: Final = 2048
-"""Texts of one request; OpenAI's bound."""
+"""Maximum texts of one request, which is OpenAI's bound."""
 
 INLINE_STATE_BYTES: Final = 64 << 10
-"""Longer answers are encoded in a thread: 16384 numbers take 0.8 ms as decimals, 0.2 ms as base64
-(one core of an AMD EPYC Zen 4, 2026-11-21)."""
+"""Longer responses are encoded in a thread. 16384 numbers take 0.8 ms as decimals, or 0.2 ms as
+base64 (one core of an AMD EPYC Zen 4, 2026-11-21)."""
 
 _NOTHING_TO_SAMPLE: Final = SamplingParams(max_tokens=0, seed=0, temperature=0.0)
 _decoder: Final = msgspec.json.Decoder(EmbeddingBody)
@@ -46,11 +46,11 @@ _WIRE: Final = np.dtype("<f4")
 
 
 async def embed(request: web.Request) -> web.StreamResponse:
-    """Embed the texts of a request, here or at an upstream.
+    """Embed the texts of a request, on this node or at an upstream.
 
     Raises:
         NoEmbeddings: the backend has no embeddings.
-        GatewayError, RequestRejected, BackendFailed: as for requests that generate.
+        GatewayError, RequestRejected, BackendFailed: as for requests that generate text.
     """
     return await respond_watched(request, PATH, "embeddings", _respond)
 
@@ -72,11 +72,11 @@ async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web
 def parse_embeddings(
     size: int, body: bytes, served: ServedModel, request_id: str, service: ServiceLevel
 ) -> ParsedRequest:
-    """Return the parsed form of an embedding request's body.
+    """Return the parsed form of the body of an embedding request.
 
     Args:
         size: dimensions of the model's embeddings.
-        service: what the headers ask for.
+        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -89,7 +89,7 @@ def parse_embeddings(
     given = wire.input
     are_texts = isinstance(given, list) and not all(isinstance(item, int) for item in given)
     if given is not None and are_texts and len(given) > MAX_INPUTS:
-        raise invalid("input", f"at most {MAX_INPUTS} texts, not {len(given)}")
+        raise invalid("input", f"must have at most {MAX_INPUTS} texts, not {len(given)}")
     prompts = prompts_of("input", given, served)
     for index, prompt in enumerate(prompts):
         if len(prompt) > served.max_model_len:
@@ -113,7 +113,7 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
 
     Raises:
         RequestRejected: a text can never be embedded.
-        Overloaded, QuotaExceeded: the request is refused for now.
+        Overloaded, QuotaExceeded: the request is rejected for now.
         BackendFailed: a worker failed.
     """
     states: dict[int, bytes] = {}
@@ -131,7 +131,7 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
 
 
 def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_tokens: int) -> bytes:
-    """Return the JSON of an answer.
+    """Return the JSON of a response.
 
     Args:
         states: pooled hidden states, in the order of the texts.
@@ -143,7 +143,7 @@ def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_toke
     wire = parsed.body
     assert isinstance(wire, EmbeddingBody)
     data = []
-    # Encoded one by one, because encoding holds the GIL.
+    # Encode the vectors one by one, because encoding holds the GIL.
     for index, state in enumerate(states):
         vector = unit_vector(state, wire.dimensions)
         if wire.encoding_format == "base64":
@@ -158,12 +158,12 @@ def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_toke
 def unit_vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
     """Return a pooled hidden state as a vector of length 1.
 
-    A vector cut to fewer dimensions is normalised again. Models trained for it (Matryoshka, arXiv
-    2205.13147) keep most of their meaning in the first dimensions.
+    A vector with fewer dimensions is normalised again. Models trained for shorter vectors
+    (Matryoshka, arXiv 2205.13147) keep most of their meaning in the first dimensions.
 
     Args:
-        state: float32 in little-endian order.
-        dimensions: how many leading numbers to keep; None keeps all.
+        state: float32 values in little-endian order.
+        dimensions: number of leading values to keep, or None for all.
 
     Raises:
         BackendFailed: the state is not finite.

@@ -1,4 +1,4 @@
-"""Endpoints for operators: `/health`, `/ready`, `/version`, `/metrics`."""
+"""Endpoints for operators, namely `/health`, `/ready`, `/version` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 
 
 async def health(request: web.Request) -> web.Response:
-    """Return 200 unless the node has failed: it loads, serves or drains. Else return 503.
+    """Return status 503 if the node has failed, or 200 in any other state.
 
-    A node with several workers fails with its last one. Failed workers report their reasons.
+    A node with several workers fails with its last worker. The body has the reasons of failed
+    workers.
     """
     node = request.app[NODE]
     workers = [_described(worker, number) for number, worker in enumerate(node.fleet.workers, 1)]
@@ -35,22 +36,23 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Return 200 if the node accepts requests, else 503; while loading, with the progress.
+    """Return status 200 if the node accepts requests, or 503 otherwise.
 
-    A node is not ready while all its upstreams are unavailable or all its workers hang.
+    The body has the progress of loading. A node is not ready while all its upstreams are
+    unavailable or all its workers hang.
     """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
         return json_response(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
     outage = node.fleet.outage or _hung(node.fleet)
-    if state is NodeState.READY and outage is not None:  # it may pass
+    if state is NodeState.READY and outage is not None:  # the outage may end
         return json_response(ReadyReply("unavailable", reason=outage), 503)
     return json_response(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
 
 
 def _hung(fleet: Fleet) -> str | None:
-    """Return the outage of a fleet whose workers all hang, apart from failed ones."""
+    """Return the outage of a fleet whose serving workers all hang, or None."""
     return "no worker completes a step" if all(w.hung for w in fleet.serving) else None
 
 
@@ -58,7 +60,7 @@ def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
         if worker.hung:
-            return WorkerHealth(worker.worker_id, "hung", "it completes no step")
+            return WorkerHealth(worker.worker_id, "hung", "the worker completes no step")
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
         return WorkerHealth(worker.worker_id, status)
     reason = f"upstream {number}: {failure}" if worker.forwards else failure

@@ -1,4 +1,4 @@
-"""What the live page shows: `GET /live`, the samples of the node, and `GET /decisions`."""
+"""The data of the live page, namely samples (`GET /live`) and decisions (`GET /decisions`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHOWN: Final = 50
 
 
 async def live(request: web.Request) -> web.StreamResponse:
-    """Send a sample (`telemetry.live.NodeSample`) each second, beginning with the kept ones.
+    """Send the stored samples (`telemetry.live.NodeSample`), and then one sample each second.
 
-    With `?interval=N` only every Nth sample is sent. The stream ends when the client leaves or the
-    node stops.
+    With `?interval=N` the response has only every Nth sample. The stream ends when the client
+    disconnects or the node stops.
 
     Raises:
         InvalidRequest: the interval is not a whole number from 1 to `MOST_INTERVAL_S`.
@@ -37,7 +37,7 @@ async def live(request: web.Request) -> web.StreamResponse:
         if not found:
             break
         first = last - len(found) + 1
-        # By number and not by index, so that the interval continues across writes.
+        # Select by number instead of index, so that the interval continues across writes.
         due = [sample for at, sample in enumerate(found, first) if at % interval == 0]
         number = last
         if due:
@@ -47,7 +47,9 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 
 async def list_decisions(request: web.Request) -> web.Response:
-    """List the latest decisions, newest first; `?limit=N` sets their number.
+    """List the latest decisions, newest first.
+
+    The query `?limit=N` sets their number.
 
     Raises:
         InvalidRequest: the limit is not a whole number from 1 to `KEPT`.

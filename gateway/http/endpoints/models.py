@@ -1,4 +1,4 @@
-"""The model and its tokenizer: `/v1/models`, `/tokenize` and `/detokenize`."""
+"""The endpoints `/v1/models`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     """Describe the model.
 
     Raises:
-        ModelNotFound: it is not the model of this node.
+        ModelNotFound: the node serves another model.
     """
     node = request.app[NODE]
     if _are_the_upstreams(node):
@@ -61,7 +61,7 @@ def _model(node: Node) -> ModelReply:
     """Return the model of the node.
 
     Raises:
-        Unavailable: it is not loaded.
+        Unavailable: the model is not loaded.
     """
     forwards = node.fleet.forwards
     name = node.model_name if forwards else node.served.name
@@ -96,7 +96,7 @@ def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
     if (wire.prompt is None) == (wire.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     if wire.prompt is not None and wire.tools is not None:
-        raise invalid("tools", "only together with messages")
+        raise invalid("tools", "requires messages")
     if wire.prompt is None:
         chat = ChatBody(messages=wire.messages, tools=wire.tools)
         tools = offered_tools(chat, served.tokenizer.tool_template)

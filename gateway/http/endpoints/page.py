@@ -1,4 +1,7 @@
-"""The live page: `/`, and its files below `/web/`. It loads nothing from other servers."""
+"""The live page at `/`, and its files below `/web/`.
+
+The page loads nothing from other servers.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ _TYPES: Final = {
 }
 
 _HEADERS: Final = {
-    # The page shows requests of the node: only its own scripts run, and no other page frames it.
+    # The page shows requests, so it runs only its own scripts and no other page may frame it.
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "object-src 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Browsers revalidate: the page of an upgraded node must not mix with modules of the old one.
+    # Browsers must revalidate, so that they do not mix modules of two versions of the node.
     "Cache-Control": "no-cache",
 }
 
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Return the body and the ETag of every file of the page by its name. They are small."""
+    """Return the body and the ETag of every file of the page, by name."""
     paths = (path for path in sorted(WEB.iterdir()) if path.suffix in _TYPES)
     bodies = {path.name: path.read_bytes() for path in paths}
     return {name: (body, hashlib.sha256(body).hexdigest()[:20]) for name, body in bodies.items()}
@@ -55,14 +58,14 @@ async def file(request: web.Request) -> web.Response:
     """Return a file of the page.
 
     Raises:
-        RouteNotFound: there is no such file.
+        RouteNotFound: the file does not exist.
     """
     return _served(request, request.match_info["name"])
 
 
 def _served(request: web.Request, name: str) -> web.Response:
     if name not in _files():
-        raise RouteNotFound(f"there is no {request.path}")
+        raise RouteNotFound(f"the path {request.path} does not exist")
     body, etag = _files()[name]
     headers = {**_HEADERS, "ETag": f'"{etag}"'}
     if any(tag.value in (etag, "*") for tag in request.if_none_match or ()):

@@ -1,1 +1,1 @@
-"""The OpenAPI document, made from the structs, their limits and a table of operations."""
+"""The OpenAPI document, generated from the structs, their limits and a table of operations."""

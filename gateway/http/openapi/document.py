@@ -33,12 +33,12 @@ _ERRORS: Final = {
     401: "API keys are required, and the request has no known key.",
     404: "The model does not exist.",
     413: "The body is too large.",
-    429: "Refused for now: the key's quota is used up, or the answer would come too late.",
-    503: "The node accepts no requests at present; another node may.",
+    429: "The key's quota is used up, or the response would be too late. A retry may succeed.",
+    503: "The node accepts no requests at present, but another node may.",
 }
 
 _REQUEST_ID: Final = {
-    "description": "The request's id: the client's if it sent one, else a new one.",
+    "description": "The request's id, either from the client or new.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 128},
 }
 
@@ -49,7 +49,7 @@ _RETRY_HEADERS: Final = {
         "schema": _SECONDS,
     },
     "retry-after-ms": {
-        "description": "The same in milliseconds, not rounded up to seconds.",
+        "description": "The delay in milliseconds, not rounded up to seconds.",
         "schema": _SECONDS,
     },
 }
@@ -59,13 +59,16 @@ _SCHEMES: Final = {
     "browser": {
         "type": "http",
         "scheme": "basic",
-        "description": "Any name, and the key as password.",
+        "description": "Use any user name, and the API key as the password.",
     },
 }
 
 
 class ErrorDetail(Struct):
-    """What went wrong; `param` is the path of the invalid parameter."""
+    """An error.
+
+    The field `param` is the path of the invalid parameter.
+    """
 
     message: str
     type: str
@@ -80,12 +83,17 @@ class ErrorReply(Struct):
 
 
 async def get_document(request: web.Request) -> web.Response:
-    """Return the OpenAPI document; without a model it names no model and no vocabulary."""
+    """Return the OpenAPI document.
+
+    Without a loaded model, the document has no bounds for its name and vocabulary.
+    """
     try:
         served = request.app[NODE].served
     except (Unavailable, NotOffered):  # the model is loading, or belongs to an upstream
         served = None
-    return json_response(await offload(document, served))  # takes tens of milliseconds, once
+    return json_response(
+        await offload(document, served)
+    )  # the first call takes tens of milliseconds
 
 
 @lru_cache(maxsize=2)
@@ -122,7 +130,7 @@ def _operation(
     operation: Operation, refs: Mapping[Any, Any], served: ServedModel | None
 ) -> dict[str, Any]:
     parameters = [_with_model(one, served) for one in operation.parameters]
-    text = "An id for logs and the answer; a long or unprintable one is replaced."
+    text = "An id for logs and the response. A long or unprintable id is replaced."
     parameters.append(_header(REQUEST_ID_HEADER, text, {"type": "string"}))
     if operation.events is not None:
         milliseconds = {"type": "number", "exclusiveMinimum": 0}
@@ -135,7 +143,7 @@ def _operation(
         "parameters": parameters,
         "responses": _responses(operation, refs),
     }
-    if not operation.open:  # the empty scheme stands for nodes without keys
+    if not operation.open:  # the empty scheme means a node without keys
         entry["security"] = [{}, *({name: []} for name in _SCHEMES)]
     if operation.body is not None:
         examples = {name: {"value": body} for name, body in operation.examples.items()}
@@ -166,7 +174,7 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": _event(refs[operation.events])}
     found = {"200": _response(operation.summary, content)}
     if operation.unready:
-        found["503"] = _response("The same, if the answer is no.", content)
+        found["503"] = _response("The same body if the check fails.", content)
     error = {JSON: {"schema": refs[ErrorReply]}}
     for status in operation.errors if operation.open else sorted({401, *operation.errors}):
         found[str(status)] = _response(_ERRORS[status], error)

@@ -1,4 +1,4 @@
-"""The table of operations: what each path accepts and returns."""
+"""The table of operations, with the parameters, body and response of each path."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Operation:
     """One method of one path.
 
     Attributes:
-        reply: what it returns with 200: a struct, or content types.
-        body: what it accepts.
+        reply: the body with status 200, as a struct or as content types.
+        body: the struct of the request body.
         events: the data of its server-sent events, if it streams.
         open: whether it needs no API key.
-        unready: whether it returns the same with 503 if the answer is no.
+        unready: whether it returns the same body with status 503 if the check fails.
         errors: statuses of its errors.
-        parameters: of path and query, as OpenAPI describes them.
-        examples: bodies by name; each works with any model.
+        parameters: parameters of path and query, as OpenAPI describes them.
+        examples: bodies by name, each of which works with any model.
     """
 
     method: str
@@ -84,7 +84,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/chat/completions",
-        "Answers a conversation.",
+        "Create a chat completion.",
         ChatReply,
         ChatBody,
         ChatChunk,
@@ -111,7 +111,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/completions",
-        "Continues one or more texts.",
+        "Create completions of one or more texts.",
         CompletionReply,
         CompletionBody,
         CompletionReply,
@@ -125,7 +125,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/responses",
-        "Answers an input; nothing is stored.",
+        "Create a response, without storing it.",
         ResponseReply,
         ResponsesBody,
         ResponseEvent,
@@ -144,16 +144,16 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/embeddings",
-        "Embeds texts: the hidden state of the last token, normalised.",
+        "Create embeddings of texts from the normalised hidden states of their last tokens.",
         EmbeddingList,
         EmbeddingBody,
         errors=OF_GENERATION,
     ),
-    Operation("GET", "/v1/models", "Lists the model.", ModelList, errors=(503,)),
+    Operation("GET", "/v1/models", "List the model.", ModelList, errors=(503,)),
     Operation(
         "GET",
         "/v1/models/{model}",
-        "Describes the model.",
+        "Describe the model.",
         ModelReply,
         errors=(404, 503),
         parameters=(_in_path("model"),),
@@ -161,7 +161,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/tokenize",
-        "Returns the token ids of a prompt, or of messages in the model's chat template.",
+        "Return the token ids of a prompt, or of messages in the model's chat template.",
         TokenizeReply,
         TokenizeBody,
         errors=OF_BODIES,
@@ -173,22 +173,29 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/detokenize",
-        "Returns the text of token ids.",
+        "Return the text of token ids.",
         DetokenizeReply,
         DetokenizeBody,
         errors=OF_BODIES,
         examples={"tokens": {"tokens": [5, 6, 7]}},
     ),
-    Operation("GET", "/health", "Whether the node works.", HealthReply, open=True, unready=True),
     Operation(
-        "GET", "/ready", "Whether the node accepts requests.", ReadyReply, open=True, unready=True
+        "GET", "/health", "Report whether the node works.", HealthReply, open=True, unready=True
     ),
-    Operation("GET", "/version", "The version.", VersionReply, open=True),
-    Operation("GET", "/metrics", "The metrics, in Prometheus' text format.", ("text/plain",)),
+    Operation(
+        "GET",
+        "/ready",
+        "Report whether the node accepts requests.",
+        ReadyReply,
+        open=True,
+        unready=True,
+    ),
+    Operation("GET", "/version", "Return the version.", VersionReply, open=True),
+    Operation("GET", "/metrics", "Return the metrics in Prometheus' text format.", ("text/plain",)),
     Operation(
         "GET",
         "/decisions",
-        "The latest decisions about speculation, and their inputs.",
+        "Return the latest decisions about speculation and their inputs.",
         DecisionList,
         errors=(400,),
         parameters=(_in_query("limit", "Number of decisions.", SHOWN, KEPT),),
@@ -196,19 +203,19 @@ OPERATIONS: Final = (
     Operation(
         "GET",
         "/live",
-        "Samples of the node for its page: those of the last minutes, then one each second.",
+        "Stream the node's samples of the last minutes, and then one sample per second.",
         ("text/event-stream",),
         errors=(400,),
         parameters=(_in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
     ),
-    Operation("GET", "/", "The live page.", ("text/html",)),
+    Operation("GET", "/", "Return the live page.", ("text/html",)),
     Operation(
         "GET",
         "/web/{name}",
-        "A file of the live page.",
+        "Return a file of the live page.",
         ("text/css", "text/html", "text/javascript", "image/svg+xml"),
         errors=(404,),
         parameters=(_in_path("name", enum=file_names()),),
     ),
-    Operation("GET", "/openapi.json", "This document.", ("application/json",)),
+    Operation("GET", "/openapi.json", "Return this document.", ("application/json",)),
 )

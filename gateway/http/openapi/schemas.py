@@ -38,14 +38,14 @@ _NEUTRAL_ONLY: Final = {
     "ChatBody": UnsupportedFields.__struct_fields__,
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
 }
-"""Fields that are not supported, by struct."""
+"""Unsupported fields, by struct."""
 
 _TYPE_IS_OPTIONAL: Final = {"FlatNamedTool", "FlatTool", "NamedTool", "Tool", "ToolCallMessage"}
-"""Structs whose `type` has one value and distinguishes them from no other."""
+"""Structs whose `type` has only one value and is therefore optional."""
 
 
 def _kinds(field: str, *kinds: tuple[str, Mapping[str, Schema]]) -> list[Schema]:
-    """Return the alternatives of an object: the fields required with each value of one field."""
+    """Return the alternatives of an object, with the fields that each value of a field requires."""
     return [
         {"properties": {field: {"const": value}, **more}, "required": [field, *more]}
         for value, more in kinds
@@ -81,11 +81,11 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
         },
     ],
 }
-"""What validation requires of combinations of fields, by struct."""
+"""Combinations of fields that validation requires, by struct."""
 
 
 def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[Schema], Schema]:
-    """Return the schemas of types, and by name the schemas to which they refer.
+    """Return the schemas of types, and the schemas to which they refer, by name.
 
     Args:
         types: structs of requests and replies.
@@ -109,7 +109,7 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
     """Return a field's schema with its bounds."""
     if field in _NEUTRAL_ONLY.get(name, ()):
         return {
-            "description": "Not supported: only values that change nothing are accepted.",
+            "description": "Not supported. Only values that change nothing are accepted.",
             "enum": neutral_values(field),
         }
     if (name, field) == ("Message", "function_call"):
@@ -119,7 +119,7 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
     if name == "DetokenizeBody" and field == "tokens":
         return {"type": "array", "items": _token(served)}
     if not name.endswith("Body") and field in RANGES and name != "SpeculationOptions":
-        return schema  # it belongs to a reply
+        return schema  # the struct belongs to a response
     branches = schema.get("anyOf", [schema])
     for branch in branches:
         _restrict(branch, name, field)
@@ -141,7 +141,7 @@ def _restrict(branch: Schema, name: str, field: str) -> None:
 
 
 def _require(name: str, schema: Schema) -> None:
-    """Require the fields that decoding alone does not require."""
+    """Require the fields that decoding does not require."""
     for field, of_field in schema.get("properties", {}).items():
         if f"{name}.{field}" in REQUIRED:
             schema.setdefault("required", []).append(field)
@@ -152,7 +152,7 @@ def _require(name: str, schema: Schema) -> None:
 
 
 def _prompt(served: ServedModel | None) -> Schema:
-    """Return the schema of a prompt: a text, texts, token ids, or lists of them."""
+    """Return the schema of a prompt, which is text, token ids, or a list of either."""
     ids = {"type": "array", "minItems": 1, "items": _token(served)}
     several = KEYWORDS["prompt"]["array"]
     texts = {"type": "array", **several, "items": {"type": "string"}}

@@ -1,1 +1,1 @@
-"""The server side of links between nodes: other nodes use this node's workers."""
+"""The server side of links between nodes, over which other nodes use this node's workers."""

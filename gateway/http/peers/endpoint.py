@@ -1,7 +1,7 @@
-"""`GET /peer/v1/workers/NUMBER`: connections of other nodes.
+"""The endpoint `GET /peer/v1/workers/NUMBER`, to which other nodes connect.
 
-Clients without a proof get the answer of any path that does not exist, after the same check of
-their API key. The OpenAPI document, which is for clients, does not contain these paths.
+A client without a proof gets the response for an unknown path, after the usual check of its API
+key. The OpenAPI document is for clients, so it does not contain this path.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
-"""The answer to a node's proof; only requests of other nodes have one."""
+"""The response to a node's proof. Only requests from other nodes have one."""
 
 SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
 
 PING_S: Final = 10.0
-"""A node that is silent for this long gets a ping. If it has vanished, its requests are cancelled
-after one and a half times this."""
+"""The silence of a node, in seconds, after which it gets a ping. The requests of a lost node are
+cancelled after one and a half times this duration."""
 
 GOODBYE_S: Final = 0.25
-"""For the other node's answer to a close frame. A node that hangs never answers."""
+"""Time to wait for the reply to a close frame, in seconds. A hung node never replies."""
 
 
 def add_peer_routes(app: web.Application) -> None:
@@ -45,13 +45,16 @@ def add_peer_routes(app: web.Application) -> None:
 
 
 def is_peer(request: web.Request) -> bool:
-    """Return whether a request is from another node. Call it once, since a proof counts once."""
+    """Return whether a request is from another node.
+
+    Call this function only once per request, because a proof is valid only once.
+    """
     access = request.app[NODE].peer_access
     if access is None or not request.path.startswith(PREFIX):
         return False
     answer = access.admit(request.path, request.headers)
     if answer is None:
-        log(logging.WARNING, "a peer was refused", remote=request.remote)
+        log(logging.WARNING, "rejected a peer", remote=request.remote)
         return False
     request[PROOF_ANSWER] = answer
     return True
@@ -61,8 +64,8 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     """Serve another node until its connection ends.
 
     Raises:
-        RouteNotFound: it has no proof, or there is no such worker.
-        Unavailable: this node takes no requests now.
+        RouteNotFound: the request has no proof, or the worker does not exist.
+        Unavailable: this node accepts no requests at present.
     """
     node = request.app[NODE]
     if PROOF_ANSWER not in request:
@@ -86,7 +89,7 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
 
 
 def _worker(node: Node, number: int) -> FleetWorker | None:
-    """Return a worker of this process by its number; None for upstreams and other nodes'."""
+    """Return a worker of this process by its number, or None for upstreams and remote workers."""
     workers = node.fleet.workers
     worker = workers[number] if number < len(workers) else None
     if worker is None or worker.forwards or isinstance(worker.backend, PeerBackend):
@@ -95,7 +98,7 @@ def _worker(node: Node, number: int) -> FleetWorker | None:
 
 
 async def _end_sessions(app: web.Application) -> None:
-    """Close all connections; their requests have ended by now."""
+    """Close all connections, whose requests have already ended."""
     sockets = app[SESSIONS]
     goodbyes = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in sockets)
     await asyncio.gather(*goodbyes)

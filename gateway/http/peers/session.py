@@ -1,4 +1,7 @@
-"""A connection of another node to one of this node's workers: commands in, reports out."""
+"""A connection from another node to one of this node's workers.
+
+The other node sends commands, and this node sends updates.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,19 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
 MOST_DELTAS: Final = 1024
-"""Deltas that an outbox holds. Further ones wait in the worker's streams, merged by request. A
+"""Maximum deltas in an outbox. Further deltas wait in the worker's streams, merged by request. A
 batch of 256 sequences fills the outbox in four steps."""
 
 _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
-"""Errors whose messages are meant for the other node."""
+"""Errors whose messages are sent to the other node."""
 
 
 class DeltaOutbox:
-    """Deltas of all requests on a connection that wait for the next update.
+    """The deltas of all requests on a connection that wait for the next update.
 
     Attributes:
-        news: set while something waits to be sent; the session also sets it to send an update.
+        news: an event that is set while something waits. The session also sets it to send an
+            update.
     """
 
     def __init__(self) -> None:
@@ -56,7 +60,7 @@ class DeltaOutbox:
         self._space.set()
 
     async def put(self, link_id: str, delta: Delta) -> None:
-        """Add a delta; waits while the outbox is full."""
+        """Add a delta, after waiting while the outbox is full."""
         while len(self._deltas) >= MOST_DELTAS:
             self._space.clear()
             await self._space.wait()
@@ -64,7 +68,7 @@ class DeltaOutbox:
         self.news.set()
 
     def put_failure(self, link_id: str, reason: str) -> None:
-        """Add that a request ended with an error, after its deltas."""
+        """Record the error of a request, to be sent after its deltas."""
         self._failed.append((link_id, reason))
         self.news.set()
 
@@ -78,10 +82,13 @@ class DeltaOutbox:
 
 
 class PeerSession:
-    """One connection. Its end cancels every request that arrived over it."""
+    """One connection.
+
+    The end of the connection cancels every request that arrived over it.
+    """
 
     def __init__(self, node: Node, worker: FleetWorker, socket: web.WebSocketResponse) -> None:
-        """Serve an open connection of a node that has proved itself."""
+        """Serve an open connection from an authenticated node."""
         self._node = node
         self._worker = worker
         self._socket = socket
@@ -95,7 +102,7 @@ class PeerSession:
         """Serve until the connection ends.
 
         Args:
-            answer: to the other node's proof.
+            answer: the response to the other node's proof.
         """
         try:
             await self._channel.send(await self._ready(answer))
@@ -108,7 +115,7 @@ class PeerSession:
         except ConnectionError:
             pass  # the other node is gone
         except CheckpointError as error:
-            log(logging.ERROR, "the tokenizer that a peer asked for is gone", error=error)
+            log(logging.ERROR, "cannot read the tokenizer that a peer requested", error=error)
             await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
         finally:
             await self._cancel_all()
@@ -124,7 +131,7 @@ class PeerSession:
                 return  # aiohttp has closed the connection
             try:
                 if message.type is not aiohttp.WSMsgType.BINARY:
-                    raise ValueError("not a message of this protocol: a text")
+                    raise ValueError("expected a binary message, not text")
                 command = self._channel.read(message.data)
             except ValueError as error:
                 log(logging.ERROR, "a peer sent an invalid message", error=error)
@@ -154,12 +161,12 @@ class PeerSession:
         worker_id = f"{self._name}-{link_id}-{command.request.request_id}"
         stream = PeerStream(self._node, self._worker, command, worker_id)
         task = asyncio.create_task(self._run(link_id, stream))
-        # Not in `_run`, which never begins if it is cancelled at once.
+        # A callback also runs if the task is cancelled before `_run` begins.
         task.add_done_callback(lambda _: self._streams.pop(link_id))
         self._streams[link_id] = stream, task
 
     async def _run(self, link_id: str, stream: PeerStream) -> None:
-        """Run a request to its end, and report the error if there is one."""
+        """Run a request to its end, and report its error."""
 
         async def deliver(delta: Delta) -> None:
             await self._outbox.put(link_id, delta)
@@ -168,19 +175,19 @@ class PeerSession:
             await stream.run(deliver)
         except _EXPLAINED as error:
             self._outbox.put_failure(link_id, str(error))
-        except Exception as error:  # noqa: BLE001 - the other node must learn of any error
+        except Exception as error:  # noqa: BLE001 - the other node must get every error
             log(logging.ERROR, "a request of a peer failed", error=error)
             self._outbox.put_failure(link_id, f"internal error ({type(error).__name__})")
 
     async def _report(self) -> None:
-        """Send an update for each step, and one every `REPORT_S` in any case."""
+        """Send an update for each step, and at least one every `REPORT_S`."""
         beat = asyncio.create_task(self._beat())
         try:
             while True:
                 await self._outbox.news.wait()
                 await self._channel.send(self._update())
         except ConnectionError:
-            pass  # `_receive` notices it, too
+            pass  # `_receive` also notices the loss
         except Exception as error:  # noqa: BLE001 - silence would look as if this node hung
             log(logging.ERROR, "reports to a peer failed", error=error)
             await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
@@ -196,7 +203,7 @@ class PeerSession:
         deltas, failed = self._outbox.take()
         lifecycle, worker = self._node.lifecycle, self._worker
         if lifecycle.state is NodeState.DRAINING and lifecycle.failure is None:
-            self._leaving = True  # until its workers are stopped, which is a failure, too
+            self._leaving = True  # a node whose workers have stopped also reports a failure
         refusing = worker.backend.failure
         if refusing is None and lifecycle.state is not NodeState.READY:
             refusing = f"the node is {lifecycle.state.value}"

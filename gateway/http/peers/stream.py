@@ -1,6 +1,6 @@
 """A request of another node on one of this node's workers.
 
-The other node has admitted it and decided about speculation; here it only runs.
+The other node has admitted the request and decided about speculation. This node only runs it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans
 
 SPAN: Final = "peer.generate"
-"""Name of the SERVER span; the worker's spans are its children."""
+"""Name of the SERVER span, whose children are the worker's spans."""
 
 
 class PeerStream:
     """One request, from its arrival to its last delta."""
 
     def __init__(self, node: Node, worker: FleetWorker, submitted: Submit, worker_id: str) -> None:
-        """Take a request.
+        """Accept a request.
 
         Args:
-            worker_id: its id on the worker. Its own id may be there already, if it is sent again
-                over a new connection before the end of the old one is noticed.
+            worker_id: the id of the request on the worker. It differs from the request's own id,
+                which
+                may still be in use if the other node sends the request again over a new connection.
         """
         self._node = node
         self._worker = worker
@@ -43,22 +44,24 @@ class PeerStream:
         self._has_output = False
 
     def set_pace(self, pace: Pace) -> None:
-        """Set its pace on the worker, once it runs there."""
+        """Set the pace of the request on the worker, once it runs."""
         self._pace = pace
         if self._runs:
             self._worker.generating.set_pace(self._request.request_id, pace)
 
     async def run(self, deliver: Callable[[Delta], Awaitable[None]]) -> None:
-        """Run it and deliver its deltas; a cancel frees its capacity within one step.
+        """Run the request and deliver its deltas.
+
+        A cancel frees the capacity of the request within one step.
 
         Raises:
-            Unavailable: this node takes no requests now.
-            RequestRejected: it can never run here.
-            BackendFailed: the worker broke.
+            Unavailable: this node accepts no requests at present.
+            RequestRejected: the request can never run on this worker.
+            BackendFailed: the worker failed.
         """
         worker, request = self._worker, self._request
         with self._node.dispatcher.counted(), self._span() as span:
-            # It competes for capacity with this node's own requests.
+            # The request competes for capacity with this node's own requests.
             worker.reserve(request.request_id, need_of(request))
             try:
                 await self._check()
@@ -78,7 +81,7 @@ class PeerStream:
                 self._node.dispatcher.queue.pump()
 
     async def _check(self) -> None:
-        """Check it again: it arrived over a network, maybe from another version."""
+        """Check the request again, because it may come from another version."""
         check, request = self._worker.generating.check, self._request
         if request.grammar is None and len(request.prompt_ids) <= INLINE_TOKENS:
             check(request)
@@ -86,7 +89,7 @@ class PeerStream:
             await offload(check, request)
 
     def _span(self) -> Span:
-        """Return a span in the trace of the other node, if there is one."""
+        """Return a span in the trace of the other node, or `NO_SPAN` without a trace."""
         if not self._request.trace_context:
             return NO_SPAN
         attributes = {
@@ -96,7 +99,7 @@ class PeerStream:
         return self._node.tracing.server(SPAN, dict(self._request.trace_context), attributes)
 
     def _observed(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
-        """Observe a delta; return it marked if its phases are recorded as spans here."""
+        """Return the delta, marked if this node records its phases as spans."""
         if not self._has_output:
             self._has_output = True
             self._worker.started(self._request.request_id)

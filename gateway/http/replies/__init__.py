@@ -1,1 +1,1 @@
-"""The bodies of responses, in the format of OpenAI's API, and how answers are rendered."""
+"""The bodies of responses in the format of OpenAI's API, and the code that renders them."""

@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions` and `/v1/completions`."""
+"""Responses of `/v1/chat/completions` and `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from draftgate.gateway.http.tools.parsing import CallParser, call_id
 
 
 class CompletionRendering(ChunkRendering):
-    """`/v1/completions`."""
+    """The rendering for `/v1/completions`."""
 
     _prefix = "cmpl"
     _object = _chunk_object = "text_completion"
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
-        self._offsets: dict[int, int] = {}  # characters of the tokens sent, by choice
+        self._offsets: dict[int, int] = {}  # number of characters sent, by choice
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> CompletionChoice:
         return CompletionChoice(
@@ -76,7 +76,7 @@ class CompletionRendering(ChunkRendering):
 
 
 class ChatRendering(ChunkRendering):
-    """`/v1/chat/completions`."""
+    """The rendering for `/v1/chat/completions`."""
 
     _prefix = "chatcmpl"
     _object = "chat.completion"
@@ -98,7 +98,7 @@ class ChatRendering(ChunkRendering):
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
         text, calls, reason = self._read(delta.choice, delta.text, delta.finish_reason)
         if not (text or calls or delta.logprobs or delta.steps or reason):
-            return None  # text that may be the beginning of a call is held back
+            return None  # the parser holds back text that may begin a call
         role: str | UnsetType = UNSET
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -115,7 +115,7 @@ class ChatRendering(ChunkRendering):
     def _read(
         self, choice: int, text: str, reason: FinishReason | None
     ) -> tuple[str, list[ToolCallDelta], str | None]:
-        """Return the content and the calls that text adds to a choice, and why the choice ended."""
+        """Return the content and calls in the text of a choice, and its finish reason."""
         if self._parsed.tools is None:
             return text, [], reason
         if choice not in self._calls:
@@ -135,15 +135,16 @@ class ChatRendering(ChunkRendering):
 
     def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
         token = self._parsed.served.tokenizer.token_text(token_id)
-        # Part of a character has no text, and so its bytes are not known here.
+        # A token with part of a character has no text, so its bytes are unknown here.
         return TopLogprob(token, logprob, None if "\ufffd" in token else list(token.encode()))
 
 
 class _ChoiceCalls:
-    """Finds function calls in the text of one choice.
+    """A parser of the function calls in the text of one choice.
 
     Args:
-        seed: unique to the request and the choice; the ids of the calls are derived from it.
+        seed: a text unique to the request and the choice, from which the ids of calls are
+            derived.
     """
 
     def __init__(self, tools: OfferedTools, seed: str) -> None:
@@ -154,12 +155,13 @@ class _ChoiceCalls:
     def read(
         self, text: str, reason: FinishReason | None
     ) -> tuple[str, list[ToolCallDelta], str | None]:
-        """Return the content and the calls that text adds, with one entry for each call.
+        """Return the content and the calls that a text adds, with one entry for each call.
 
         Args:
-            text: the next part of the answer.
-            reason: why the choice ended, if this is its last text. A stop after calls is returned
-                as `tool_calls`.
+            text: the next part of the response.
+            reason: the finish reason with the last text of the choice, else None. A stop after
+                calls is
+                returned as `tool_calls`.
         """
         pieces = self._parser.add(text)
         if reason is not None:
@@ -173,7 +175,7 @@ class _ChoiceCalls:
                 calls.append(ToolCallDelta(self._count, begun, name, "function"))
                 self._count += 1
             elif piece.arguments:
-                if not calls:  # they continue the last call of an earlier delta
+                if not calls:  # the arguments continue the last call of an earlier delta
                     calls.append(ToolCallDelta(self._count - 1, FunctionCallDelta("")))
                 calls[-1].function.arguments += piece.arguments
         called = reason is FinishReason.STOP and self._count

@@ -1,9 +1,9 @@
-"""Answers of `/v1/responses`: their shapes, and the events of their streams.
+"""Responses of `/v1/responses`, with their shapes and the events of their streams.
 
 A stream begins with `response.created` and `response.in_progress`, before its first delta. It ends
-with `response.completed`, `response.incomplete` or `response.failed`. In between, events report the
-output items: messages and function calls. One item is open at a time; a new one begins when text is
-followed by a call, or a call by anything else.
+with `response.completed`, `response.incomplete` or `response.failed`. The events between them
+report the output items, which are messages and function calls. At most one item is open at a time.
+A new item begins when text precedes a call, or when anything follows a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OutputText(Struct):
 
 
 class MessageItem(Struct, tag_field="type", tag="message"):
-    """Text of the model."""
+    """A message of the model."""
 
     id: str
     status: str
@@ -46,7 +46,7 @@ class MessageItem(Struct, tag_field="type", tag="message"):
 
 
 class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
-    """A call for the client to make."""
+    """A function call that the client is to execute."""
 
     id: str
     status: str
@@ -56,20 +56,23 @@ class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
 
 
 class InputTokensDetails(Struct):
-    """How many input tokens were cached."""
+    """The number of cached input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(Struct):
-    """How many output tokens were reasoning; these are not counted separately here."""
+    """The number of reasoning tokens in the output.
+
+    Draftgate does not count them separately.
+    """
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(Struct):
-    """Tokens of a response."""
+    """The token usage of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -79,20 +82,23 @@ class ResponseUsage(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why a response is incomplete."""
+    """The reason why a response is incomplete."""
 
     reason: str
 
 
 class ResponseFailure(Struct):
-    """What went wrong after the first event."""
+    """The error that ended a response after its first event."""
 
     code: str
     message: str
 
 
 class ResponseReply(Struct):
-    """A response, complete or in progress; `metrics` is Draftgate's extension."""
+    """A response, complete or in progress.
+
+    The field `metrics` is Draftgate's extension.
+    """
 
     id: str
     created_at: int
@@ -121,7 +127,10 @@ class ResponseReply(Struct):
 
 
 class ResponseEvent(Struct):
-    """An event of a streamed response; its type determines its fields."""
+    """An event of a streamed response.
+
+    The type of the event determines its fields.
+    """
 
     type: str
     sequence_number: int
@@ -139,7 +148,7 @@ class ResponseEvent(Struct):
 
 
 class ResponseRendering(Rendering):
-    """`/v1/responses`."""
+    """The rendering for `/v1/responses`."""
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
@@ -153,7 +162,7 @@ class ResponseRendering(Rendering):
             self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
-        """See `Rendering`."""
+        """Return the JSON of the whole response, as `Rendering.response` describes."""
         (choice,) = choices
         self._reason = choice.finish_reason
         self._read("".join(choice.texts))
@@ -163,7 +172,7 @@ class ResponseRendering(Rendering):
     def chunk(
         self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
     ) -> bytes:
-        """See `Rendering`."""
+        """Return the events of a delta, as `Rendering.chunk` describes."""
         self._begin_response()
         self._reason = delta.finish_reason
         if delta.text:
@@ -171,14 +180,14 @@ class ResponseRendering(Rendering):
         return self._take_events()
 
     def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
-        """See `Rendering`."""
+        """Return the events after the last delta, as `Rendering.ending` describes."""
         self._begin_response()
         self._finish_items()
         self._emit(f"response.{self._status}", response=self._ended(usage, metrics))
         return self._take_events()
 
     def failure(self, error: GatewayError) -> bytes:
-        """See `Rendering`."""
+        """Return the events of an error, as `Rendering.failure` describes."""
         self._begin_response()
         failed = self._reply("failed")
         failed.error = ResponseFailure("server_error", error.message)
@@ -194,7 +203,7 @@ class ResponseRendering(Rendering):
         return taken
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Add an event. It is encoded at once, because items change."""
+        """Add an event, encoded immediately because items change later."""
         encoded = encode(ResponseEvent(kind, self._sent, **fields))
         self._events.append(b"event: " + kind.encode() + b"\ndata: " + encoded + b"\n\n")
         self._sent += 1
@@ -256,7 +265,7 @@ class ResponseRendering(Rendering):
         self._emit_at_item("response.output_item.added", item=shown)
 
     def _finish_items(self) -> None:
-        """Close the last item; an answer has a message even if it is empty."""
+        """Close the last item, after adding an empty message to an empty response."""
         if self._parser is not None:
             self._add(self._parser.finish())
         if not self._items:
@@ -291,7 +300,7 @@ class ResponseRendering(Rendering):
         return whole
 
     def _reply(self, status: str) -> ResponseReply:
-        """Return the response in its present state; it repeats fields of the request."""
+        """Return the response in its present state, which repeats fields of the request."""
         body = self._parsed.body
         assert isinstance(body, ResponsesBody)
         sampling = self._parsed.job.sampling

@@ -1,4 +1,7 @@
-"""The bodies of responses, as msgspec structs in OpenAI's format; `metrics` is an extension."""
+"""The bodies of responses, as msgspec structs in OpenAI's format.
+
+The field `metrics` is an extension.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct):
-    """How many prompt tokens had cached keys and values."""
+    """The number of prompt tokens with cached keys and values."""
 
     cached_tokens: int
 
 
 class Usage(Struct):
-    """Tokens of a request, summed over its choices."""
+    """The token usage of a request, summed over its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,7 +26,7 @@ class Usage(Struct):
 
 
 class SpeculativeDecoding(Struct):
-    """The speculation plan of a request, and its outcome."""
+    """The speculation plan of a request and its outcome."""
 
     policy: str
     mode: str
@@ -38,16 +41,16 @@ class SpeculativeDecoding(Struct):
 
 
 class PromptMetrics(Struct):
-    """The worker of one of several prompts, and what speculation did for its choices."""
+    """The worker of one of several prompts, and the outcome of speculation for its choices."""
 
     worker_id: str
     speculative_decoding: SpeculativeDecoding
 
 
 class ResumeReply(Struct):
-    """A prompt lost its worker, and another worker continued it after its tokens so far.
+    """The continuation of a prompt on another worker after its worker was lost.
 
-    If both workers have the same numerics class, the text is the same as without the loss.
+    The text does not change if both workers have the same numerics class.
     """
 
     prompt: int
@@ -58,11 +61,12 @@ class ResumeReply(Struct):
 
 
 class ResponseMetrics(Struct):
-    """What is needed to repeat the request, and what speculation did.
+    """The values needed to repeat the request, and the outcome of speculation.
 
-    With several prompts, worker and plan are those of the first prompt, and the outcome is the sum;
-    `prompts` has the values of each. After the loss of a worker, the worker is the last one,
-    `resumes` lists each loss, and the lost worker's drafts for unfinished choices are not counted.
+    With several prompts, worker and plan are those of the first prompt, and the outcome is the sum.
+    The field `prompts` has the values of each prompt. After the loss of a worker, `worker_id` is
+    the last worker and `resumes` lists each loss. Drafts of the lost worker for unfinished choices
+    are not counted.
     """
 
     seed: int
@@ -78,7 +82,7 @@ OptionalMetrics = ResponseMetrics | UnsetType
 
 
 class TopLogprob(Struct):
-    """A token and its log probability, in a chat."""
+    """A token of a chat and its log probability."""
 
     token: str
     logprob: float
@@ -92,13 +96,16 @@ class TokenLogprobReply(TopLogprob):
 
 
 class ChatLogprobs(Struct):
-    """`logprobs` of a chat choice."""
+    """The field `logprobs` of a chat choice."""
 
     content: list[TokenLogprobReply]
 
 
 class CompletionLogprobs(Struct):
-    """`logprobs` of a completion choice; one entry per token in each list."""
+    """The field `logprobs` of a completion choice.
+
+    Each list has one entry per token.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -107,9 +114,10 @@ class CompletionLogprobs(Struct):
 
 
 class StepReply(Struct):
-    """What one step added to a choice, and the fate of its draft (`speculation.trace`).
+    """The tokens that one step added to a choice, and the fate of its draft.
 
-    `survivals` and `price` are those of `backends.types.StepTrace`; each text is one token.
+    The fields `survivals` and `price` are those of `backends.types.StepTrace`. Each text is one
+    token.
     """
 
     tokens: list[str]
@@ -123,14 +131,14 @@ class StepReply(Struct):
 
 
 class FunctionCall(Struct):
-    """The function, and the JSON of its arguments as the model wrote it."""
+    """The name of a function, and the JSON of its arguments as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Struct):
-    """A function call in a whole answer."""
+    """A function call in a whole response."""
 
     id: str
     function: FunctionCall
@@ -138,14 +146,20 @@ class ToolCall(Struct):
 
 
 class FunctionCallDelta(Struct):
-    """A part of a function call: first its name, then its arguments piece by piece."""
+    """A part of a function call.
+
+    The first part has the name, and later parts have pieces of the arguments.
+    """
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct):
-    """A part of a function call; its first part has the id and the name."""
+    """A part of a function call.
+
+    The first part has the id and the name.
+    """
 
     index: int
     function: FunctionCallDelta
@@ -154,7 +168,10 @@ class ToolCallDelta(Struct):
 
 
 class ChatMessage(Struct):
-    """The whole answer; its content is null if it consists of calls only."""
+    """The message of a whole response.
+
+    The content is null if the message consists only of calls.
+    """
 
     content: str | None
     role: str = "assistant"
@@ -163,7 +180,10 @@ class ChatMessage(Struct):
 
 
 class ChatDelta(Struct):
-    """A part of the answer; the first part of a choice has the role."""
+    """A part of a message.
+
+    The first part of a choice has the role.
+    """
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -191,7 +211,7 @@ class ChatChunkChoice(Struct):
 
 
 class CompletionChoice(Struct):
-    """A choice of a completion, whole or chunk."""
+    """A choice of a completion or of its chunk."""
 
     index: int
     text: str
@@ -224,7 +244,7 @@ class ChatChunk(Reply[ChatChunkChoice]):
 
 
 class CompletionReply(Reply[CompletionChoice]):
-    """A completion, or a chunk of a streamed one."""
+    """A completion, or a chunk of a streamed completion."""
 
 
 class EmbeddingReply(Struct):
@@ -236,7 +256,7 @@ class EmbeddingReply(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Tokens of an embedding request."""
+    """The token usage of an embedding request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -284,7 +304,10 @@ class DetokenizeReply(Struct):
 
 
 class WorkerHealth(Struct):
-    """A worker of the node; `reason` says why it failed or gets no requests."""
+    """A worker of the node.
+
+    The field `reason` says why the worker failed or gets no requests.
+    """
 
     id: str
     status: str
@@ -292,7 +315,10 @@ class WorkerHealth(Struct):
 
 
 class HealthReply(Struct):
-    """The response of `/health`; `reason` says why the node failed."""
+    """The response of `/health`.
+
+    The field `reason` says why the node failed.
+    """
 
     status: str
     in_flight: int
@@ -303,7 +329,8 @@ class HealthReply(Struct):
 class ReadyReply(Struct):
     """The response of `/ready`.
 
-    `progress` is the share of loading that is done; `reason` says why no worker is available.
+    The field `progress` is the completed share of loading. The field `reason` says why no worker is
+    available.
     """
 
     status: str

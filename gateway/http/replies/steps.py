@@ -1,4 +1,4 @@
-"""The steps of a choice, for clients that ask for them with `speculation.trace`."""
+"""The steps of a choice, for clients that request them with `speculation.trace`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GRAMMAR: Final = "grammar"
 
 
 def step_replies(added: Delta | WholeChoice, tokenizer: Tokenizer) -> list[StepReply] | UnsetType:
-    """Return what each step did that added some tokens; unset if steps were not traced."""
+    """Return a description of each step that added tokens, or unset without a trace."""
     if not added.steps:
         return UNSET
 
     def text(token_id: int) -> str:
-        # As within other tokens: some decoders strip the leading space of a single token.
+        # Some decoders strip the leading space of a single token, but not within a text.
         return tokenizer.texts[token_id] or tokenizer.token_text(token_id)
 
     replies = []
@@ -45,7 +45,10 @@ def step_replies(added: Delta | WholeChoice, tokenizer: Tokenizer) -> list[StepR
 
 
 def describe_step(step: StepTrace) -> str:
-    """Describe what a step did with its draft, and what decided how much of it was verified."""
+    """Return a description of the draft of a step.
+
+    The description says how many tokens were verified and accepted, and what limited them.
+    """
     if step.offered == 0:
         return "no draft tokens" + _at_price(step)
     accepted = f"{step.accepted} accepted"
@@ -53,8 +56,8 @@ def describe_step(step: StepTrace) -> str:
         return f"the grammar allows no other tokens: {step.offered} forced, {accepted}"
     verified = len(step.draft_ids)
     text = f"{verified} of {step.offered} draft tokens verified"
-    # The first slot that was left out, or the last one. Its survival is known unless the drafts
-    # ended for another reason than the price.
+    # The first slot that was not verified, or the last slot. Its survival is known unless the
+    # drafts ended for a reason other than the price.
     slot = min(verified, step.offered - 1)
     if slot >= len(step.survivals):
         return f"{text}{_at_price(step)}; {accepted}"

@@ -1,1 +1,1 @@
-"""Requests: decoded, validated, and made into jobs."""
+"""The decoding and validation of requests, and their conversion to jobs."""

@@ -1,4 +1,4 @@
-"""Decoding of request bodies, with errors that name the parameter as the client calls it."""
+"""The decoding of request bodies, with errors that use the client's names of parameters."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning": ({"effort": None, "summary": None},),
 }
-"""Values besides the empty ones that do not change the output."""
+"""Values that do not change the output, in addition to empty values."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
 }
-"""The allowed values of fields for which msgspec's message does not list them."""
+"""The allowed values of fields whose messages from msgspec do not list them."""
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -59,7 +59,7 @@ def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -
 
     Args:
         wire: the body.
-        names: of the fields that are not supported.
+        names: names of the unsupported fields.
         n: number of choices, which `best_of` may equal.
     """
     neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
@@ -71,7 +71,7 @@ def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether values are equal in JSON, where true is not 1."""
+    """Return whether two values are equal in JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -97,16 +97,16 @@ def _named(message: str) -> InvalidRequest:
 
 @contextmanager
 def named_as(params: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameter in errors raised by the block to the client's name for it.
+    """Replace the name of the parameter in errors of the block with the client's name.
 
     Args:
-        params: the client's names of parameters and, by their paths, of parts of the request.
+        params: the client's names of parameters and of parts of the request, by their paths.
     """
     try:
         yield
     except (InvalidRequest, RequestRejected) as error:
         if isinstance(error, RequestRejected) and "messages" in params:
-            params = {**params, "prompt": params["messages"]}  # workers only know prompts
+            params = {**params, "prompt": params["messages"]}  # workers know only prompts
         name = client_name(error.param, params)
         if name is not None and error.param is not None and name != error.param:
             error.args = (str(error).replace(error.param, name), *error.args[1:])
@@ -117,7 +117,14 @@ def named_as(params: Mapping[str, str]) -> Iterator[None]:
 
 
 def client_name(param: str | None, params: Mapping[str, str]) -> str | None:
-    """Return the client's name of a parameter; of several entries the longest that fits counts."""
+    """Return the client's name of a parameter.
+
+    The longest entry of `params` that matches decides.
+
+    Args:
+        param: the path of the parameter, or None.
+        params: the client's names, by path.
+    """
     if param is None:
         return None
     if ".function" in params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):

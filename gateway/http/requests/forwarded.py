@@ -1,4 +1,4 @@
-"""The fields of a forwarded request that the gateway needs; the rest of the body is not parsed."""
+"""The fields of a forwarded request that the gateway reads, without parsing the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
-UNSAID_OUTPUT_TOKENS: Final = 1024
-"""Maximum output tokens of a request that does not set them. Actual lengths are learnt as a share
-of this number."""
+DEFAULT_OUTPUT_TOKENS: Final = 1024
+"""Maximum output tokens of a request that does not set them. The gateway learns actual lengths as a
+share of this number."""
 
 MOST_OUTPUT_TOKENS: Final = 1 << 20
 """Maximum output tokens if the upstream does not report its context length. The longest contexts of
@@ -40,17 +40,19 @@ _fields: Final = msgspec.json.Decoder(_Fields)
 
 @dataclass(frozen=True, slots=True)
 class ForwardedFields:
-    """What a body asks for. Invalid values count as not given; the upstream reports them.
+    """The fields of a body.
+
+    An invalid value counts as missing, because the upstream reports it.
 
     Attributes:
         is_object: whether the body is a JSON object.
-        model: None if not given.
+        model: name of the model, or None if missing.
         prompt_tokens: an estimate from the size of the body.
-        max_tokens: per choice.
-        priority: 0 if not given.
+        max_tokens: maximum output tokens per choice.
+        priority: the priority, or 0 if missing.
         sent_priority: the value in the body, of any type.
-        temperature: 1 if not given.
-        mode, max_draft_tokens: of `speculation`.
+        temperature: the temperature, or 1 if missing.
+        mode, max_draft_tokens: the fields of `speculation`.
     """
 
     is_object: bool
@@ -70,7 +72,7 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
     """Return the fields of a body, within their bounds.
 
     Args:
-        max_model_len: of the upstream's model; 0 if unknown.
+        max_model_len: context length of the upstream's model in tokens, or 0 if unknown.
     """
     is_object = True
     try:
@@ -94,14 +96,14 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
 def changed_fields(
     fields: ForwardedFields, names: tuple[str | None, str], account: Account
 ) -> Mapping[str, str | int]:
-    """Return the fields that the upstream gets with other values than the client's.
+    """Return the fields whose values for the upstream differ from the client's values.
 
     Args:
-        names: the model's name for clients (None: the upstream's own), and at the upstream.
+        names: the model's name for clients (None for the upstream's own), and at the upstream.
         account: the account whose bounds apply.
 
     Raises:
-        ModelNotFound: the request asks for another model.
+        ModelNotFound: the request names another model.
         InvalidRequest: a value must be changed but cannot be read.
     """
     found: dict[str, str | int] = {}
@@ -135,7 +137,8 @@ def _capped_priority(fields: ForwardedFields, account: Account) -> Mapping[str, 
     """Return the priority for the upstream if the account does not allow the client's.
 
     Raises:
-        InvalidRequest: the client's priority cannot be read here, but perhaps by the upstream.
+        InvalidRequest: the gateway cannot read the client's priority, although the upstream
+            might.
     """
     sent = fields.sent_priority
     if not fields.is_object:
@@ -155,7 +158,7 @@ def _most_tokens(fields: _Fields) -> int:
         given = _number(name, getattr(fields, name))
         if given is not None:
             return given
-    return UNSAID_OUTPUT_TOKENS
+    return DEFAULT_OUTPUT_TOKENS
 
 
 def _temperature(value: object) -> float:
@@ -174,9 +177,10 @@ def _speculation(value: object) -> tuple[SpeculationMode, int | None]:
 
 
 def _number(name: str, value: object) -> int | None:
-    """Return a whole number within the range of its field; None if it is invalid.
+    """Return a whole number within the range of its field, or None if it is invalid.
 
-    A number above the range is cut. A number below it is invalid unless the range has negatives.
+    A number above the range is reduced to its maximum. A number below it is invalid unless the
+    range includes negative numbers.
     """
     number, bounds = _whole(value), RANGES[name]
     if number is None:

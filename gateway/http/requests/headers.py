@@ -1,4 +1,4 @@
-"""The request headers that Draftgate reads: latency targets and the client's retries."""
+"""The request headers that Draftgate reads, for latency targets and the client's retries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ TPOT_HEADER: Final = "x-slo-tpot-ms"
 """Latency targets, under the names that inference-perf uses."""
 
 RETRIES_HEADER: Final = "x-stainless-retry-count"
-"""Sent by OpenAI's clients."""
+"""The retry count that OpenAI's clients send."""
 
 
 def service_level(headers: Mapping[str, str]) -> ServiceLevel:
-    """Return the latency targets of a request; its priority is in the body.
+    """Return the latency targets of a request.
+
+    The body of the request sets its priority.
 
     Raises:
         InvalidRequest: a target is not a positive number of milliseconds.
@@ -27,7 +29,7 @@ def service_level(headers: Mapping[str, str]) -> ServiceLevel:
 
 
 def retry_count(headers: Mapping[str, str]) -> int | None:
-    """Return how often the client has sent the request before; None if it does not say."""
+    """Return how often the client has sent the request before, or None if unknown."""
     text = headers.get(RETRIES_HEADER, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None
 

@@ -1,6 +1,6 @@
 """The bounds of request parameters, for validation and for the OpenAPI document.
 
-Types are declared in `schemas`; relations between fields are checked in `validation`.
+The module `schemas` declares types, and `validation` checks relations between fields.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_PENALTY: Final = 2.0
 """OpenAI's bound of frequency and presence penalties."""
 
 MAX_PRIORITY: Final = 1 << 31
-"""Fits every wire format; no client needs more classes."""
+"""A bound that fits every wire format. No client needs more classes."""
 
 MAX_SEQUENCES: Final = 128
-"""Choices of all prompts of a request together: twice a default batch."""
+"""Maximum choices of all prompts of a request together, which is twice a default batch."""
 
 MAX_TOOLS: Final = 128
 FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
-"""OpenAI's rule. Such a name needs no quoting in any dialect."""
+"""OpenAI's rule for names of functions. Such a name needs no quoting in any dialect."""
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -44,7 +44,7 @@ class Range(NamedTuple):
 
     Attributes:
         above: whether `least` itself is excluded.
-        hint: added to the error message, to say what to do instead.
+        hint: text that the error message ends with, to say what to do instead.
     """
 
     least: float
@@ -53,15 +53,16 @@ class Range(NamedTuple):
     hint: str = ""
 
     def keywords(self) -> dict[str, float]:
-        """Return the range in the keywords of JSON schemas."""
+        """Return the range as keywords of JSON schemas."""
         words = {"exclusiveMinimum" if self.above else "minimum": self.least}
         return words if self.most is None else {**words, "maximum": self.most}
 
     def check(self, name: str, value: float | None) -> None:
-        """Raise `InvalidRequest` for a value outside the range; None is always valid.
+        """Raise `InvalidRequest` for a value outside the range.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
+            value: the value, or None, which is always valid.
         """
         if value is None:
             return
@@ -96,12 +97,12 @@ RANGES: Final[Mapping[str, Range]] = {
     "temperature": Range(0.0),
     "top_k": Range(-1),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
-    "top_p": Range(0.0, 1.0, above=True, hint="; for greedy, temperature 0"),
+    "top_p": Range(0.0, 1.0, above=True, hint="; use temperature 0 for greedy sampling"),
 }
-"""By the name of the field, in every body."""
+"""The range of each numeric field, by its name in every body."""
 
 BIAS: Final = Range(-100.0, 100.0)
-"""OpenAI's bound: enough to force a token or to ban it."""
+"""OpenAI's bound, which is enough to force or ban a token."""
 
 
 def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
@@ -155,7 +156,7 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
         }
     },
 }
-"""Keywords of JSON schemas, by field (or struct and field) and by JSON type of its value."""
+"""Keywords of JSON schemas, by field (or struct and field) and by JSON type of the value."""
 
 REQUIRED: Final = frozenset(
     {
@@ -166,7 +167,7 @@ REQUIRED: Final = frozenset(
         "ResponsesBody.input",
     }
 )
-"""Required fields that are optional when decoding, so that validation can name what is missing."""
+"""Required fields that decoding treats as optional, so that validation can name a missing field."""
 
 
 def _plain(number: float) -> str:

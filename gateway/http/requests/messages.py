@@ -1,4 +1,4 @@
-"""Chat messages: checked, and made into a prompt by the model's template."""
+"""The validation of chat messages, and their conversion to a prompt by the model's template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.gateway.http.tools.dialects import dialect_of
 
 ROLES: Final = {
     "system": "system",
-    "developer": "system",  # OpenAI's newer name; templates know the older one
+    "developer": "system",  # OpenAI's newer name, which templates do not know
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
@@ -27,11 +27,11 @@ def chat_prompt(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> TokenIds:
-    """Return the token ids of the prompt that a chat makes.
+    """Return the token ids of the prompt for a chat.
 
     Args:
-        messages: as received.
-        tokenizer: with the model's template.
+        messages: the messages as received.
+        tokenizer: the tokenizer with the model's template.
         tools: functions on offer, in the form that templates expect.
 
     Raises:
@@ -39,7 +39,7 @@ def chat_prompt(
         RequestRejected: the model has no template, or its template rejects the messages.
     """
     if not messages:
-        raise invalid("messages", "must be given and not be empty")
+        raise invalid("messages", "must be given and must not be empty")
     plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if dialect_of(tokenizer.tool_template) is None:
         for i, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: the body of a request, and the equivalent chat."""
+"""The request body of `/v1/responses`, and its conversion to a chat."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
 class SchemaTextFormat(JsonSchemaOptions, tag_field="type", tag="json_schema"):
-    """`text.format`: a JSON value that satisfies a schema."""
+    """The `text.format` for a JSON value that satisfies a schema."""
 
 
 class TextOptions(Struct):
-    """`text`."""
+    """The field `text`."""
 
     format: TextFormat | JsonObjectFormat | SchemaTextFormat | RegexFormat | None = None
     verbosity: str | None = None
 
 
 class FlatTool(Function, tag_field="type", tag="function"):
-    """A function on offer, in the layout of this endpoint."""
+    """A function on offer, in the layout of `/v1/responses`."""
 
 
 class FlatNamedTool(NamedFunction, tag_field="type", tag="function"):
-    """`tool_choice` that names one function."""
+    """A `tool_choice` that names one function."""
 
 
 class InputPart(ContentPart):
@@ -64,7 +64,7 @@ class InputPart(ContentPart):
 
 
 class InputItem(Struct):
-    """A message, a function call, or the output of one."""
+    """A message, a function call, or the output of a function call."""
 
     type: str = "message"
     role: str | None = None
@@ -76,7 +76,10 @@ class InputItem(Struct):
 
 
 class UnsupportedResponsesFields(Struct):
-    """Fields that change the output and are not supported: only neutral values are accepted."""
+    """Fields that change the output and are not supported.
+
+    Only neutral values are accepted.
+    """
 
     background: Any = None
     conversation: Any = None
@@ -90,7 +93,10 @@ class UnsupportedResponsesFields(Struct):
 
 
 class ResponsesBody(UnsupportedResponsesFields):
-    """Body of `POST /v1/responses`; the last five fields are extensions."""
+    """Body of `POST /v1/responses`.
+
+    The last five fields are extensions.
+    """
 
     model: str | None = None
     input: str | list[InputItem] | None = None
@@ -129,7 +135,7 @@ PARAMS: Final = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
-"""This endpoint's names of the parameters of chats."""
+"""This endpoint's names for the parameters of chats."""
 
 _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 
@@ -137,10 +143,10 @@ _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 def parse_responses(
     body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
 ) -> ParsedRequest:
-    """Return the parsed form of a response's body.
+    """Return the parsed form of the body of `/v1/responses`.
 
     Args:
-        service: what the headers ask for.
+        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -171,7 +177,7 @@ def parse_responses(
 def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
     """Return the messages of the equivalent chat, and the paths of their parts in the input."""
     if not wire.input:
-        raise invalid("input", "must be given and not be empty")
+        raise invalid("input", "must be given and must not be empty")
     messages: list[Message] = []
     paths: dict[str, str] = {}
     if wire.instructions is not None:
@@ -231,8 +237,8 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        raise invalid("metadata", f"at most {MAX_METADATA} keys")
+        raise invalid("metadata", f"must have at most {MAX_METADATA} keys")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             lengths = f"{MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}"
-            raise invalid("metadata", f"keys have at most {lengths}")
+            raise invalid("metadata", f"keys must have at most {lengths}")

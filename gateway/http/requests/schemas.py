@@ -1,6 +1,7 @@
 """The bodies of requests, as msgspec structs.
 
-Types are checked here, values in `validation`. Unknown fields are ignored, since clients send many.
+Decoding checks the types, and `validation` checks the values. Unknown fields are ignored, because
+clients send many.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from draftgate.policies.types import SpeculationMode
 
 
 class StreamOptions(Struct):
-    """`stream_options`."""
+    """The field `stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SpeculationOptions(Struct):
-    """`speculation`: the client's wishes; `trace` asks for what each step did."""
+    """The field `speculation`, with the client's preferences.
+
+    With `trace`, the response describes each step.
+    """
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
@@ -28,17 +32,17 @@ class SpeculationOptions(Struct):
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """`response_format`: any text."""
+    """The `response_format` for any text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """`response_format`: any JSON object."""
+    """The `response_format` for any JSON object."""
 
 
 class JsonSchemaOptions(Struct):
-    """`response_format.json_schema`. The worker compiles the schema.
+    """The field `response_format.json_schema`.
 
-    Every schema is enforced exactly, so `strict` changes nothing.
+    The worker compiles the schema. Every schema is enforced exactly, so `strict` has no effect.
     """
 
     name: str
@@ -48,13 +52,13 @@ class JsonSchemaOptions(Struct):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """`response_format`: a JSON value that satisfies a schema."""
+    """The `response_format` for a JSON value that satisfies a schema."""
 
     json_schema: JsonSchemaOptions
 
 
 class RegexFormat(Struct, tag_field="type", tag="regex"):
-    """`response_format`: a text that a regular expression matches as a whole; an extension."""
+    """The `response_format` for a text that a regular expression matches fully (an extension)."""
 
     pattern: str
 
@@ -63,7 +67,10 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
 class UnsupportedFields(Struct):
-    """Fields that change the output and are not supported: only neutral values are accepted."""
+    """Fields that change the output and are not supported.
+
+    Only neutral values are accepted.
+    """
 
     add_generation_prompt: Any = None
     allowed_token_ids: Any = None
@@ -120,7 +127,10 @@ class GenerationFields(UnsupportedFields):
 
 
 class CompletionBody(GenerationFields):
-    """Body of `POST /v1/completions`; tools are supported in chats only."""
+    """Body of `POST /v1/completions`.
+
+    Only chats support tools.
+    """
 
     tool_choice: Any = None
     tools: Any = None
@@ -136,7 +146,10 @@ class ContentPart(Struct):
 
 
 class CalledFunction(Struct):
-    """`function` of a call; its arguments are JSON in a string."""
+    """The field `function` of a call.
+
+    The arguments are JSON in a string.
+    """
 
     name: str
     arguments: str
@@ -161,7 +174,10 @@ class Message(Struct):
 
 
 class Function(Struct):
-    """A function on offer; `parameters` is the JSON schema of its arguments."""
+    """A function on offer.
+
+    The field `parameters` is the JSON schema of its arguments.
+    """
 
     name: str
     description: str | None = None
@@ -170,7 +186,7 @@ class Function(Struct):
 
 
 class Tool(Struct, tag_field="type", tag="function"):
-    """A tool on offer; functions are the only kind."""
+    """A tool on offer, which is always a function."""
 
     function: Function
 
@@ -182,7 +198,7 @@ class NamedFunction(Struct):
 
 
 class NamedTool(Struct, tag_field="type", tag="function"):
-    """`tool_choice` that names one function."""
+    """A `tool_choice` that names one function."""
 
     function: NamedFunction
 
@@ -211,7 +227,7 @@ class EmbeddingBody(UnsupportedFields):
 
 
 class TokenizeBody(Struct):
-    """Body of `POST /tokenize`: a prompt, or messages and the tools on offer."""
+    """Body of `POST /tokenize`, with a prompt or with messages and the tools on offer."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: checked, shown to the model, and forced if the client asks for it."""
+"""The parameters `tools` and `tool_choice`, from validation to the grammar of a forced call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CHOICES: Final = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The functions that an answer may call.
+    """The functions that a response may call.
 
     Attributes:
-        names: of the functions.
-        several: whether an answer may have more than one call.
+        names: names of the functions.
+        several: whether a response may have more than one call.
         shown: the tools in the form that chat templates expect.
-        grammar: forces a call; None leaves the choice to the model.
+        grammar: a grammar that forces a call, or None to leave the choice to the model.
     """
 
     dialect: Dialect
@@ -39,11 +39,11 @@ class OfferedTools:
 
 
 def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
-    """Return the tools of a chat; None if it has none or may call none.
+    """Return the tools of a chat, or None if it has no tools or `tool_choice` is `none`.
 
     Raises:
         InvalidRequest: a tool or the choice is malformed.
-        Unsupported: the model's template has no tools, or writes calls in an unknown way.
+        Unsupported: the model's template has no tools, or writes calls in an unknown format.
     """
     functions = [tool.function for tool in wire.tools or ()]
     chosen = _chosen(wire.tool_choice, functions)
@@ -68,11 +68,12 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
 def calls_grammar(
     dialect: Dialect, functions: Mapping[str, Mapping[str, Any]], *, several: bool
 ) -> GrammarSpec:
-    """Return the grammar of an answer that consists of calls.
+    """Return the grammar of a response that consists of calls.
 
     Args:
-        functions: the schemas of their arguments, which are objects, by name.
-        several: whether there may be more than one call, if the dialect has that.
+        functions: the JSON schemas of the arguments, which are objects, by name of the
+            function.
+        several: whether the response may have more than one call, if the dialect supports that.
     """
     form = CallForm(
         tuple(
@@ -94,19 +95,19 @@ def _chosen(choice: str | NamedTool | None, functions: Sequence[Function]) -> st
     if isinstance(choice, NamedTool):
         name = choice.function.name
         if all(name != function.name for function in functions):
-            raise invalid("tool_choice.function.name", f"{name!r} is none of the tools")
+            raise invalid("tool_choice.function.name", f"{name!r} is not one of the tools")
         return name
     if choice not in {None, *CHOICES}:
         known = ", ".join(CHOICES)
         raise invalid("tool_choice", f"must be one of {known}, or name a function, not {choice!r}")
     if choice == "required" and not functions:
-        raise invalid("tool_choice", "only together with tools")
+        raise invalid("tool_choice", "requires tools")
     return choice or "auto"
 
 
 def _check_functions(tools: Sequence[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"at most {MAX_TOOLS}, not {len(tools)}")
+        raise invalid("tools", f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         function, where = tool.function, f"tools[{i}].function"
@@ -120,14 +121,14 @@ def _check_functions(tools: Sequence[Tool]) -> None:
 
 
 def _schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments; without parameters there are none."""
+    """Return the schema of a function's arguments, or of an empty object without parameters."""
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **function.parameters}
 
 
 def _shown(function: Function) -> dict[str, Any]:
-    """Return a tool for the template, its keys in the order that models were trained on."""
+    """Return a tool for the template, with its keys in the order of training data."""
     shown: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         shown["description"] = function.description

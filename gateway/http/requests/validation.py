@@ -1,6 +1,7 @@
-"""From decoded bodies to jobs: values are checked and prompts tokenised. Pure but for seeds.
+"""The validation of decoded bodies, and their conversion to jobs with tokenised prompts.
 
-May run in a thread, because tokenising a long prompt would hold the event loop for too long.
+The functions are pure except for random seeds. A thread may run them, because the tokenising of a
+long prompt would hold the event loop for too long.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 GENERATED_SEED_BITS: Final = 53
-"""Clients that read JSON numbers as doubles keep such a seed exactly."""
+"""Size of a generated seed, which clients that read JSON numbers as doubles keep exactly."""
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
@@ -58,13 +59,13 @@ _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A job, and how its answer is to be sent.
+    """A job, and the way to send its response.
 
     Attributes:
         include_usage: whether a stream ends with the token usage.
         continuous_usage: whether each chunk has the usage so far.
-        tools: the functions that the answer may call.
-        body: the request, if the answer depends on more of it.
+        tools: the functions that the response may call.
+        body: the decoded body, if the response needs more of its fields.
     """
 
     job: Job
@@ -79,10 +80,10 @@ class ParsedRequest:
 def parse_chat(
     body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
 ) -> ParsedRequest:
-    """Return the parsed form of a chat completion's body.
+    """Return the parsed form of the body of a chat completion.
 
     Args:
-        service: what the headers ask for.
+        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -94,7 +95,7 @@ def parse_chat(
 def parse_decoded_chat(
     wire: ChatBody, served: ServedModel, request_id: str, service: ServiceLevel
 ) -> ParsedRequest:
-    """Return the parsed form of a decoded chat; see `parse_chat`."""
+    """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served.check_name(wire.model)
     _check_common(wire)
     reject_unsupported(wire, UnsupportedFields.__struct_fields__, wire.n or 1)
@@ -112,10 +113,10 @@ def parse_decoded_chat(
 def parse_completion(
     body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
 ) -> ParsedRequest:
-    """Return the parsed form of a completion's body.
+    """Return the parsed form of the body of a completion.
 
     Args:
-        service: what the headers ask for.
+        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -185,25 +186,23 @@ def _check_common(wire: GenerationFields) -> None:
         check_ranges(wire.speculation, "speculation.")
     if options := wire.stream_options:
         if not wire.stream:
-            raise invalid("stream_options", "only together with stream")
+            raise invalid("stream_options", "requires stream: true")
         if options.continuous_usage_stats and not options.include_usage:
-            raise invalid(
-                "stream_options.continuous_usage_stats", "only together with include_usage"
-            )
+            raise invalid("stream_options.continuous_usage_stats", "requires include_usage: true")
     _stops(wire.stop)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"at most {MAX_STOPS} texts, not {len(stops)}")
+        raise invalid("stop", f"must have at most {MAX_STOPS} texts, not {len(stops)}")
     if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stops):
         raise invalid("stop", f"each text must have 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
 
 
 def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
-    """Return the grammar of a response format; the worker finds out whether it can be compiled."""
+    """Return the grammar of a response format, which the worker later compiles."""
     match wanted:
         case JsonObjectFormat():
             return ANY_OBJECT
@@ -218,7 +217,7 @@ def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
 def _schema(raw: bytes) -> str:
     param = "response_format.json_schema.schema"
     if not raw.startswith(b"{"):
-        raise invalid(param, "expected object")
+        raise invalid(param, "must be an object")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -231,7 +230,9 @@ def _logit_bias(
     """Return the bias of each token id, in ascending order."""
     pairs = sorted((bias or {}).items())
     if len(pairs) > MAX_BIASED_TOKENS:
-        raise invalid("logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}")
+        raise invalid(
+            "logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}"
+        )
     for token_id, value in pairs:
         served.check_token_id(token_id, "logit_bias")
         BIAS.check("logit_bias", value)
@@ -242,7 +243,7 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
     if wire.logprobs:
         return wire.top_logprobs or 0
     if wire.top_logprobs:
-        raise invalid("top_logprobs", "only together with logprobs: true")
+        raise invalid("top_logprobs", "requires logprobs: true")
     return None
 
 
@@ -252,17 +253,17 @@ def prompts_of(
     """Return the token ids of every prompt.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         given: a text, token ids, or a list of either.
 
     Raises:
-        InvalidRequest: there are no prompts, one is empty, or a token id is out of range.
+        InvalidRequest: no prompt is given, a prompt is empty, or a token id is out of range.
     """
     tokenizer = served.tokenizer
     if isinstance(given, str):
         return (_encoded(given, tokenizer, name),)
     if not given:
-        raise invalid(name, "must be given and not be empty")
+        raise invalid(name, "must be given and must not be empty")
     if all(isinstance(item, int) for item in given):
         return (_ids(given, served, name),)
     if any(isinstance(item, int) for item in given):

@@ -1,1 +1,1 @@
-"""Function calls: how models write them, and how they are found in the text of an answer."""
+"""Function calls, with the formats of models and a parser of response text."""

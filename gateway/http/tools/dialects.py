@@ -1,8 +1,8 @@
-"""How models write function calls: one dialect for each family of chat templates.
+"""The formats of function calls, with one dialect for each family of chat templates.
 
-All dialects write a JSON object with a name and arguments; they differ in the text around it. Their
-patterns are matched against text that is still being written, so a match can also be incomplete,
-which `re` does not report.
+All dialects write a JSON object with a name and arguments, but differ in the text around it.
+Patterns are matched against text that the model is still writing, so a match can be incomplete. The
+module `re` does not report incomplete matches.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import cache
 from typing import Final
 
 Pattern = tuple[str, ...]
-"""Literals that may be separated by white space; `NAME` and `ID` stand for JSON strings."""
+"""Literals with optional white space between them. `NAME` and `ID` match JSON strings."""
 
 NAME: Final = "NAME"
 """The name of a function on offer."""
 
 ID: Final = "ID"
-"""The id that Mistral's models give a call: letters and digits."""
+"""The id that Mistral's models give a call, which has letters and digits."""
 
 MOST_SPACE: Final = 64
-"""White space characters in a row that a pattern matches. Text is held back while it may match, so
-this must be bounded. Models write one or two."""
+"""Maximum consecutive white space in a pattern. The parser holds back text that may match, so the
+length must be bounded. Models write one or two characters."""
 
 _WHITE: Final = " \t\r\n"
 _ID: Final = re.compile(r'"[a-zA-Z0-9]{0,63}')
@@ -33,11 +33,11 @@ _ID: Final = re.compile(r'"[a-zA-Z0-9]{0,63}')
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A match.
+    """A match of a pattern.
 
     Attributes:
-        end: index of the first character after it.
-        name: of the function, if the pattern has one.
+        end: index of the first character after the match.
+        name: name of the function, if the pattern has one.
     """
 
     end: int
@@ -45,7 +45,7 @@ class Match:
 
 
 class NoMatch(Enum):
-    """Why a pattern does not match."""
+    """The reason why a pattern does not match."""
 
     NEVER = "further text cannot make it match"
     INCOMPLETE = "further text may make it match"
@@ -55,7 +55,7 @@ def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Match
     """Match a pattern at an index of a text that may continue.
 
     Args:
-        names: of the functions on offer.
+        names: names of the functions on offer.
     """
     name = ""
     for index, element in enumerate(pattern):
@@ -79,7 +79,7 @@ def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Match
 def first_match(
     patterns: Sequence[Pattern], text: str, at: int, names: Collection[str]
 ) -> Match | NoMatch:
-    """Return the shortest match of several patterns; see `match`."""
+    """Return the shortest match of several patterns, as `match` does for one pattern."""
     results = [match(pattern, text, at, names) for pattern in patterns]
     found = [result for result in results if isinstance(result, Match)]
     if found:
@@ -89,7 +89,7 @@ def first_match(
 
 @cache
 def beginnings(patterns: tuple[Pattern, ...]) -> re.Pattern[str]:
-    """Return an expression for the characters with which the patterns may begin."""
+    """Return a regular expression for the characters with which the patterns may begin."""
     first: set[str] = set()
     for pattern in patterns:
         if not pattern[0]:
@@ -100,17 +100,19 @@ def beginnings(patterns: tuple[Pattern, ...]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How calls are written in an answer.
+    """The format of calls in a response.
 
     Attributes:
-        at_start: begins a call at the start of an answer, up to the brace of its arguments.
-        anywhere: begins a call anywhere in a text, up to the same brace.
-        following: begins another call directly after a call.
-        closing: ends the calls. It is optional, and no part of the text.
+        at_start: patterns of a call at the start of a response, up to the brace of its
+            arguments.
+        anywhere: patterns of a call anywhere in a text, up to the same brace.
+        following: patterns of another call directly after a call.
+        closing: patterns of the optional end of the calls, which is not part of the text.
         arguments: the key of the arguments.
-        opened, between, closed: the text around the objects when calls are forced; `between` is
-            None if an answer can have only one call.
-        markers: which of these strings the vocabulary may have as one token.
+        opened, between, closed: the text around the objects of forced calls. The value of
+            `between`
+            is None if a response can have only one call.
+        markers: the strings here that the vocabulary may have as one token.
     """
 
     name: str
@@ -131,7 +133,7 @@ def _pattern(text: str) -> Pattern:
 
 
 def _objects(before: str, keys: tuple[str, ...] = ("arguments",)) -> tuple[Pattern, ...]:
-    """Return the beginning of a call's object up to its arguments, with or without a type."""
+    """Return patterns of a call's object up to its arguments, with or without a type."""
     return tuple(
         _pattern(f'{before} {{ {kind}"name" : {NAME} , "{key}" : {{')
         for kind in ("", '"type" : "function" , ')
@@ -140,7 +142,7 @@ def _objects(before: str, keys: tuple[str, ...] = ("arguments",)) -> tuple[Patte
 
 
 OBJECT_ENDS: Final = (_pattern(" }"), _pattern(f' , "id" : {ID} }}'))
-"""What may follow the arguments of a call."""
+"""Patterns that may follow the arguments of a call."""
 
 HERMES: Final = Dialect(
     "hermes",
@@ -154,7 +156,7 @@ HERMES: Final = Dialect(
     closed="\n</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
 )
-"""Hermes, Qwen2.5 and Qwen3: each call is JSON between a pair of tags."""
+"""The dialect of Hermes, Qwen2.5 and Qwen3, with JSON between a pair of tags for each call."""
 
 MISTRAL: Final = Dialect(
     "mistral",
@@ -168,7 +170,7 @@ MISTRAL: Final = Dialect(
     closed="]",
     markers=("[TOOL_CALLS]",),
 )
-"""Mistral 7B v0.3 and Nemo: a marker and a JSON list of calls."""
+"""The dialect of Mistral 7B v0.3 and Nemo, with a marker and a JSON list of calls."""
 
 _LLAMA_KEYS: Final = ("parameters", "arguments")
 
@@ -183,14 +185,14 @@ LLAMA: Final = Dialect(
     between=None,
     closed="",
 )
-"""Llama 3.1 and 3.2: the answer is one JSON object, or several separated by semicolons."""
+"""The dialect of Llama 3.1 and 3.2, with one or more JSON objects separated by semicolons."""
 
 
 def dialect_of(template: str | None) -> Dialect | None:
-    """Return how a model writes calls, judging by its chat template.
+    """Return the dialect of a model from its chat template.
 
-    None for templates without tools, and for those with a layout that is not supported
-    (`<function=...>`, `name[ARGS]`).
+    The result is None for templates without tools, and for unsupported layouts (`<function=...>`,
+    `name[ARGS]`).
     """
     if template is None or "tools" not in template:
         return None

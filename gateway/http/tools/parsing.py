@@ -1,9 +1,9 @@
-"""Function calls in the text of an answer, found while the model writes it.
+"""A parser of function calls in the text of a response, during generation.
 
-The calls and the content depend on the text alone, not on how it is cut into deltas. Text that may
-be the beginning of a call is held back. A call is certain with the name of a function on offer and
-the brace of its arguments; from there its arguments are passed on as the model writes them.
-Everything else is content, and no character is lost (`Piece.source`).
+The calls and the content depend only on the text, not on its division into deltas. The parser holds
+back text that may begin a call. A call is certain once the text has the name of a function on offer
+and the brace of its arguments. From then on, the parser passes on the arguments as the model writes
+them. All other text is content, and no character is lost (`Piece.source`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from draftgate.gateway.http.tools.dialects import (
 )
 
 ID_CHARACTERS: Final = 9
-"""Length of a call's id. Mistral's templates require it, and the others accept it."""
+"""Length of a call's id. Mistral's templates require this length, and others accept it."""
 
 
 def call_id(seed: str, index: int) -> str:
     """Return the id of a call.
 
     Args:
-        seed: unique to the request and the choice.
-        index: of the call in the choice.
+        seed: a text unique to the request and the choice.
+        index: index of the call in the choice.
     """
     return hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:ID_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the text; joined, all sources are the text.
+    """A part of the text.
+
+    The joined sources of all pieces are the text.
 
     Attributes:
-        source: the characters. Those in no other attribute are framing: tags, keys, commas.
-        content: what the piece adds to the content of the answer.
-        name: of a function whose call begins here.
-        arguments: what the piece adds to the arguments of the last call.
+        source: the characters. Characters in no other attribute are framing, such as tags and
+            keys.
+        content: the characters that the piece adds to the content of the response.
+        name: name of a function whose call begins with this piece.
+        arguments: the characters that the piece adds to the arguments of the last call.
     """
 
     source: str
@@ -56,7 +59,7 @@ class Piece:
 
 
 class _Mode(Enum):
-    """What the parser expects next."""
+    """The text that the parser expects next."""
 
     BEGINNING = "the beginning of the answer"
     TEXT = "content, or a call"
@@ -67,19 +70,19 @@ class _Mode(Enum):
 
 
 class CallParser:
-    """Splits the answer of one choice into content and calls.
+    """A parser that splits the response of one choice into content and calls.
 
     Attributes:
         calls: number of calls found so far.
     """
 
     def __init__(self, dialect: Dialect, names: Collection[str], *, several: bool = True) -> None:
-        """Start at the beginning of an answer.
+        """Start at the beginning of a response.
 
         Args:
-            dialect: how the model writes calls.
-            names: of the functions on offer.
-            several: whether an answer may have more than one call.
+            dialect: the model's format of calls.
+            names: names of the functions on offer.
+            several: whether a response may have more than one call.
         """
         self._dialect = dialect
         self._names = names
@@ -91,7 +94,7 @@ class CallParser:
         self.calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are certain by now."""
+        """Add text, and return the pieces that are now certain."""
         self._held += text
         pieces: list[Piece] = []
         while self._held and self._step(pieces):
@@ -99,7 +102,7 @@ class CallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """End the text; return the piece that was held back, if any."""
+        """End the text, and return the piece that was held back, if any."""
         held, self._held = self._held, ""
         if not held:
             return []
@@ -112,7 +115,7 @@ class CallParser:
         return [Piece(held, content=held)]
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Take at most one piece; return whether another step may take more."""
+        """Consume at most one piece, and return whether another step may consume more."""
         match self._mode:
             case _Mode.BEGINNING:
                 return self._call(pieces, self._dialect.at_start)
@@ -142,7 +145,7 @@ class CallParser:
         return found is not NoMatch.INCOMPLETE
 
     def _text(self, pieces: list[Piece]) -> bool:
-        """Take content up to the place where a call begins or may begin."""
+        """Consume content up to the index where a call begins or may begin."""
         if self.calls and not self._several:
             self._mode = _Mode.PLAIN
             return True
@@ -172,7 +175,7 @@ class CallParser:
         return bool(self._held) and self._mode is not _Mode.ARGUMENTS
 
     def _framing(self, pieces: list[Piece], patterns: tuple[Pattern, ...], then: _Mode) -> bool:
-        """Take framing, if the held text begins with it."""
+        """Consume framing, if the held text begins with it."""
         found = first_match(patterns, self._held, 0, self._names)
         if isinstance(found, Match):
             pieces.append(Piece(self._take(found.end)))
@@ -193,10 +196,13 @@ class CallParser:
 
 
 class _Brackets:
-    """Finds the end of a JSON object by its brackets and strings, without checking its values."""
+    """A scanner that finds the end of a JSON object by its brackets and strings.
+
+    The scanner does not check the values.
+    """
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the closing brackets of the open ones
+        self._open: list[str] = []  # the missing closing brackets
         self._in_string = False
         self._escaped = False
         self.closed = False
