@@ -2,7 +2,7 @@
 
     python -m bench.code_size [ROOT]
 
-A line of code holds at least one token of Python that is neither a comment nor part of a docstring.
+A line of code holds a Python token that is neither a comment nor part of a docstring.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ PARTS: Final = {
     "training": ("training", "backends/engine/demo"),
     "tests": ("tests",),
 }
-PRODUCT: Final = ("bench", "training", "tests")  # every other part is product code
+PRODUCT: Final = (
+    "bench",
+    "training",
+    "tests",
+)  # all other parts are product code
 SMALL_FILE_LINES: Final = 30
 
 
 @dataclass(slots=True)
 class Size:
-    """Line counts of some files."""
+    """The line counts of a set of files."""
 
     files: int = 0
     code: int = 0
@@ -51,7 +55,7 @@ class Size:
 
 
 def size_of(source: str) -> Size:
-    """Count the lines of one file."""
+    """Count the lines of a source text."""
     docstrings = _docstring_lines(ast.parse(source))
     code, comments = set[int](), set[int]()
     layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -78,7 +82,7 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def part_of(path: str) -> str | None:
-    """Return the part of a file: the longest listed folder that contains it."""
+    """Return the part of a file, or None if no listed folder contains the file."""
     found = [
         (len(folder), part)
         for part, folders in PARTS.items()
@@ -89,7 +93,7 @@ def part_of(path: str) -> str | None:
 
 
 def python_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and source of each Python file below the counted top-level folders."""
+    """Yield the path and the source of each Python file below the counted top-level folders."""
     for folder in sorted({name.split("/")[0] for names in PARTS.values() for name in names}):
         if not (root / folder).is_dir():
             continue
@@ -101,7 +105,7 @@ def python_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def imports(files: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    """Return which of the given files each of them imports, by path."""
+    """Return the imports between the given files, as sets of paths by path."""
     sources = dict(files)
     names = {_module(path): path for path in sources}
     graph: dict[str, set[str]] = {}
@@ -159,7 +163,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table and the import cycles."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
     sys.setrecursionlimit(10_000)
     files = [(path, source) for path, source in python_files(root) if part_of(path)]

@@ -1,1 +1,1 @@
-"""The cost of the HTTP edge in CPU time and latency, compared with minimal servers and rivals."""
+"""CPU time and latency of the HTTP edge, compared with minimal servers and other gateways."""

@@ -1,9 +1,10 @@
-"""A client with little CPU use: closed loops of one request each over persistent connections.
+"""A load client with low CPU use, for closed loops over persistent connections.
 
     python -m bench.edge.client
 
-It reads a `Load` as a line of JSON, sends it, and answers with a line (`Measured`). It parses only
-what it needs: the time of the first event, the number of events, and the end of the answer.
+The client reads a `Load` as a line of JSON, sends its requests, and writes a `Measured` as a line
+of JSON. It parses only the time of the first event, the number of events, and the end of the
+response.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Load(msgspec.Struct):
         host, port: address of the server.
         tokens: tokens per request, which equals chunks in a stream.
         connections: number of concurrent requests.
-        warm_s, for_s: seconds of warm-up, and of the measurement after it.
-        server, upstream: process ids whose CPU time is measured; 0 for none.
+        warm_s, for_s: warm-up time and measured time after the warm-up, in seconds.
+        server, upstream: process ids whose CPU time is measured, or 0 to measure none.
     """
 
     host: str
@@ -53,12 +54,12 @@ class Measured(msgspec.Struct):
     """The result of a load.
 
     Attributes:
-        latency_s: time from each request to its last byte.
-        ttft_s: time to the first event of a stream, or to the first byte.
-        chunks: events with data, without `[DONE]`.
-        failed: requests that were cut off or had a status other than 200.
-        wall_s: duration of the measurement.
-        server_cpu_s, upstream_cpu_s, client_cpu_s: CPU seconds of the measurement.
+        latency_s: time from each request to its last byte, in seconds.
+        ttft_s: time to the first event of a stream, or to the first byte, in seconds.
+        chunks: number of events with data, without `[DONE]`.
+        failed: number of requests that were cut off or had a status other than 200.
+        wall_s: duration of the measurement, in seconds.
+        server_cpu_s, upstream_cpu_s, client_cpu_s: CPU seconds during the measurement.
     """
 
     latency_s: list[float]
@@ -72,10 +73,9 @@ class Measured(msgspec.Struct):
 
 
 class Connection(asyncio.Protocol):
-    """A connection with one request at a time."""
+    """A connection that carries a single request at a time."""
 
     def __init__(self, request: bytes, *, stream: bool, patience_s: float = PATIENCE_S) -> None:
-        """Create a connection without a request."""
         self._request = request
         self._patience_s = patience_s
         self._first = _EVENT if stream else b"HTTP/1.1"
@@ -86,16 +86,16 @@ class Connection(asyncio.Protocol):
         self._length: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the request in flight, which counts as failed if it is incomplete."""
+        """End the current request, which has failed if its response is incomplete."""
         self._transport = None
         self._finish()
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes until the answer is complete."""
+        """Receive bytes until the response is complete."""
         received = self.received
         received += data
         if not self.first_s and self._first in received:
@@ -112,14 +112,14 @@ class Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether another request can be sent."""
+        """Whether the connection can send another request."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self) -> tuple[float, float]:
-        """Send the request; return the seconds to its end and to its first event.
+        """Send the request, and return the seconds to the end and to the first event.
 
         Raises:
-            TimeoutError: the answer did not end in time.
+            TimeoutError: the response did not end in time.
         """
         assert self._transport is not None
         self.received.clear()
@@ -149,7 +149,7 @@ def _content_length(head: bytes) -> int | None:
 
 
 async def send(load: Load) -> Measured:
-    """Send a load: first the warm-up, then the measured part."""
+    """Send the warm-up and the measured part of a load."""
     body = wire.body(load.tokens, stream=load.stream, pace_ms=load.pace_ms)
     head = (
         f"POST {wire.PATH} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
@@ -175,7 +175,7 @@ async def _measured(load: Load, request: bytes, for_s: float) -> Measured:
 
 
 def _cpu(load: Load) -> Sequence[float]:
-    """Return the CPU seconds of server, upstream and this process."""
+    """Return the CPU seconds of the server, the upstream and this process."""
     server, upstream = (cpu_s(pid) if pid else 0.0 for pid in (load.server, load.upstream))
     return server, upstream, time.process_time()
 
@@ -191,7 +191,7 @@ async def _connect(load: Load, request: bytes) -> Connection:
 async def _loop(
     load: Load, request: bytes, connection: Connection, until_s: float, result: Measured
 ) -> None:
-    """Send requests one after another; reopen a connection that the server has closed."""
+    """Send requests in a closed loop, and reconnect when the server closes the connection."""
     while time.perf_counter() < until_s:
         if not connection.open:
             connection = await _connect(load, request)
@@ -210,7 +210,7 @@ async def _loop(
 
 
 def main() -> None:
-    """Run each load that a line of standard input describes."""
+    """Run the load in each line of standard input."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answer_lines(Load, lambda load: runner.run(send(load)))
 

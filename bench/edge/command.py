@@ -1,17 +1,18 @@
-"""Measure the edge: CPU time, added latency and TTFT, beside minimal servers and rivals.
+"""Measure CPU time, added latency and TTFT of Draftgate, minimal servers and other gateways.
 
     draftgate bench edge --json OUT [--rivals DIR]
 
-Every target is a separate server, and all have the same client. `draftgate sim` generates its
-tokens in its own process. Its simulated device takes no time per step (5 ms for paced streams), so
-the scheduler and the detokeniser run but no model does. `worker alone` is the cost of these parts
-without HTTP. `bare handler` is an aiohttp handler that parses JSON and has the same chunks ready.
-The proxies are Draftgate, a bare aiohttp proxy and the rivals, all in front of the same mock.
+Every target is a separate server, and all targets have the same client. `draftgate sim` generates
+its tokens in its own process. Its simulated device takes no time per step (5 ms for paced streams).
+The scheduler and the detokeniser therefore run, but no model does. `worker alone` is the cost of
+these parts without HTTP. `bare handler` is an aiohttp handler that parses JSON and sends prepared
+chunks. The proxies are Draftgate, a bare aiohttp proxy and the other gateways. All proxies use the
+same mock upstream.
 
-On two cores, targets have the first core, client and mock the second. A row is marked `saturated`
-if client and mock took more than 85% of their core. Its latencies and rates then show the client's
-limit; its CPU time is still the target's. Rounds are interleaved in shuffled order. The command
-refuses to run on a busy machine.
+On a machine with two cores, targets run on the first core, and the client and the mock run on the
+second. A row is marked `saturated` if client and mock took more than 85% of their core. Latencies
+and rates of a saturated row show the limit of the client, but its CPU time is still valid. Rounds
+are interleaved in shuffled order. The command refuses to run on a busy machine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from bench.harness.provenance import simulated_provenance
 from draftgate.gateway.cli.environment import collect_environment
 
 IDLE_LOAD: Final = 0.5
-"""Maximum one-minute load average of an idle machine."""
+"""Maximum load average of an idle machine, over one minute."""
 
 PARTS: Final = ("targets", "hold")
 _SHOWN: Final = (

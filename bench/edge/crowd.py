@@ -1,8 +1,8 @@
-"""Send live streams, and one large request after another beside them.
+"""Send live streams, and large requests in sequence while the streams run.
 
     python -m bench.edge.crowd URL KIND
 
-prints the statuses of the large requests as JSON.
+The command prints the statuses of the large requests as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _text() -> str:
 
 
 def _ids() -> list[int]:
-    """Return token ids whose JSON has about one megabyte."""
+    """Return token ids whose JSON takes about one megabyte."""
     return [1000 + n % 1000 for n in range(MEGABYTE // 6)]
 
 
@@ -61,7 +61,7 @@ KINDS: Final[dict[str, Callable[[], tuple[str, dict[str, object]] | None]]] = {
     "answer with 500 x 20 logprobs": lambda: _completion("x", max_tokens=500, logprobs=20),
     "body that is no JSON, 1 MB": lambda: ("/v1/completions", {"": [[[]]] * _MANY}),
 }
-"""Path and body of the large request, by kind."""
+"""Path and body of the large request, by kind of request."""
 
 
 async def _stream(session: aiohttp.ClientSession) -> None:
@@ -73,7 +73,7 @@ async def _stream(session: aiohttp.ClientSession) -> None:
 
 
 async def crowd(url: str, kind: str) -> list[int]:
-    """Send a kind of request `TIMES` times beside streams; return the statuses."""
+    """Send the large request `TIMES` times while streams run, and return the statuses."""
     asked = KINDS[kind]()
     statuses = []
     async with aiohttp.ClientSession(url) as session:
@@ -96,7 +96,7 @@ async def crowd(url: str, kind: str) -> list[int]:
 
 
 def main() -> None:
-    """Send the kind of request that the arguments name."""
+    """Run `crowd` with the URL and the kind from the command line."""
     print(json.dumps(uvloop.run(crowd(sys.argv[1], sys.argv[2]))))
 
 

@@ -1,4 +1,4 @@
-"""Figures of the study: medians over rounds with their range, and the goals."""
+"""Summary metrics of the edge benchmark, as medians over rounds, and its goals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUST: Final = ("vllm-router", "sglang-router")
 
 
 class Figure(NamedTuple):
-    """The median, minimum and maximum over rounds."""
+    """The median, the minimum and the maximum of a metric over rounds."""
 
     median: float
     least: float
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Figure:
-        """Summarise values; NaN if there are none."""
+        """Summarise values, and return NaN if all values are missing."""
         kept = [value for value in values if math.isfinite(value)]
         if not kept:
             return cls(math.nan, math.nan, math.nan)
@@ -39,22 +39,27 @@ class Figure(NamedTuple):
 
 
 class Round:
-    """The rows of one target in one round, by question."""
+    """The rows of a single target in a single round, by question."""
 
     def __init__(self, rows: Iterable[Row], before: Round | None = None) -> None:
-        """Wrap the rows; `before` is the same round of the server that latency is compared with."""
+        """Store the rows.
+
+        Args:
+            rows: rows of the target, by question.
+            before: the same round of the server that is the baseline of added latency.
+        """
         self._rows = {row.question: row for row in rows}
         self._before = before
 
     def cpu_us(self, question: str) -> float:
-        """Return CPU microseconds per request; NaN if the server's CPU time is unknown."""
+        """Return CPU microseconds per request, or NaN if the server's CPU time is unknown."""
         row = self._rows.get(question)
         if row is None or not row.requests or not row.server_cpu_s:
             return math.nan
         return row.server_cpu_s / row.requests * 1e6
 
     def chunk_us(self, long: str) -> float:
-        """Return CPU microseconds per further chunk: the slope from short to long streams."""
+        """Return CPU microseconds per additional chunk, as the slope from short to long streams."""
         row, short = self._rows.get(long), self._rows.get(_SHORT_16)
         if row is None or short is None or not row.requests or not short.requests:
             return math.nan
@@ -62,12 +67,12 @@ class Round:
         return (self.cpu_us(long) - self.cpu_us(_SHORT_16)) / more if more else math.nan
 
     def of(self, question: str, value: Callable[[Row], float]) -> float:
-        """Return a value of a row."""
+        """Return a value of the row of a question."""
         row = self._rows.get(question)
         return math.nan if row is None else value(row)
 
     def added_ms(self, question: str, value: Callable[[Row], float]) -> float:
-        """Return the latency added to that of `before`, in milliseconds."""
+        """Return the latency above the baseline server, in milliseconds."""
         if self._before is None:
             return math.nan
         return (self.of(question, value) - self._before.of(question, value)) * 1e3
@@ -92,16 +97,16 @@ COLUMNS: Final[tuple[tuple[str, Callable[[Round], float]], ...]] = (
     ("requests_per_s_16", lambda r: r.of(_WHOLE_16, _rate)),
     ("streams_per_s_16", lambda r: r.of(_LONG_16, _rate)),
 )
-"""Name and value of each figure. `ttft_p50_ms_16` is that of paced streams. With all chunks sent at
-once, the first chunk waits for chunks of other streams, and a server that sends nothing else
-looks best."""
+"""Name and value of each metric. `ttft_p50_ms_16` uses paced streams, because the first chunk of an
+unpaced stream waits for chunks of other streams. Unpaced TTFT would favour a server that sends
+only a single stream at a time."""
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the figures of each target, in the order of the rows.
+    """Return the metrics of each target, in the order of the rows.
 
-    Added latency is relative to the server that has the answers ready. For proxies it runs on the
-    client's core, as their upstream does; for other targets it has its own core.
+    Added latency is relative to a server with prepared responses. This server runs on the client's
+    core for proxies, as their upstream does. It has its own core for all other targets.
     """
     kinds = {row.target: row.kind for row in rows}
     numbers = sorted({row.round for row in rows})
@@ -125,7 +130,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 class Goal(NamedTuple):
-    """A goal and its result; `met` is None if a part of it was not measured."""
+    """A goal and its result, with `met` as None if a part of the goal was not measured."""
 
     text: str
     reached: str
@@ -133,7 +138,7 @@ class Goal(NamedTuple):
 
 
 def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
-    """Return the goals of the edge, met or missed."""
+    """Return the goals of the edge benchmark with their results."""
 
     def value(target: str, name: str) -> float:
         return float(found[target][name]["median"]) if target in found else math.nan

@@ -1,10 +1,10 @@
-"""Measure how long large requests block the event loop beside live streams.
+"""Measure how long large requests block the event loop while streams are live.
 
     python -m bench.edge.hold ROUNDS
 
-serves a simulated worker in this process and watches its event loop. `crowd` sends each kind of
-request of one megabyte a few times beside 16 streams. The output is JSON with the longest hold of
-each kind, and the longest of each of its parts (see `Hold`).
+The command serves a simulated worker in this process and watches its event loop. `crowd` sends each
+kind of request of one megabyte a few times while 16 streams run. The output is JSON with the
+longest hold of each kind, and the longest value of each part of a hold (see `Hold`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.logs import configure
 
 CONTEXT: Final = 1 << 20
-"""Context length in tokens; a megabyte of text fits."""
+"""Context length in tokens, large enough for a megabyte of text."""
 
 STEP_TOKENS: Final = 8192
 """Tokens per step of a fast device, which prefills a megabyte in about 40 steps."""
 
 KV_BYTES: Final = 64 << 30
-"""KV memory of the simulated device, which allocates none; it fits several requests."""
+"""KV memory of the simulated device in bytes. The device allocates none of it."""
 
 PARTS: Final = tuple(f"{name.removesuffix('_s')}_ms" for name in Hold._fields)
-"""Names of a hold and its parts."""
+"""Names of the hold and of its parts."""
 
 
 def longest_holds(rounds: int) -> list[dict[str, Any]]:
-    """Measure in a separate process; return the longest holds of each kind, by round."""
+    """Measure in a separate process, and return the longest holds of each kind, by round."""
     command = [sys.executable, "-m", "bench.edge.hold", str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own module
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -51,7 +51,7 @@ def longest_holds(rounds: int) -> list[dict[str, Any]]:
 
 
 async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each kind: holds and their parts (`Hold`) in milliseconds, by round."""
+    """Return a row for each kind, with holds and their parts (`Hold`) in milliseconds, by round."""
     rows = {kind: {"beside": kind, "statuses": []} | {part: [] for part in PARTS} for kind in KINDS}
     config = ServeConfig(
         model=str(long_model(folder)),
@@ -79,7 +79,7 @@ async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
 
 
 async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
-    """Let a crowd send a kind of request; return the longest holds and the statuses."""
+    """Run `crowd` with a kind of request, and return the longest holds and the statuses."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -88,7 +88,7 @@ async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
         kind,
         stdout=subprocess.PIPE,
     )
-    # Creating the process blocks the loop as well, but is not part of the measurement.
+    # Creating the process also blocks the loop, but is not part of the measurement.
     async with watched() as watch:
         out, _ = await process.communicate()
     return watch.longest, json.loads(out)
@@ -105,9 +105,9 @@ def long_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Measure, and print the rows."""
+    """Measure the holds, and print the rows as JSON."""
     configure("error")
-    # It logs every stream that the crowd abandons.
+    # The server logs every stream that the crowd abandons.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:
         rows = uvloop.run(measure(int(sys.argv[1]), Path(scratch)))

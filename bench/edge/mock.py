@@ -1,10 +1,10 @@
-"""A server that has every answer ready, and the minimal server and proxy in Python.
+"""A server with prepared responses, which is also the minimal server and the minimal proxy.
 
     python -m bench.edge.mock [--upstream URL] --port PORT
 
-Without an upstream it answers requests itself. It is then the upstream of all proxies, and the
-minimal server that generates its tokens in process. With an upstream it forwards bytes unread, as
-the minimal proxy.
+Without an upstream, the mock responds to requests itself. It then serves as the upstream of all
+proxies, and as the minimal server that generates its tokens in process. With an upstream, the mock
+is the minimal proxy and forwards bytes unread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UPSTREAM: Final = web.AppKey("upstream", aiohttp.ClientSession)
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
-    """Answer a chat completion with one write per chunk, at once or at the requested pace."""
+    """Send a chat completion with one write per chunk, without delay or at the requested pace."""
     asked = wire.decode(await request.read())
     request_id, created_s = secrets.token_hex(12), int(time.time())
     if not asked.stream:
@@ -42,7 +42,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     for place in range(asked.tokens):
         text = wire.NEXT if place else wire.FIRST
         await response.write(head + text + (wire.ENDS if place == last else wire.GOES_ON))
-        # Write chunks one by one even without a pace, as a worker sends the tokens of its steps.
+        # Unpaced chunks are separate writes too, because a worker sends the tokens of each step.
         due_s += pace_s
         await asyncio.sleep(max(0.0, due_s - loop.time()) if pace_s else 0.0)
     await response.write(wire.DONE)
@@ -51,7 +51,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def pass_on(request: web.Request) -> web.StreamResponse:
-    """Forward a request to the upstream and its answer back, both unread."""
+    """Forward a request to the upstream, and forward the response to the client, both unread."""
     body = await request.read()
     headers = {"Content-Type": "application/json"}
     async with request.app[_UPSTREAM].post(request.path, data=body, headers=headers) as upstream:
@@ -65,17 +65,17 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
 
 
 async def list_models(_request: web.Request) -> web.Response:
-    """List the only model."""
+    """Return the list of models, which has a single entry."""
     return web.json_response({"object": "list", "data": [{"id": wire.MODEL, "object": "model"}]})
 
 
 async def well(_request: web.Request) -> web.Response:
-    """Answer any other request with 200, because each rival has its own health checks."""
+    """Return status 200 for any other request, because gateways have different health checks."""
     return web.json_response({"status": "ok", "model_path": wire.MODEL, "model_id": wire.MODEL})
 
 
 def application(upstream: str | None) -> web.Application:
-    """Return the server, or the proxy if `upstream` is given."""
+    """Return the server, or return the proxy if `upstream` is given."""
     app = web.Application()
 
     async def session(app: web.Application) -> AsyncIterator[None]:

@@ -1,9 +1,9 @@
-"""Create an environment for each rival, so that its dependencies stay out of Draftgate's.
+"""Create an environment for each compared gateway, separate from Draftgate's dependencies.
 
     python -m bench.edge.rivals DIR
 
-makes `DIR/NAME` with `NAME` installed (pip, wheels; all support Python 3.11). Then `draftgate bench
-edge --rivals DIR` measures the installed rivals.
+The command creates `DIR/NAME` and installs `NAME` into it with pip. All packages are wheels that
+support Python 3.11. `draftgate bench edge --rivals DIR` then measures the installed gateways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES: Final = {
     "vllm-router": "vllm-router==0.1.17",
     "sglang-router": "sglang-router==0.3.2",
 }
-"""Latest versions on 2026-11-21."""
+"""Latest versions of the packages on 2026-11-21."""
 
 
 def main() -> None:

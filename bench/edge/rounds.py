@@ -1,4 +1,4 @@
-"""Interleaved rounds: each one sends every question to every target, in shuffled order."""
+"""Interleaved rounds, each of which sends every question to every target in shuffled order."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from draftgate.loadgen.measuring.metrics import percentile
 WORKER: Final = "worker alone"
 
 SATURATED: Final = 0.85
-"""Share of their core above which client and mock limit a measurement, not the target."""
+"""Share of their core above which client and mock, not the target, limit a measurement."""
 
 QUOTED_LOG_LINES: Final = 4
-"""Number of log lines quoted if a server does not start."""
+"""Number of log lines that are quoted if a server does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One way to send requests.
+    """The load of a single measurement.
 
     Attributes:
         paced: whether chunks are `PACE_MS` apart instead of immediate.
@@ -51,7 +51,11 @@ class Question:
 
 
 def questions(chunks: int) -> tuple[Question, ...]:
-    """Return the questions to every target; long streams have `chunks` chunks."""
+    """Return the questions that every target receives.
+
+    Args:
+        chunks: number of chunks of a long stream.
+    """
     return (
         Question("whole, 1 client", 1, stream=False, tokens=1),
         Question("whole, 16 clients", 16, stream=False, tokens=1),
@@ -64,10 +68,11 @@ def questions(chunks: int) -> tuple[Question, ...]:
 
 
 class Row(msgspec.Struct):
-    """The result of one question to one target in one round. Times in seconds.
+    """The result of a question for a target in a single round, with times in seconds.
 
     Attributes:
-        requests, chunks, failed: requests that ended in time, their events, and failures.
+        requests, chunks, failed: number of requests that ended in time, of their events, and of
+            failed requests.
         saturated: whether client and mock took more than `SATURATED` of their core.
     """
 
@@ -91,7 +96,7 @@ class Row(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running target: its address and process ids. The second pair is the paced server."""
+    """A running target, with port and process id of the server and of its paced variant."""
 
     target: Target
     port: int
@@ -101,10 +106,10 @@ class Server:
 
 
 class Bench:
-    """The mock, the client, and the targets that started."""
+    """The mock, the client, and the running targets."""
 
     def __init__(self, stack: ExitStack, folder: Path, cores: Cores) -> None:
-        """Start mock and client on the second core; targets run on the first."""
+        """Start mock and client on the second core, because targets run on the first."""
         self._stack, self._folder = stack, folder
         self._server_core, self._client_core = cores
         self.servers: list[Server] = []
@@ -119,11 +124,11 @@ class Bench:
 
     @property
     def upstream(self) -> str:
-        """URL of the mock."""
+        """URL of the mock upstream."""
         return f"http://127.0.0.1:{self._mock_port}"
 
     def add(self, target: Target) -> None:
-        """Start a target, or record why it did not start."""
+        """Start a target, or record the reason why it did not start."""
         if target.command is None:
             port, pid = self._mock_port, 0
             self.servers.append(Server(target, port, pid, port, pid))
@@ -161,7 +166,7 @@ class Bench:
         return self._folder / f"{name.replace(' ', '-')}.log"
 
     def ask(self, server: Server, question: Question, for_s: float, number: int) -> Row:
-        """Send one question to one target."""
+        """Measure a question on a target, and return its row."""
         port, pid = (
             (server.paced_port, server.paced_pid) if question.paced else (server.port, server.pid)
         )
@@ -180,7 +185,7 @@ class Bench:
         return _row(server.target, question, number, self._client.ask(load, Measured))
 
     def ask_worker(self, question: Question, for_s: float, number: int) -> Row:
-        """Run the work of a question on the simulated worker without HTTP."""
+        """Run the load of a question on the simulated worker without HTTP."""
         work = Work(question.tokens, question.connections, for_s)
         done = self._worker.ask(work, Done)
         nothing = float("nan")
@@ -226,7 +231,7 @@ def _row(target: Target, question: Question, number: int, measured: Measured) ->
 
 @contextmanager
 def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
-    """Start mock and client; at the end, stop them and every target."""
+    """Start mock and client, and stop them and every target at exit."""
     with ExitStack() as stack:
         yield Bench(stack, folder, cores)
 
@@ -240,7 +245,11 @@ def rounds(
     seed: int,
     tell: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Yield the rows of `number` rounds; in each, every target gets each question once."""
+    """Yield the rows of interleaved rounds, in which every target gets each question once.
+
+    Args:
+        number: number of rounds.
+    """
     order = Random(seed)
     turns = [(server, question) for server in bench.servers for question in asked]
     for place in range(number):

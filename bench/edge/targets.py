@@ -1,4 +1,4 @@
-"""The servers of the study: Draftgate, the minimal servers and the rivals."""
+"""The measured servers: Draftgate, the minimal servers and the compared gateways."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bench.harness.processes import free_port
 from draftgate.backends.registry import backend_names
 
 INSTANT: Final = Path(__file__).parents[1] / "harness" / "instant.json"
-"""A device whose steps take no time, so that only the edge and the scheduler take time."""
+"""A device whose steps take no time, so that only edge and scheduler take time."""
 
 _OURS: Final = (sys.executable, "-m", "draftgate", "serve")
 _MOCK: Final = (sys.executable, "-m", "bench.edge.mock")
 
 PACE_MS: Final = 5.0
-"""Milliseconds between the chunks of a paced stream. This is faster than a reader needs, but slow
-enough that each chunk is read and written separately, as in production. Only the slowest proxy
-cannot keep up with 16 such streams."""
+"""Milliseconds between the chunks of a paced stream. The pace is faster than a reader needs, but
+slow enough that each chunk is read and written separately, as in production. Only the slowest
+proxy falls behind with 16 such streams."""
 
 
 _LITELLM: Final = {
@@ -33,7 +33,7 @@ _LITELLM: Final = {
 
 
 class Kind(StrEnum):
-    """The source of a target's tokens."""
+    """The source of the tokens of a target."""
 
     DIRECT = "direct"  # the mock, on the client's core
     NO_EDGE = "no edge"  # the simulated worker, without HTTP
@@ -46,10 +46,10 @@ class Target:
     """A server to measure.
 
     Attributes:
-        command: command line without the port; None for the mock, which always runs.
+        command: command line without the port, or None for the mock, which always runs.
         port_flag: option that sets the port.
-        paced_command: command of a second server, if the server and not the request sets the pace.
-        variables: its environment variables.
+        paced_command: command of a second server, if the pace is set per server, not per request.
+        variables: environment variables of the server.
     """
 
     name: str
@@ -66,7 +66,7 @@ def _ours(*flags: str) -> tuple[str, ...]:
 
 
 def paced_profile(folder: Path) -> Path:
-    """Write the profile of a device that takes `PACE_MS` per step; return its path."""
+    """Write the profile of a device that takes `PACE_MS` per step, and return its path."""
     paced = folder / "paced.json"
     profile = json.loads(INSTANT.read_text(encoding="utf-8"))
     paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3] * 2}), encoding="utf-8")
@@ -74,10 +74,10 @@ def paced_profile(folder: Path) -> Path:
 
 
 def in_process(folder: Path) -> list[Target]:
-    """Return the servers that generate their tokens themselves.
+    """Return the servers that generate their tokens in process.
 
     Args:
-        folder: for the profile of a device that takes `PACE_MS` per step.
+        folder: folder for the profile of a device that takes `PACE_MS` per step.
     """
     sim = ("--backend", "sim", "--profile")
     return [
@@ -102,11 +102,11 @@ def proxies(upstream: str) -> list[Target]:
 
 
 def rivals(environments: Path, upstream: str, folder: Path) -> Iterator[Target]:
-    """Yield the installed rivals, each in the environment of its name.
+    """Yield the installed gateways, each in the environment of its name.
 
     Args:
         environments: folder that `python -m bench.edge.rivals` creates.
-        folder: for configuration files.
+        folder: folder for configuration files.
     """
     for name, flags in _flags(upstream, folder).items():
         program = environments / name / "bin" / name

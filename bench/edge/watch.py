@@ -1,4 +1,4 @@
-"""How long an event loop is blocked, and what blocks it."""
+"""Durations and causes of a blocked event loop."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 WATCH_S: Final = 0.001
-"""Interval between two looks at the loop. It is the resolution of a hold, because uvloop's timers
-have milliseconds."""
+"""Seconds between two observations of the loop. The interval is the resolution of a hold, because
+uvloop's timers have milliseconds."""
 
 
 class Hold(NamedTuple):
-    """A period for which a loop was blocked, in seconds.
+    """A period in which a loop was blocked, in seconds.
 
     Attributes:
-        late_s: all of it by the wall clock, which is what a client waits.
+        late_s: wall-clock duration of the period, which a client has to wait.
         own_s: CPU time of the loop's thread in callbacks, without garbage collections. On a
             busy machine it covers several callbacks that piled up while the thread had no core.
-        collecting_s: wall time of garbage collections in any thread, which stop all others.
+        collecting_s: wall time of garbage collections in any thread, which stop all threads.
         lock_s: lower bound of the wait for the interpreter lock or for a page of memory.
             The thread that holds the lock may have no core either.
-        descheduled_s: time in which the thread was ready but had no core (Linux only; else 0).
+        descheduled_s: time in which the thread was ready but had no core (0 outside Linux).
     """
 
     late_s: float = 0.0
@@ -38,14 +38,13 @@ class Hold(NamedTuple):
 
 
 class LoopWatch:
-    """Records how late the loop runs a timer.
+    """Recorder of the delays with which a loop runs a timer.
 
     Attributes:
-        longest: the longest observation of each part; they may belong to different holds.
+        longest: the longest value of each part, possibly from different holds.
     """
 
     def __init__(self) -> None:
-        """Create a watch without observations."""
         self.longest = Hold()
         self._thread = threading.get_ident()
         self._collected_s = 0.0  # in all threads, wall time
@@ -57,7 +56,7 @@ class LoopWatch:
         self.longest = Hold(*map(max, self.longest, hold))
 
     async def watch(self) -> None:
-        """Observe the loop until cancelled. Must run in the thread that created the watch."""
+        """Observe the loop until cancelled, in the thread that created the watch."""
         gc.callbacks.append(self._collected)
         try:
             with _scheduling() as delay_s:
@@ -92,11 +91,11 @@ def parted(
     """Split a hold into its parts.
 
     Args:
-        late_s: how late the timer ran.
-        cpu_s: CPU time of the thread since the previous look, an upper bound for the hold.
-        descheduled_s: time without a core.
-        gc_s, gc_here_s: garbage collections in all threads by the wall clock, and CPU time of
-            those in the loop's thread.
+        late_s: delay of the timer, in seconds.
+        cpu_s: CPU seconds of the thread since the previous observation, an upper bound of the hold.
+        descheduled_s: seconds without a core.
+        gc_s: wall seconds of garbage collections in all threads.
+        gc_here_s: CPU seconds of garbage collections in the loop's thread.
     """
     late_s = max(late_s, 0.0)
     elsewhere_s = max(gc_s - gc_here_s, 0.0)
@@ -107,7 +106,7 @@ def parted(
 
 @asynccontextmanager
 async def watched() -> AsyncIterator[LoopWatch]:
-    """Watch the running loop."""
+    """Watch the running loop while the context lasts."""
     watch = LoopWatch()
     task = asyncio.create_task(watch.watch())
     try:
@@ -118,7 +117,7 @@ async def watched() -> AsyncIterator[LoopWatch]:
 
 @contextmanager
 def _scheduling() -> Iterator[Any]:
-    """Return a function that gives the seconds in which this thread was ready but had no core."""
+    """Return a function that returns the seconds in which this thread was ready without a core."""
     path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
     if not path.exists():
         yield lambda: 0.0

@@ -1,6 +1,6 @@
-"""Requests and answers of OpenAI's chat completions, as every server of the study uses them.
+"""Requests and responses of OpenAI chat completions, as every measured server uses them.
 
-The answers have the fields, and therefore the size, of Draftgate's own.
+The responses have the same fields, and therefore the same size, as responses of Draftgate.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import msgspec
 MODEL: Final = "mock"
 PATH: Final = "/v1/chat/completions"
 PACE: Final = "pace_ms="
-"""A message `pace_ms=5` asks the mock for a chunk every 5 ms. Proxies forward messages unchanged,
-but drop unknown fields and headers."""
+"""A message `pace_ms=5` requests a chunk every 5 ms from the mock. The pace is in a message,
+because proxies drop unknown fields and headers."""
 
 _WORD: Final = " token"
 
@@ -26,7 +26,7 @@ class Message(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """The fields of a request's body that the mock uses."""
+    """The request fields that the mock uses."""
 
     messages: list[Message]
     stream: bool | None = None
@@ -35,12 +35,12 @@ class Asked(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Number of requested tokens, which equals chunks in a stream."""
+        """Number of requested tokens, equal to the number of chunks in a stream."""
         return self.max_tokens or self.max_completion_tokens or 1
 
     @property
     def pace_s(self) -> float:
-        """Seconds between chunks; 0 sends them at once."""
+        """Seconds between chunks, or 0 to send all chunks without delay."""
         content = self.messages[-1].content
         return float(content.removeprefix(PACE)) / 1e3 if content.startswith(PACE) else 0.0
 
@@ -49,7 +49,7 @@ decode: Final = msgspec.json.Decoder(Asked).decode
 
 
 def body(tokens: int, *, stream: bool, pace_ms: float = 0.0) -> bytes:
-    """Return the JSON of a request."""
+    """Return a request body as JSON."""
     content = f"{PACE}{pace_ms:g}" if pace_ms else "Say something."
     asked = {
         "model": MODEL,
@@ -61,7 +61,7 @@ def body(tokens: int, *, stream: bool, pace_ms: float = 0.0) -> bytes:
 
 
 def chunk_head(request_id: str, created_s: int) -> bytes:
-    """Return the common beginning of all chunks of an answer."""
+    """Return the common prefix of all chunks of a response."""
     return (
         f'data: {{"id":"chatcmpl-{request_id}","object":"chat.completion.chunk",'
         f'"created":{created_s},"model":"{MODEL}","choices":[{{"index":0,"delta":'
@@ -76,7 +76,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def whole(request_id: str, created_s: int, tokens: int) -> bytes:
-    """Return the JSON of an answer without streaming."""
+    """Return the JSON of a response without streaming."""
     usage = {"prompt_tokens": 8, "completion_tokens": tokens, "total_tokens": 8 + tokens}
     message = {"role": "assistant", "content": _WORD * tokens, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}

@@ -2,7 +2,7 @@
 
     python -m bench.edge.worker
 
-It reads a `Work` as a line of JSON, runs it, and answers with a line (`Done`).
+The process reads a `Work` as a line of JSON, runs it, and writes a `Done` as a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFF: Final = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "measured alo
 
 
 class Work(msgspec.Struct):
-    """Requests of a fixed length at a fixed concurrency, for a minimum time."""
+    """Requests of a fixed length at a fixed concurrency, for a minimum time in seconds."""
 
     tokens: int
     sequences: int
@@ -33,7 +33,7 @@ class Work(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The completed requests, and their CPU seconds."""
+    """The number of completed requests and deltas, and their CPU seconds."""
 
     requests: int
     deltas: int
@@ -41,7 +41,7 @@ class Done(msgspec.Struct):
 
 
 class Alone:
-    """A worker that steps as fast as it can."""
+    """A worker that runs steps without pause."""
 
     def __init__(self) -> None:
         """Build the worker of `draftgate sim`."""
@@ -51,7 +51,7 @@ class Alone:
         self._numbers = count()
 
     def do(self, work: Work) -> Done:
-        """Keep the batch full until the time is over, then let it run empty."""
+        """Keep the batch full until the time is over, and then finish all requests."""
         done = Done(0, 0, 0.0)
         began_s = time.process_time()
         for _ in range(work.sequences):
@@ -75,7 +75,7 @@ class Alone:
 
 
 def main() -> None:
-    """Run each piece of work that a line of standard input describes."""
+    """Run the `Work` in each line of standard input."""
     answer_lines(Work, Alone().do)
 
 

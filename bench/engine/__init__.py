@@ -1,4 +1,4 @@
-"""Benchmarks of the engine. `draftgate bench engine` runs `command.py`."""
+"""Benchmarks of the engine. `draftgate bench engine` runs the module `command`."""
 
 from __future__ import annotations
 

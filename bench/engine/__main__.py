@@ -1,4 +1,4 @@
-"""`python -m bench.engine`."""
+"""Entry point of `python -m bench.engine`."""
 
 from bench.engine import main
 

@@ -3,11 +3,12 @@
     python -m bench.engine.acceptance --json backends/sim/recordings/shipped.json
 
 The recordings of `bench.engine.proposers` hold one draft per step of a run with drafts of 8 tokens,
-so they fit only that run. Here the model generates without drafts, and each proposer drafts at
-every position. The text then shows how many tokens of each draft were right. Verification samples
-from the target's distribution, so the text does not depend on the draft lengths. Whatever a policy
-chooses, its next step therefore finds a record. The prompts are the held-out ones of those
-recordings.
+so they fit only that run. In this module the model generates without drafts, and each proposer
+drafts at every position. The text then shows how many tokens of each draft were right.
+
+Verification samples from the target's distribution, so the text does not depend on the draft
+lengths. The simulator therefore finds a record for every draft length that a policy chooses. The
+prompts are the held-out prompts of `bench.engine.proposers`.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 SLOTS: Final = 16
-"""Draft length that is requested, the longest that `auto` plans."""
+"""Requested draft length, the longest that `auto` plans."""
 
 POSITIONS: Final = 160
-"""Positions recorded per text. The text is longer by one draft, to check the last drafts."""
+"""Recorded positions per text. Texts are longer, so that the last drafts can be checked."""
 
 LEAST_POSITIONS: Final = 24
-"""A text that loops earlier is left out, because n-grams predict such a loop forever."""
+"""Minimum number of tokens before a loop. N-grams predict a loop perfectly, so texts that loop
+earlier are left out."""
 
 PROPOSERS: Final = ("ngram", "draft_model", "sparse_self")
 """`ngram` without branches, because the simulator's drafts are chains."""
 
 SPARSE_TASKS: Final = ("long_context",)
-"""The tasks whose contexts exceed the window of sparse self-speculation. In other tasks it reads
-the whole context, so its drafts are always right."""
+"""Tasks whose contexts exceed the window of sparse self-speculation. In all other tasks
+`sparse_self` reads the whole context, so its drafts are always right."""
 
 DIGITS: Final = "0123456789abcdefg"
-"""Encodes a length of 0 to 16 tokens as one character."""
+"""Characters that encode a length of 0 to 16 tokens."""
 
 Text = tuple[str, float, int]
-"""Task, temperature, prompt."""
+"""Key of a text: task, temperature, index of the prompt."""
 
 
 class Asked(NamedTuple):
@@ -65,7 +67,7 @@ class Asked(NamedTuple):
 
 
 class Listener:
-    """A proposer that records the drafts of another one, and proposes nothing."""
+    """A proposer that records the drafts of another proposer, and proposes nothing."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -74,22 +76,22 @@ class Listener:
         self.texts: dict[str, list[int]] = {}
 
     def depth_s(self, sequences: int) -> float:
-        """Forward to the proposer, which decides when it is asked."""
+        """Return the cost per depth of the recorded proposer, in seconds."""
         return self._proposer.depth_s(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Forward to the proposer."""
+        """Return the catch-up cost of the recorded proposer, in seconds."""
         return self._proposer.catch_up_s(sequence)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Record the drafts, and return nothing to verify."""
+        """Record the drafts of the other proposer, and return no drafts."""
         for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
             said = self._said.setdefault(request.sequence.key, [])
             said.append((draft, len(request.sequence.token_ids)))
         return [NO_DRAFT] * len(requests)
 
     def forget(self, sequence: Sequence) -> None:
-        """Compare the drafts with the text, which is complete now."""
+        """Compare the drafts of a finished sequence with its text."""
         self._proposer.forget(sequence)
         tokens, name = sequence.token_ids, sequence.request.request_id
         said = self._said.pop(sequence.key, [])[:POSITIONS]
@@ -107,12 +109,12 @@ def _agreed(draft: Draft, tokens: TokenIds) -> int:
 def listen(
     engine: LoadedEngine, name: str, prompts: dict[str, tuple[int, ...]], temperature: float
 ) -> Listener:
-    """Generate after every prompt, and ask the proposer at each position."""
+    """Generate a text for every prompt, with a proposer that drafts at each position."""
     inner = NgramProposer(trees=False) if name == "ngram" else engine.proposers[name]
     listener = engine.proposers[name] = Listener(inner)
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, name, SLOTS, "a benchmark")
     for request_id, prompt in prompts.items():
-        # The prompt's index is its seed, as in `bench.engine.proposers`.
+        # The index of the prompt is its seed, as in `bench.engine.proposers`.
         sampling = SamplingParams(
             POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
         )
@@ -146,7 +148,7 @@ def record() -> dict[Text, dict[str, list[Asked]]]:
 
 
 def as_json(found: dict[Text, dict[str, list[Asked]]]) -> dict[str, Any]:
-    """Return the recording in the simulator's form, `acceptance/1`."""
+    """Return the recording in the format `acceptance/1` of the simulator."""
     facts = provenance()
     keys = ("command", "commit", "device", "torch", "date")
     return {
@@ -174,7 +176,7 @@ def _columns(asked: list[Asked]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record, and write the JSON with one text per line."""
+    """Record the drafts, and write JSON with a line for each text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json

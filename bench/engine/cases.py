@@ -1,4 +1,4 @@
-"""The measured steps, and the minimum bytes and operations of each."""
+"""The measured steps, with the minimum number of bytes and operations of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftgate.backends.engine.config import ModelConfig
 
 
 class Case(NamedTuple):
-    """A step: `tokens` for each of `batch` sequences after `context_tokens`."""
+    """A step that computes `tokens` for each of `batch` sequences after `context_tokens`."""
 
     name: str
     batch: int
@@ -18,18 +18,18 @@ class Case(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and a KV token that it attends to."""
+        """Number of pairs of a token and a KV token that it attends to."""
         behind = self.tokens * self.context_tokens
         return self.batch * (behind + self.tokens * (self.tokens + 1) // 2)
 
     @property
     def logit_rows(self) -> int:
-        """Number of logit rows: all tokens of a verify step, the last one of a prefill."""
+        """Number of logit rows: all tokens of a verify step, or the last token of a prefill."""
         return self.batch if self.name == "prefill" else self.batch * self.tokens
 
 
 class Grid(NamedTuple):
-    """Steps by batch, context and draft slots, and the prefill of one prompt."""
+    """Steps over batch size, context and draft slots, and the prefill of a prompt."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a sequence."""
+        """Maximum number of tokens of a sequence."""
         return max(case.context_tokens + case.tokens for case in self.cases())
 
 
@@ -55,11 +55,11 @@ GRIDS: Final = {
     "cpu": Grid((1, 8, 32), (512,), (0, 4), 256),
     "cuda": Grid((1, 8, 64), (512, 2048, 8192), (0, 4), 8192),
 }
-"""The default grid, by type of device."""
+"""The default grid by type of device."""
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of weights in the layers' matrices, which multiply each token."""
+    """Return the number of weights in the matrices of all layers."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * queries + 2 * keys)
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
@@ -68,22 +68,29 @@ def layer_parameters(config: ModelConfig) -> int:
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Return the bytes of weights that every step reads.
 
-    An embedding that is not tied to the LM head does not count, because a step reads only one row
-    per token.
+    A step reads only one row per token of an embedding that is not tied to the LM head, so such an
+    embedding does not count.
+
+    Args:
+        itemsize: bytes per weight.
     """
     return itemsize * (layer_parameters(config) + config.vocab_size * config.hidden_size)
 
 
 def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:
-    """Return the bytes that a step must read: the weights once, and the keys and values."""
+    """Return the bytes that a step must read: the weights, and the keys and values.
+
+    Args:
+        itemsize: bytes per number.
+    """
     kv_bytes = case.batch * case.context_tokens * config.kv_bytes_per_token(itemsize)
     return weight_bytes(config, itemsize) + kv_bytes
 
 
 def flops(config: ModelConfig, case: Case) -> int:
-    """Return the minimum operations of a step.
+    """Return the minimum number of operations of a step.
 
-    They are two for each weight and token, plus attention: two products of `head_dim`
+    A step takes two operations for each weight and token. Attention adds two products of `head_dim`
     multiplications and additions for each pair and query head.
     """
     products = case.batch * case.tokens * layer_parameters(config)

@@ -1,14 +1,15 @@
-"""Measure the engine against the device's limits and `transformers`, and with drafts.
+"""Compare the engine with the limits of the device and with `transformers`.
 
     draftgate bench engine --json OUT [--profile OUT]
 
 A run has four parts (`--parts`) for each model and dtype:
 
-- `steps`: decode, verify and prefill steps over batch, context and draft slots, as shares of the
-  bandwidth and matrix rate measured in the same run, with `--exact`, and against `transformers`;
-- `replay`: decode speed with drafts of a fixed acceptance rate, relative to no drafts;
-- `idle`: the share of time in which a GPU is idle during decode steps (skipped on a CPU);
-- `generation`: whole generations against those of `transformers`, with outputs compared.
+- `steps` measures decode, verify and prefill steps over batch, context and draft slots. Times are
+  shares of the bandwidth and matrix rate of the same run, and ratios to `--exact` and
+  `transformers`.
+- `replay` measures decode speed with drafts of a fixed acceptance rate, relative to no drafts.
+- `idle` measures the share of time in which a GPU is idle during decode steps (skipped on a CPU).
+- `generation` compares times and outputs of whole generations with those of `transformers`.
 
 Weights may be random, because the cost of a step does not depend on them. The command refuses to
 run on a busy machine, because other processes reduce the available memory bandwidth.
@@ -51,7 +52,7 @@ class Run:
 
     Attributes:
         rows: results by part.
-        rates: what the device can do, by dtype.
+        rates: measured maximum rates of the device, by dtype.
         profile: a `profile/1` of the first model and dtype.
     """
 
@@ -66,7 +67,7 @@ class Run:
     profile: dict[str, Any] | None = None
 
     def measure(self, name: str, dtype: str) -> None:
-        """Measure one model in one dtype."""
+        """Measure a model in a dtype."""
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(name, Path(folder), DTYPES[dtype], self.device)
             rates, ours = self._rates(dtype), self._load(model)
@@ -89,7 +90,7 @@ class Run:
         return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
 
     def _load(self, model: Model) -> Ours:
-        """Return the engine with memory for the largest step and the largest batch of texts."""
+        """Return the engine with memory for the largest step and for the largest batch of prompts."""
         text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
         return Ours.load(
             model,
@@ -99,7 +100,7 @@ class Run:
         )
 
     def result(self) -> dict[str, Any]:
-        """Return the whole measurement."""
+        """Return all results as JSON values."""
         return {
             **self.facts,
             "rates": {
@@ -114,7 +115,7 @@ class Run:
         }
 
     def compare_exact(self, name: str, dtype: str) -> None:
-        """Measure the cost of `--exact` on a GPU; the memory of earlier parts is free again."""
+        """Measure the cost of `--exact` on a GPU, after earlier parts have released their memory."""
         asked = self.asked
         if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
             exact = measure_exact(asked, self.grid, name, dtype, self.device.type)
@@ -122,7 +123,7 @@ class Run:
             add_exact(plain, exact)
 
     def write(self) -> None:
-        """Write the results so far."""
+        """Write the results that are complete."""
         _write(self.asked.json, self.result())
         if self.profile is not None:
             _write(self.asked.profile, self.profile)
@@ -162,7 +163,7 @@ def measure(asked: argparse.Namespace) -> Run:
         for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
             run.measure(name, dtype)
             release(device)
-            run.write()  # keep the results so far if a later part fails
+            run.write()  # keep earlier results if a later part fails
             run.compare_exact(name, dtype)
             run.write()
     return run

@@ -1,4 +1,4 @@
-"""The measured device: its clock, memory bandwidth and matrix rate."""
+"""Clock, memory bandwidth and matrix rate of the measured device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final
 import torch
 
 MOVED_BYTES: Final = {"cpu": 256 << 20, "cuda": 2 << 30}
-"""Bytes moved to measure the bandwidth, far more than caches hold."""
+"""Bytes moved to measure the bandwidth, far more than the caches hold."""
 
 MATRIX_SIDE: Final = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the multiplied matrices, large enough for the maximum rate."""
 
 RUNS: Final = 7
-"""Number of runs. The fastest one counts, because other processes only slow a run down."""
+"""Number of runs. The fastest run counts, because other processes only slow a run down."""
 
 HEAD_START_CYCLES: Final = 40_000_000
 """GPU cycles (about 20 ms) for which the GPU waits while the host enqueues work."""
@@ -28,8 +28,8 @@ class Rates:
     """The maximum rates of the device, measured in the same run.
 
     Attributes:
-        bytes_per_s: on a CPU bytes read, on a GPU bytes read and written by a copy.
-        flops_per_s: of a product of large matrices in the dtype of the model.
+        bytes_per_s: bytes read on a CPU, or bytes read and written by a copy on a GPU.
+        flops_per_s: operations of a product of large matrices in the dtype of the model.
     """
 
     bytes_per_s: float
@@ -43,7 +43,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds from handing work to an idle device to its end."""
+    """Return the seconds between the submission of work to an idle device and its end."""
     synchronize(device)
     started_s = time.perf_counter()
     work()
@@ -52,10 +52,10 @@ def elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def device_elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds that a GPU takes for work, without the host's.
+    """Return the seconds that a GPU takes for work, without host time.
 
-    The GPU waits until the host has enqueued everything, as it has in a loop that plans ahead. If
-    the work itself waits for the GPU, its host time counts as well.
+    The GPU waits until the host has enqueued all work, as in a loop that plans ahead. If the work
+    itself waits for the GPU, its host time counts.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     synchronize(device)
@@ -68,7 +68,7 @@ def device_elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return bytes per second: read by a CPU's threads, or read and written by a GPU's copy."""
+    """Return the bytes per second that CPU threads read, or that a GPU copy reads and writes."""
     size = MOVED_BYTES[device.type]
     source = torch.ones(size // 4, device=device)
     if device.type == "cpu":
@@ -88,12 +88,12 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return both rates."""
+    """Return the bandwidth and the matrix rate of the device."""
     return Rates(bandwidth(device), matrix_rate(device, dtype))
 
 
 def release(device: torch.device) -> None:
-    """Free the memory of unreferenced tensors."""
+    """Release the memory of unreferenced tensors."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Measure the cost of `--exact` on a GPU by running the same steps in a separate process.
+"""Measure the cost of `--exact` on a GPU, with the same steps in a separate process.
 
-cuBLAS fixes the order of its sums once per process, so a process cannot alternate exact and plain
-steps, as it can on a CPU (`steps.py`).
+cuBLAS fixes the order of its sums once per process. A process can therefore not alternate exact and
+plain steps on a GPU, unlike on a CPU (`steps.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Row = dict[str, Any]
 def measure_exact(
     asked: argparse.Namespace, grid: Grid, model: str, dtype: str, device_type: str
 ) -> list[Row]:
-    """Return rows of the steps of one model in exact mode.
+    """Return the rows of the steps of a model in exact mode.
 
     Raises:
-        CalledProcessError: the other process failed; its error output is on stderr.
+        CalledProcessError: the other process failed, and its error output is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exact.json"
@@ -48,7 +48,7 @@ def measure_exact(
         command = [sys.executable, "-m", MODULE, "--exact", "--allow-busy"]
         for flag, values in settings.items():
             command += [flag, *map(str, values)] if values else []
-        # The command is this package with trusted arguments.
+        # The command runs this package with trusted arguments.
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
         rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["steps"]
         return rows

@@ -1,12 +1,12 @@
-"""Check whether a row's bits depend on the rest of its batch, and measure the cost of `--exact`.
+"""Check whether the bits of a logit row depend on its batch, and measure the cost of `--exact`.
 
     python -m bench.engine.exactness --json bench/results/NAME.json
 
-Tokens are computed one by one, and again in verify blocks, prefill chunks and batches. The figures
-are the shares of logit rows that differ in any bit, and of greedy tokens that differ. Then steps
-are timed, with all dtypes interleaved in each round, and compared by the ratio within a round.
-Models: the shipped one on held-out code, and a random one of 100M parameters, whose matrices do not
-fit the caches.
+The benchmark computes tokens one by one, and again in verify blocks, prefill chunks and batches. It
+reports the shares of logit rows that differ in any bit, and of greedy tokens that differ. It then
+times steps, with all dtypes interleaved in each round, and compares them by the ratio within a
+round. The models are the shipped model on held-out code, and a random model of 100M parameters. The
+matrices of the random model do not fit the caches.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODES: Final = {
 }
 
 TOKENS: Final = 400
-"""Long enough to cross a border of KV tiles."""
+"""Number of tokens, enough to cross a border of KV tiles."""
 
 WIDTHS: Final = {"verify 5": 5, "verify 9": 9, "prefill 40": 40, "prefill 256": 256}
 BATCH: Final = 8
@@ -62,10 +62,10 @@ TIMED: Final = {
     "verify 5": (1, 5),
     "prefill 256": (1, 256),
 }
-"""The timed steps: sequences, and tokens of each."""
+"""The timed steps, as number of sequences and tokens per sequence."""
 
 MOST_TOKENS: Final = max(TOKENS, TIMED_CONTEXT + max(width for _, width in TIMED.values()))
-"""Maximum tokens of a sequence in the pool."""
+"""Maximum number of tokens of a sequence in the pool."""
 
 RANDOM_VOCABULARY: Final = 32000
 RANDOM_SHAPE: Final = {
@@ -84,41 +84,45 @@ RANDOM_SHAPE: Final = {
 }
 
 RANDOM_GAIN: Final = 2.0
-"""Standard deviation of the random matrices, times the root of their width."""
+"""Standard deviation of the random matrices times the square root of their width."""
 
 
 @dataclass(frozen=True)
 class Feeder:
-    """A model in one mode, and a pool for a batch of sequences of `TOKENS` tokens."""
+    """A model in a single mode, with a pool for a batch of sequences of `TOKENS` tokens."""
 
     runner: Runner
 
     @classmethod
     def of(cls, directory: Path, dtype: torch.dtype, *, exact: bool) -> Feeder:
-        """Load the checkpoint."""
+        """Load a checkpoint."""
         config = read_model_config(directory)
         weights = load_weights(directory, config, dtype, exact=exact)
         pool = KvPool(config, BATCH * -(-(MOST_TOKENS) // BLOCK_TOKENS), dtype)
         return cls(Runner(Decoder(config, weights, MOST_TOKENS), pool))
 
     def in_steps(self, tokens: Row[int], width: int) -> Tensor:
-        """Return the logits of all tokens, computed `width` at a time."""
+        """Return the logits of all tokens, computed `width` at a time.
+
+        Returns:
+            Logits of shape (tokens, vocabulary).
+        """
         edges = [*range(0, len(tokens), width), len(tokens)]
         steps = (StepPlan((_work(0, tokens, a, b),)) for a, b in pairwise(edges))
         return torch.cat([self.runner.logits(step) for step in steps])
 
     def in_batches(self, tokens: Row[int]) -> Tensor:
-        """Return the logits of all tokens, one per step, beside sequences of other lengths."""
+        """Return the logits of all tokens, computed singly next to sequences of other lengths."""
         found = []
         for place in range(len(tokens)):
-            # Each neighbour advances more slowly than the last one, and may repeat a token.
+            # Each neighbour advances more slowly than the previous one, and may repeat a token.
             places = [place // (index + 1) for index in range(BATCH)]
             step = StepPlan(tuple(_work(i, tokens, at, at + 1) for i, at in enumerate(places)))
             found.append(self.runner.logits(step)[:1])
         return torch.cat(found)
 
     def step_s(self, sequences: int, width: int) -> float:
-        """Return the seconds of one forward pass after a context of `TIMED_CONTEXT` tokens."""
+        """Return the seconds of a forward pass after a context of `TIMED_CONTEXT` tokens."""
         tokens = [1] * (TIMED_CONTEXT + width)
         where = (TIMED_CONTEXT, len(tokens))
         plan = StepPlan(tuple(_work(index, tokens, *where) for index in range(sequences)))
@@ -128,7 +132,7 @@ class Feeder:
 
 
 def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
-    """Compute tokens[start:stop] of the sequence at `index`, with all their logits."""
+    """Compute tokens[start:stop] of the sequence at `index`, and return all their logits."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sequence = Sequence.for_choice(
@@ -192,7 +196,7 @@ def _share(which: Tensor) -> float:
 
 
 def step_times(feeders: dict[str, Feeder], rounds: int) -> dict[str, Any]:
-    """Return median milliseconds, and ratios to plain bfloat16, of interleaved steps."""
+    """Return the median milliseconds of interleaved steps, and their ratios to plain bfloat16."""
     rows = {}
     for name, (sequences, width) in TIMED.items():
         taken: dict[str, list[float]] = {mode: [] for mode in feeders}
@@ -213,7 +217,7 @@ def step_times(feeders: dict[str, Feeder], rounds: int) -> dict[str, Any]:
 
 
 def measure_model(directory: Path, tokens: Row[int], rounds: int) -> dict[str, Any]:
-    """Return all figures of one model."""
+    """Return all results of a model."""
     feeders = {mode: Feeder.of(directory, dt, exact=exact) for mode, (dt, exact) in MODES.items()}
     alone = {mode: feeder.in_steps(tokens, 1) for mode, feeder in feeders.items()}
     greedy = {mode: logits.argmax(-1) for mode, logits in alone.items()}
@@ -231,7 +235,7 @@ def measure_model(directory: Path, tokens: Row[int], rounds: int) -> dict[str, A
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Return the whole measurement."""
+    """Return the results of both models with their provenance."""
     facts = provenance()
     prompts = held_out_prompts(Tokenizer(SHIPPED_MODEL), 32)
     code = [token for prompt in prompts for token in prompt][:TOKENS]
@@ -244,7 +248,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure the models, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)

@@ -1,9 +1,9 @@
-"""Compare whole generations: every mode of the engine against every mode of `transformers`.
+"""Compare whole generations between the modes of the engine and of `transformers`.
 
-All participants generate greedily for the same prompts and the same number of tokens, including
-prefill. Each round runs all of them in alternating order, and medians count. Outputs are compared
-token by token with the engine's without drafts. A peer that does not work on this device reports
-its error.
+All participants generate greedily for the same prompts and the same number of tokens. Times include
+prefill. Each round runs all participants in alternating order, and medians count. The benchmark
+compares the tokens of each output with those of the engine without drafts. A peer that does not
+work on this device reports its error.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ OURS: Final = (
     SpeculationMode.AUTO,
 )
 DRAFT_MEMORY_FACTOR: Final = 2
-"""Multiple of the memory of all prompts and outputs; it also holds pages of a draft model."""
+"""Multiple of the memory of all prompts and outputs, which leaves space for pages of a draft model.
+"""
 
 Generate = Callable[[Many[Prompt]], list[list[int]]]
 
 
 @dataclass
 class Participant:
-    """A way to generate, and its results.
+    """A way to generate, with its results.
 
     Attributes:
-        is_peer: whether it is another engine, which may fail on this device.
-        failed: its error.
+        is_peer: whether the participant is another engine, which may fail on this device.
+        taken_s: seconds of each run.
+        failed: error of a peer, or None.
     """
 
     generate: Generate
@@ -56,10 +58,10 @@ class Participant:
     failed: str | None = None
 
     def run(self, prompts: Many[Prompt]) -> float:
-        """Generate and return the seconds; keep the error of a peer that fails.
+        """Generate, and return the seconds, or None if a peer fails.
 
         Raises:
-            Exception: the engine itself failed.
+            Exception: the engine of Draftgate failed.
         """
         if self.failed is not None:
             return 0.0
@@ -74,7 +76,7 @@ class Participant:
 
 
 def measure_generation(ours: Ours, new_tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each participant and batch."""
+    """Return a row for each participant and batch size."""
     rows: list[dict[str, Any]] = []
     prompts = ours.model.prompts(max(BATCHES))
     with ExitStack() as running:
@@ -113,7 +115,7 @@ def _worker(ours: Ours, new_tokens: int) -> LoadedEngine:
 
 
 def _ours(serving: Serving, new_tokens: int) -> dict[str, Participant]:
-    """Return the modes of the engine: each proposer of the worker, and `auto`."""
+    """Return the modes of the engine: no drafts, each proposer of the worker, and `auto`."""
     modes = [SpeculationMode.OFF]
     if serving.engine.proposers:
         modes = [mode for mode in OURS if _offered(mode, serving.engine)]
@@ -136,7 +138,7 @@ def _generate(
 
 
 def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dict[str, Participant]:
-    """Return the modes of `transformers` for a batch, with the error of those that cannot start."""
+    """Return the modes of `transformers` for a batch. Modes that cannot start have an error."""
     try:
         if batch == 1:
             return _one_by_one(model, new_tokens)
@@ -172,7 +174,7 @@ def _run_all(who: dict[str, Participant], groups: list[list[Prompt]], rounds: in
             for name, participant in order if turn % 2 else reversed(order):
                 seconds[name] += participant.run(group)
                 outputs[name] += participant.outputs
-        if turn:  # the first round warms up
+        if turn:  # the first round is a warm-up
             for name, participant in who.items():
                 participant.taken_s.append(seconds[name])
     for name, participant in who.items():
@@ -206,7 +208,7 @@ def _ratio(theirs: Participant, ours: Participant) -> float:
 
 
 def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, float]:
-    """Return the share of equal outputs, and of tokens before the first difference."""
+    """Return the share of equal outputs, and the share of tokens before the first difference."""
     equal = [list(made) == list(due) for made, due in zip(outputs, expected, strict=True)]
     before = sum(map(_common, outputs, expected))
     tokens = sum(map(len, expected))
@@ -223,7 +225,7 @@ def _common(made: Many[int], due: Many[int]) -> int:
 
 
 def reason(error: Exception) -> str:
-    """Return an error as one line."""
+    """Return an error as a single line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Goals and the figures that they bound. A missed goal is a finding, not an error."""
+"""Goals and the metrics that they bound. A missed goal is a finding, not an error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ Rows = list[Row]
 
 
 class Goal(NamedTuple):
-    """A bound on a figure.
+    """A bound on a metric.
 
     Attributes:
-        figure: description of the figure.
-        measured: reads the figure from the rows of a result, by part; None if it was not measured.
-        bound: the limit, which is a minimum if `at_least` is set.
+        figure: description of the metric.
+        measured: function that reads the metric from the rows of a result, by part. It returns None
+            if the metric was not measured.
+        bound: the limit, a minimum if `at_least` is set and a maximum otherwise.
     """
 
     figure: str
@@ -49,7 +50,7 @@ def _batched_speedup(result: dict[str, Rows]) -> float | None:
 
 
 def _verify_over_decode(result: dict[str, Rows]) -> float | None:
-    """Return the largest ratio of a verify of 5 to a decode at batch 1, 82M."""
+    """Return the largest ratio of a verify step of 5 tokens to a decode step (batch 1, 82M)."""
     ratios = []
     for row in _where(result["steps"], name="verify", model="random-82m", batch=1, tokens=5):
         place = {name: row[name] for name in ("model", "dtype", "batch", "context_tokens")}
@@ -63,10 +64,10 @@ def _replay_speedup(result: dict[str, Rows]) -> float | None:
 
 
 def _every_speedup(result: dict[str, Rows]) -> float | None:
-    """Return the least speed-up over `transformers`, of all steps and of `auto` end to end."""
+    """Return the least speed-up over `transformers` of all steps and of `auto` end to end."""
     ratios = _steps(result, "speedup")
     for row in result["generation"]:
-        # Without proposers `auto` is not measured.
+        # `auto` is not measured without proposers.
         if row["who"] == "auto" or (row["who"] == "off" and row["model"].startswith("random")):
             ratios += row["speedup_over"].values()
     return _least(ratios)
@@ -144,11 +145,11 @@ GOALS: Final[dict[str, tuple[Goal, ...]]] = {
         Goal("over transformers, the least of all", _every_speedup, 1.0),
     ),
 }
-"""Goals by type of device. Figures of single kernels are those of `bench kernels`."""
+"""Goals by type of device. `bench kernels` has the goals of single kernels."""
 
 
 def judged(device_type: str, result: dict[str, Rows]) -> Rows:
-    """Return each goal with its figure, or without one if it was not measured."""
+    """Return each goal with its result, if the metric was measured."""
     return [_judge(goal, goal.measured(result)) for goal in GOALS[device_type]]
 
 

@@ -1,10 +1,10 @@
-"""Measure the host's CPU time per step: planning, inputs, stop checks, text and delivery.
+"""Measure the host's CPU time per step for planning, inputs, stop checks, text and delivery.
 
     draftgate bench host --json OUT
 
-256 sequences decode. The device is a stub that immediately returns a token for each, after the real
-input builder. The figures are CPU time of the worker's thread, and of the hand-over to the streams
-(`deliver`), which runs in the event loop.
+256 sequences decode. The device is a stub that returns a token for each sequence immediately, after
+the real input builder. The times are CPU time of the worker's thread, and of the delivery to the
+streams in the event loop (`deliver`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEQUENCES: Final = 256
 CONTEXTS: Final = (64, 512, 2048)
 STEPS: Final = 60
 MOST_TOKENS: Final = 400
-"""Output limit, high enough that no sequence ends before the last one is prefilled."""
+"""Output limit in tokens. No sequence ends before the last sequence is prefilled."""
 KV_BYTES: Final = 7 << 30
 
 TEMPERATURES: Final = (0.0, 0.8)
@@ -46,7 +46,7 @@ TEMPERATURES: Final = (0.0, 0.8)
 
 @dataclass
 class Parts:
-    """CPU seconds of each part of each step."""
+    """CPU seconds of each part, by step."""
 
     taken: dict[str, list[float]] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Parts:
         return result
 
     def medians_us(self) -> dict[str, float]:
-        """Return the median microseconds of each part, and of their sum."""
+        """Return the median microseconds of each part, and of the sum of all parts."""
         sums = [sum(parts) for parts in zip(*self.taken.values(), strict=True)]
         return {
             **{name: round(1e6 * median(parts), 1) for name, parts in self.taken.items()},
@@ -67,7 +67,7 @@ class Parts:
 
 
 def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict[str, Any]:
-    """Return the row of one context length."""
+    """Return the row of a context length."""
     runner = engine.executor
     assert isinstance(runner, Runner)
     worker = engine.worker
@@ -109,14 +109,14 @@ def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
 
 
 def stub_result(plan: StepPlan, count: int) -> StepResult:
-    """Return one token per row, in the form of the sampler's result."""
+    """Return a token per row, in the format of the sampler."""
     rows = sum(work.num_samples for work in plan.work)
     walks = walk_drafts(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
     return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)
 
 
 def measure() -> dict[str, Any]:
-    """Return the whole measurement."""
+    """Return the rows of all context lengths with their provenance."""
     torch.set_num_threads(1)
     facts = provenance()
     config = WorkerConfig(
@@ -132,7 +132,7 @@ def measure() -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write the JSON."""
+    """Measure the host time, and write the JSON."""
     parser = argparse.ArgumentParser(prog="draftgate bench host", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(arguments)

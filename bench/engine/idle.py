@@ -16,20 +16,21 @@ from draftgate.policies.registry import speculation_policy
 
 BATCHES: Final = (8, 64)
 PROMPT_TOKENS: Final = 16
-"""Prompt length, so short that prefills hardly count."""
+"""Prompt length in tokens, short enough that prefills hardly count."""
 
 HOST_GAP_S: Final = 10e-6
-"""Longer gaps are caused by the host; kernels of a graph are a few microseconds apart."""
+"""Seconds between kernels above which the host causes the gap. Kernels of a graph are a few
+microseconds apart."""
 
 WORK: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Trace categories of GPU work."""
 
 
 class Idle(NamedTuple):
-    """Shares of the time from the first kernel to the end of the last.
+    """Shares of the time between the first start and the last end of a kernel.
 
     Attributes:
-        idle: share in which nothing runs.
+        idle: share of time without a running kernel.
         waiting: part of `idle` in gaps longer than `HOST_GAP_S`, where the GPU waits for the host.
     """
 
@@ -38,7 +39,7 @@ class Idle(NamedTuple):
 
 
 def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
-    """Return a row for each batch: decode steps without drafts, through the worker's thread."""
+    """Return a row of decode steps without drafts for each batch size."""
     rows = []
     prompts = [prompt[:PROMPT_TOKENS] for prompt in ours.model.prompts(max(BATCHES))]
     with Serving(ours.worker(speculation_policy("off"), {})) as serving:
@@ -47,7 +48,7 @@ def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
             def decode(batch: int = batch) -> None:
                 serving.run(greedy_requests(prompts[:batch], new_tokens, PLAIN))
 
-            decode()  # captures graphs and chooses kernels
+            decode()  # capture graphs and choose kernels
             found = idle_share(traced(decode))
             rows.append(
                 {
@@ -61,7 +62,7 @@ def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
 
 
 def traced(run: Callable[[], None]) -> list[tuple[float, float]]:
-    """Return begin and end, in seconds, of all GPU work of a run in any thread."""
+    """Return begin and end of all GPU work of a run in any thread, in seconds."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +75,9 @@ def traced(run: Callable[[], None]) -> list[tuple[float, float]]:
 
 def idle_share(spans: Iterable[tuple[float, float]]) -> Idle:
     """Return the idle shares.
+
+    Args:
+        spans: begin and end of each kernel, in seconds.
 
     Raises:
         ValueError: the trace contains no kernels.

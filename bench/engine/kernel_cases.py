@@ -1,7 +1,7 @@
-"""Every kernel at its relevant shapes: the call, its definition, and its bytes and operations.
+"""Every kernel at its relevant shapes, with its reference and its bytes and operations.
 
-A case holds its tensors and can run any number of times. `FULL` are the shapes of a Llama of 8B
-parameters with 64 sequences after 8,192 tokens; tests use smaller ones.
+A case holds its tensors and can run any number of times. `FULL` has the shapes of a Llama of 8B
+parameters with 64 sequences after 8,192 tokens. Tests use smaller shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a verify step."""
+        """Number of rows of a verify step."""
         return self.sequences * self.verified
 
 
@@ -66,7 +66,7 @@ Outputs = Sequence[Tensor]
 
 
 def _nothing() -> None:
-    """Reset nothing."""
+    pass
 
 
 def _fill(tensor: Tensor, value: float) -> None:
@@ -79,26 +79,26 @@ def _copy(tensor: Tensor, source: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One kernel at one shape."""
+    """A kernel at a single shape."""
 
     name: str
     run: Callable[[], Outputs]
-    """Calls the kernel; returns its results, including changed tensors."""
+    """Function that calls the kernel and returns its results, including changed tensors."""
     reference: Callable[[], Outputs]
-    """Calls the definition on the same inputs, without changing them."""
+    """Function that calls the reference on the same inputs, without changing them."""
     bytes_moved: int
-    """Minimum bytes read and written, each counted once."""
+    """Minimum number of bytes read and written, each byte counted once."""
     operations: int = 0
-    """Operations of matrix products, two for each multiplication."""
+    """Number of operations of matrix products, two for each multiplication."""
     reset: Callable[[], None] = _nothing
-    """Restores what a run has changed."""
+    """Function that restores the tensors that a run has changed."""
     tolerance: float = 0.0
-    """Relative and absolute tolerance; 0 requires equality."""
+    """Relative and absolute tolerance, or 0 for equality."""
     may_differ: float = 0.0
     """Share of elements that may differ, for exact ties that depend on the logarithm's rounding."""
 
     def check(self) -> None:
-        """Compare the kernel with its definition.
+        """Compare the kernel with its reference.
 
         Raises:
             AssertionError: the results differ.
@@ -115,33 +115,32 @@ class KernelCase:
 
 
 class Inputs:
-    """Draws tensors on a device from one seed."""
+    """A source of random tensors on a device, from a single seed."""
 
     def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
-        """Store the shared settings of all cases."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normally distributed values."""
+        """Return normally distributed values of the given shape."""
         drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
         return drawn.normal_(generator=self._generator)
 
     def below(self, limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return integers of 0 .. limit - 1."""
+        """Return random integers from 0 to limit - 1."""
         drawn = torch.empty(shape, dtype=dtype, device=self.device)
         return drawn.random_(0, limit, generator=self._generator)
 
     def shuffled(self, count: int) -> Tensor:
-        """Return 0 .. count - 1 in random order, int64."""
+        """Return the int64 values from 0 to count - 1 in random order."""
         return torch.randperm(count, generator=self._generator, device=self.device)
 
     def full(self, value: float, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return equal values."""
+        """Return a tensor of equal values."""
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def up_to(self, count: int, step: int = 1) -> Tensor:
-        """Return 0, step, ... count * step, int32."""
+        """Return the int32 values 0, step, ... count * step."""
         return torch.arange(count + 1, dtype=torch.int32, device=self.device) * step
 
 
@@ -154,7 +153,7 @@ def cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield decodes, verify steps and a prefill chunk on one cache with shuffled blocks."""
+    """Yield decodes, verify steps and a prefill chunk on a shared cache with shuffled blocks."""
     sizes = inputs.sizes
     blocks = -(-sizes.context // sizes.block_size)
     slots = sizes.sequences * blocks * sizes.block_size
@@ -213,7 +212,7 @@ def forked_drafts(inputs: Inputs, sequences: int, tokens: int) -> DraftTrees:
 
 
 def sampling_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield draws of a verify step's tokens: greedy, sampled, and sampled with top-p."""
+    """Yield the sampling of a verify step: greedy, sampled, and sampled with top-p."""
     rows, vocab = inputs.sizes.rows, inputs.sizes.vocab
     logits = inputs.normal(rows, vocab) * 4
 
@@ -241,7 +240,7 @@ def sampling_cases(inputs: Inputs) -> Iterator[KernelCase]:
 
 
 def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield the kernels between a layer's products, for the rows of a verify step."""
+    """Yield the kernels between the products of a layer, for the rows of a verify step."""
     sizes, size = inputs.sizes, inputs.dtype.itemsize
     close = 8e-3 if size == 2 else 1e-5
     x, residual = (inputs.normal(sizes.rows, sizes.hidden) for _ in range(2))
@@ -308,7 +307,7 @@ def rope_case(inputs: Inputs, *, normed: bool) -> KernelCase:
 
 
 def move_case(inputs: Inputs) -> KernelCase:
-    """Return the compaction of one accepted path per sequence: two tokens move over a gap."""
+    """Return the compaction of an accepted path per sequence, which moves two tokens over a gap."""
     sizes = inputs.sizes
     strips, slots = sizes.layers * 2 * sizes.kv_heads, sizes.sequences * sizes.block_size
     before = inputs.normal(strips, slots, sizes.head_dim)

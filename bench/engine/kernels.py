@@ -1,11 +1,12 @@
-"""Measure the Triton kernels against the memory bandwidth and matrix rate of a GPU.
+"""Compare the Triton kernels with the memory bandwidth and the matrix rate of a GPU.
 
     draftgate bench kernels --json OUT
 
-The limits come from the same run: each round also measures the bandwidth of a copy and the rate of
-a product. Before the timing, each kernel is compared with the torch function that defines it.
+Each round also measures the bandwidth of a copy and the rate of a matrix product, so the limits are
+from the same run. Before timing, the benchmark compares each kernel with its reference in torch.
+
 Kernels are timed as graphs, with events around a replay. A write before each replay flushes the
-second-level cache and keeps the GPU busy while the host enqueues. The definitions are timed as
+second-level cache and keeps the GPU busy while the host enqueues work. References are timed as
 plain calls, including their waits. Results are medians and quartiles of many rounds.
 
 Without a GPU the exit status is 2. The command refuses to run on a busy machine.
@@ -39,7 +40,7 @@ FLUSHED_BYTES: Final = 256 << 20
 """Bytes written before each kernel, several times the second-level cache (50 MiB, H200)."""
 COPIED_BYTES: Final = 1 << 30
 MATRIX: Final = 8192
-"""Rows and columns of the product that gives the matrix rate."""
+"""Rows and columns of the matrices whose product gives the matrix rate."""
 
 NO_GPU: Final = 2
 """Exit status without a GPU."""
@@ -49,7 +50,7 @@ Taken: TypeAlias = Mapping[str, list[float]]
 
 
 class Limit(StrEnum):
-    """The figure that a goal bounds."""
+    """The metric that a goal bounds."""
 
     SHARE = "share of the floor, at least"
     MICROSECONDS = "microseconds, at most"
@@ -57,16 +58,16 @@ class Limit(StrEnum):
 
 
 class Goal(NamedTuple):
-    """A goal for a case."""
+    """A goal for a kernel case."""
 
     case: str
     limit: Limit
     value: float
     of: str = ""
-    """The case to compare with, for a ratio."""
+    """Name of the case that a ratio refers to."""
 
     def judge(self, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return goal and figure, from rows by name."""
+        """Return the goal with its result."""
         row = rows[self.case]
         if self.limit is Limit.SHARE:
             figure = row["share_of_floor"]
@@ -91,7 +92,7 @@ GOALS: Final = (
     Goal("sample and verify", Limit.MICROSECONDS, 80),
     Goal("sample and verify, top-p", Limit.MICROSECONDS, 160),
 )
-"""Goals on one H200."""
+"""Goals on an H200."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ class Ceilings:
 
     @classmethod
     def of(cls, copy_us: float, product_us: float) -> Ceilings:
-        """Compute the rates from the times of the copy and of the product."""
+        """Return the rates from the times of the copy and of the product, in microseconds."""
         return cls(2 * COPIED_BYTES / copy_us, 2 * MATRIX**3 / product_us)
 
     def floor_us(self, case: KernelCase) -> float:
-        """Return the minimum time of a case, which its bytes or its operations determine."""
+        """Return the minimum microseconds of a case, from its bytes or its operations."""
         return max(case.bytes_moved / self.bytes_per_us, case.operations / self.operations_per_us)
 
 
@@ -135,14 +136,14 @@ def summary(
 
 
 class Stopwatch:
-    """Times work on the GPU by events, with a cold cache."""
+    """A timer of GPU work that uses events and a cold cache."""
 
     def __init__(self) -> None:
         """Allocate the buffer that flushes the cache."""
         self._flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
     def start(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue work between two events, after the flush."""
+        """Flush the cache, and enqueue work between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         begin.record()
@@ -151,14 +152,14 @@ class Stopwatch:
         return begin, end
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Return the microseconds of some work, including its waits for the host."""
+        """Return the microseconds of work, including its waits for the host."""
         begin, end = self.start(work)
         end.synchronize()
         return 1e3 * float(begin.elapsed_time(end))
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
-    """Return work as a graph's replay; it must have run before."""
+    """Return a function that replays work as a graph, after the work has run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -166,9 +167,9 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def time_all(cases: list[KernelCase]) -> tuple[Taken, Mapping[str, float]]:
-    """Return the interleaved times in microseconds of each round by name, and of the definitions.
+    """Return the microseconds of each interleaved round by name, and those of the references.
 
-    The copy and the product are included as `copy` and `product`.
+    The names include `copy` and `product`, which give the limits.
     """
     stopwatch = Stopwatch()
     source, target = (torch.empty(COPIED_BYTES, dtype=torch.int8, device="cuda") for _ in range(2))
@@ -191,16 +192,16 @@ def time_all(cases: list[KernelCase]) -> tuple[Taken, Mapping[str, float]]:
 
 
 def _reference_us(stopwatch: Stopwatch, case: KernelCase) -> float:
-    """Return the minimum of a few times, because the first ones fill torch's allocator."""
+    """Return the minimum of a few times, because the first calls fill torch's allocator."""
     return min(stopwatch.time_us(case.reference) for _ in range(REFERENCE_ROUNDS))
 
 
 def measure(*, allow_busy: bool) -> dict[str, Any]:
-    """Return the whole measurement, and print each figure.
+    """Measure all kernels, print each row, and return all results.
 
     Raises:
         SystemExit: the machine is busy.
-        AssertionError: a kernel differs from its definition.
+        AssertionError: a kernel differs from its reference.
     """
     import triton
 
@@ -232,7 +233,7 @@ def measure(*, allow_busy: bool) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write the JSON.
+    """Measure the kernels, and write the JSON.
 
     Raises:
         SystemExit: status 2 without a GPU.

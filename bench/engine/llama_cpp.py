@@ -1,11 +1,11 @@
-"""Compare decode steps with llama.cpp's server on the same weights, in one run.
+"""Compare decode steps with llama.cpp's server on the same weights, in the same run.
 
     python -m bench.engine.llama_cpp --server llama-server \
         --gguf FILE --model DIR --dtype bfloat16 --json OUT
 
-`llama-server` builds from the sources in the `llama-cpp-python` source distribution, and its
-`convert_hf_to_gguf.py` writes the GGUF. The figure of the server is the median gap between the
-tokens of a stream while all streams run. The figure of the engine is a step of the same batch with
+The source distribution of `llama-cpp-python` contains the sources of `llama-server`, and
+`convert_hf_to_gguf.py`, which writes the GGUF. The time of the server is the median gap between the
+tokens of a stream while all streams run. The time of the engine is a step of the same batch with
 the same context, without a server. Rounds alternate.
 """
 
@@ -46,7 +46,7 @@ def running(server: str, gguf: Path, threads: int) -> Iterator[int]:
     """Run `llama-server` and yield its port.
 
     Raises:
-        RuntimeError: it does not answer in time.
+        RuntimeError: the server does not respond in time.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,7 +80,7 @@ def _wait(port: int) -> None:
 
 
 def stream_times(port: int, seed: int) -> list[float]:
-    """Return the arrival time of each token of a stream."""
+    """Return the arrival time of each token of a stream, in seconds."""
     prompt = [(seed * 131 + place * 7) % 3000 + 300 for place in range(CONTEXT_TOKENS)]
     body = {
         "prompt": prompt,
@@ -97,7 +97,7 @@ def stream_times(port: int, seed: int) -> list[float]:
 
 
 def their_step_s(port: int, streams: int, turn: int) -> float:
-    """Return the median gap between tokens while all streams decode."""
+    """Return the median seconds between tokens while all streams decode."""
     with ThreadPoolExecutor(streams) as pool:
         seeds = [turn * streams + index for index in range(streams)]
         all_times = list(pool.map(lambda seed: stream_times(port, seed), seeds))
@@ -112,7 +112,7 @@ def their_step_s(port: int, streams: int, turn: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the whole measurement.
+    """Return the times of both engines, with their provenance.
 
     Raises:
         SystemExit: the machine is busy.
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and append the result to the JSON."""
+    """Measure both engines, and append the result to the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="llama-server")
     parser.add_argument("--gguf", type=Path, required=True)

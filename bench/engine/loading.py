@@ -1,11 +1,11 @@
-"""Measure the loading of a model: peak memory relative to the weights, and time.
+"""Measure time and peak memory of loading a model, relative to its weights.
 
     python -m bench.engine.loading --json bench/results/loading.json
 
-The study writes a random checkpoint to a temporary directory. Each load runs in a separate process,
-after the files were evicted from the page cache. The process records its peak memory beyond that
-after imports and a first small product. Between loads, the same files are read at full speed for
-comparison.
+The benchmark writes a random checkpoint to a temporary directory. Each load runs in a separate
+process, after the files were evicted from the page cache. The process records its peak memory,
+without the memory held after imports and a first small product. Between loads, the benchmark reads
+the same files at full speed for comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SHAPE: Final = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-"""806 million bytes in bfloat16, in the proportions of published models."""
+"""Shape of the checkpoint: 806 million bytes in bfloat16, in the proportions of published models.
+"""
 
 SHARDS: Final = 2
 ROUNDS: Final = 3
@@ -47,7 +48,7 @@ READ_BYTES: Final = 1 << 23
 
 
 def random_checkpoint(directory: Path, **shape: object) -> Path:
-    """Write a random Llama in bfloat16 shards and return the directory."""
+    """Write a random Llama in bfloat16 shards, and return its directory."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -81,13 +82,16 @@ def _random(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def load_apart(directory: Path, dtype: str) -> dict[str, float]:
-    """Load in a separate process; return `load_s`, `cpu_s`, `peak_bytes` and `weight_bytes`.
+    """Load in a separate process, and return times and memory.
 
-    `cpu_s` is the CPU time of all threads, including the hash. `peak_bytes` is the peak memory
-    while loading, without the memory held before.
+    Returns:
+        `load_s`: seconds of the load.
+        `cpu_s`: CPU seconds of all threads, including the hash.
+        `peak_bytes`: peak memory while loading, without the memory held before.
+        `weight_bytes`: bytes of the loaded weights.
     """
     command = [sys.executable, "-m", __spec__.name, "--apart", str(directory), dtype]
-    # The command is this module with a path created here.
+    # The command runs this module with a path that is created here.
     done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
@@ -97,7 +101,7 @@ def _load_here(directory: Path, dtype_name: str) -> dict[str, float]:
     dtype = getattr(torch, dtype_name)
     config = read_model_config(directory)
     Linear(torch.zeros(16, 16, dtype=dtype))(torch.zeros(16, 16, dtype=dtype))
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak memory
     before_bytes = _status_bytes("VmRSS")
     started_s, computed_s = time.perf_counter(), time.process_time()
     weights = load_weights(directory, config, dtype)
@@ -130,7 +134,7 @@ def _forget(files: list[Path]) -> None:
 
 
 def _read_s(files: list[Path]) -> float:
-    """Return the seconds it takes to read the files one after the other."""
+    """Return the seconds to read the files in sequence."""
     buffer = bytearray(READ_BYTES)
     started_s = time.perf_counter()
     for path in files:
@@ -141,7 +145,7 @@ def _read_s(files: list[Path]) -> float:
 
 
 def measure(directory: Path) -> dict[str, Any]:
-    """Return medians of interleaved cold rounds: reading alone, and loads in each dtype."""
+    """Return medians of interleaved cold rounds for plain reading and for loads in each dtype."""
     files = sorted(directory.glob("*.safetensors"))
     read_s: list[float] = []
     loads: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in DTYPES}
@@ -176,7 +180,7 @@ def _summary(figures: list[dict[str, float]], disk_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure the loads, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""The measured models: checkpoints, and shapes with random weights."""
+"""The measured models, which are checkpoints or shapes with random weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SHAPE_82M: Final[dict[str, Any]] = {
 SHIPPED: Final = "shipped"
 FILED_SHAPE: Final = "random-82m"
 MODELS: Final = {"cpu": (SHIPPED, FILED_SHAPE), "cuda": ("random-8b", "random-1b", SHIPPED)}
-"""The default models, by type of device; the first one gives the profile."""
+"""The default models by type of device. The first model gives the profile."""
 
 
 class Model(Protocol):
-    """A model in one dtype on one device."""
+    """A model in a single dtype on a single device."""
 
     @property
     def name(self) -> str:
@@ -55,22 +55,22 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its computations."""
+        """Dtype of the model's computations."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
+        """Device of the model's weights."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, or that of the shipped model."""
+        """Tokenizer of the model, or of the shipped model."""
         ...
 
     @property
     def directory(self) -> Path | None:
-        """A checkpoint that a worker can load; None if weights or tokenizer are missing."""
+        """A checkpoint that a worker can load, or None if weights or tokenizer are missing."""
         ...
 
     def weights(self, *, exact: bool) -> Weights:
@@ -86,13 +86,13 @@ class Model(Protocol):
         ...
 
     def prompts(self, count: int) -> list[tuple[int, ...]]:
-        """Return prompts of `LEAST_PROMPT` to `MOST_PROMPT` tokens, the same in each call."""
+        """Return prompts of `LEAST_PROMPT` to `MOST_PROMPT` tokens, identical in each call."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint."""
+    """A model from a checkpoint."""
 
     name: str
     path: Path
@@ -127,7 +127,7 @@ class StoredModel:
 
 
 def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Model:
-    """Return a model by name, or by the directory of a checkpoint.
+    """Return a model by its name, or by the directory of a checkpoint.
 
     Args:
         folder: an empty folder for files of random models.

@@ -1,4 +1,4 @@
-"""The engine with a measured model: single steps, and workers that run whole requests."""
+"""The engine with a measured model, for single steps and for workers that run whole requests."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import RequestView, WorkerLoad
 
 LEAST_LENGTH: Final = TIMED_CONTEXT + TIMED_SLOTS + 1
-"""Minimum sequence length for the measurement of step costs."""
+"""Minimum sequence length in tokens for the measurement of step costs."""
 
 MAX_SEQS: Final = 64
 STEP_TOKENS: Final = 2048
-"""Tokens per step of workers. Prompts are prefilled in few steps, so that all decode together."""
+"""Tokens per step of workers. The limit is large, so that prompts are prefilled in few steps and
+all sequences decode together."""
 
 
 @dataclass(frozen=True)
 class Ours:
-    """The engine with one model."""
+    """The engine with a loaded model."""
 
     model: Model
     pool: KvPool
@@ -57,40 +58,40 @@ class Ours:
         """Load a model.
 
         Args:
-            most_tokens: KV tokens of the pool.
-            longest: tokens of the longest sequence.
+            most_tokens: size of the pool in KV tokens.
+            longest: number of tokens of the longest sequence.
             exact: whether to use batch-invariant kernels.
         """
         longest = max(longest, LEAST_LENGTH)
         most_tokens = max(most_tokens, longest)
-        # One more block for each sequence that ends within a block.
+        # Each sequence that ends within a block needs an additional block.
         blocks = -(-most_tokens // BLOCK_TOKENS) + MAX_SEQS
         pool = KvPool(model.config, blocks, model.dtype, model.device)
         for layer in pool.layers:
-            layer.uniform_(-1.0, 1.0)  # otherwise all reads hit one page of zeros
+            layer.uniform_(-1.0, 1.0)  # without this, all reads would hit a single page of zeros
         decoder = Decoder(model.config, model.weights(exact=exact), longest)
         return cls(model, pool, _runner(decoder, pool, longest), longest)
 
     def exact(self) -> Ours:
-        """Return the engine in exact mode, over the same pool."""
+        """Return the engine in exact mode with the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
         runner = _runner(decoder, self.pool, self.max_model_len)
         return Ours(self.model, self.pool, runner, self.max_model_len)
 
     @cached_property
     def cost(self) -> StepCost:
-        """The step costs that a worker measures at its start."""
+        """The step costs that a worker measures when it starts."""
         buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
         most_sequences = min(MAX_SEQS, self.pool.num_blocks)
         return measure_step_cost(self.runner, self.max_model_len, most_sequences, buckets)
 
     def step_s(self, case: Case) -> float:
-        """Run a step: a forward pass, and greedy tokens that are read back."""
+        """Run a step with greedy tokens that are read back, and return its seconds."""
         plan = step_plan(case, self.model.config.vocab_size)
         return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
 
     def device_s(self, case: Case) -> float:
-        """Run a step on a GPU and return the device's own time."""
+        """Run a step on a GPU, and return the seconds of the device."""
         plan = step_plan(case, self.model.config.vocab_size)
         launcher, launched = self.runner.launcher, list[Any]()
         assert launcher is not None
@@ -101,7 +102,7 @@ class Ours:
         return taken_s
 
     def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
-        """Return a new worker over the pool; only one may run at a time."""
+        """Return a new worker that uses the pool. Only a single worker may run at a time."""
         scheduler = Scheduler(
             SchedulerConfig(MAX_SEQS, STEP_TOKENS),
             KvBlocks(self.pool.num_blocks, BLOCK_TOKENS),
@@ -116,7 +117,7 @@ class Ours:
 
 
 def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:
-    """Return a step runner of a decoder over a pool, up to the largest batch."""
+    """Return a step runner of a decoder and a pool, up to the largest batch."""
     return runner_for(decoder, pool, max_num_seqs=MAX_SEQS, max_model_len=longest)
 
 
@@ -140,7 +141,7 @@ def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
 
 
 def most_kv_tokens(cases: list[Case]) -> int:
-    """Return the KV tokens of the largest step, in whole blocks."""
+    """Return the number of KV tokens of the largest step, in whole blocks."""
     return max(
         case.batch * -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
         for case in cases

@@ -1,4 +1,4 @@
-"""The costs of a run as a `profile/1`, from which the simulator predicts steps."""
+"""Costs of a run as a `profile/1`, from which the simulator predicts step times."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def profile_of(
 
     Args:
         facts: provenance of the run.
+        cost: step costs of the worker.
         drafts: result of `draft_costs`.
     """
     source = (
@@ -43,8 +44,8 @@ def profile_of(
 def without_pairs(cost: StepCost) -> list[float]:
     """Return the step table without attention between the tokens of a step.
 
-    The timed tokens belonged to one sequence, so each attended to all before it. The simulator
-    charges the pairs of a prefill separately, and decodes have none.
+    The timed tokens belonged to a single sequence, so each token attended to all earlier tokens.
+    The simulator charges the pairs of a prefill separately, and decode steps have no such pairs.
     """
     bare = (
         max(step_s - cost.pair_s * tokens * (tokens + 1) / 2, 0.0)

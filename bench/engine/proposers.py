@@ -1,11 +1,12 @@
-"""Measure each proposer on held-out code: accepted tokens and wasted slots.
+"""Measure accepted tokens and wasted slots of each proposer on held-out code.
 
     python -m bench.engine.proposers --json bench/results/proposers.json
 
 The tasks are to complete code, to rewrite code of the prompt as an editor does, and to continue a
-long context. Every draft and its outcome are recorded beside the JSON (`NAME-train.jsonl.gz`,
-`NAME-held-out.jsonl.gz`, split by prompt). Estimates of survival are fitted to the first file and
-tested on the second. All figures are counts, so they do not depend on the machine.
+long context. The benchmark also records every draft and its outcome. These records are split by
+prompt into two files, `NAME-train.jsonl.gz` and `NAME-held-out.jsonl.gz`. Estimates of survival are
+fitted to the first file and tested on the second file. All results are counts, so they do not
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         prompt: index of the prompt in its task.
-        evidence: the proposer's evidence, on its own scale.
-        proposed: tokens verified.
-        agreed: tokens accepted.
-        rejected: whether the next token differed from the proposed one.
+        evidence: evidence of the proposer, on the proposer's own scale.
+        proposed: number of verified tokens.
+        agreed: number of accepted tokens.
+        rejected: whether the next token differed from the proposed token.
     """
 
     prompt: int
@@ -73,7 +74,7 @@ class Tally:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def add(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
-        """Count the result of a step for one sequence."""
+        """Add the result of a step for a sequence."""
         self.steps += 1
         self.tokens += len(emitted)
         if work.draft:
@@ -87,7 +88,7 @@ class Tally:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the run."""
+        """Return the metrics of the run."""
         proposed = sum(outcome.proposed for outcome in self.outcomes)
         agreed = sum(outcome.agreed for outcome in self.outcomes)
         return {
@@ -99,7 +100,7 @@ class Tally:
 
 
 def tasks(tokenizer: Tokenizer) -> dict[str, list[tuple[int, ...]]]:
-    """Return the prompts by task, the same in each call."""
+    """Return the prompts by task, identical in each call."""
     shown = held_out_prompts(tokenizer, PROMPTS, seed=1, least=SHOWN_TOKENS, most=SHOWN_TOKENS)
     ask = tokenizer.encode(REWRITE)
     return {
@@ -126,7 +127,7 @@ def run(
     slots: int,
     temperature: float,
 ) -> Tally:
-    """Generate after every prompt, with drafts of a maximum number of slots."""
+    """Generate a text for every prompt, with drafts of at most `slots` tokens."""
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, proposer, slots, "a benchmark")
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(NEW_TOKENS, index, temperature, ignore_eos=True)
@@ -140,7 +141,7 @@ def run(
 
 
 def measure(outcomes: dict[str, list[list[Any]]]) -> dict[str, Any]:
-    """Return the whole measurement; append every draft to `outcomes`, by split."""
+    """Return all results, and append every draft to `outcomes`, by split."""
     facts, results = provenance(), []
     for proposer in PROPOSERS:
         name = proposer.removesuffix("_chain")
@@ -178,7 +179,7 @@ def _write_outcomes(path: Path, rows: list[list[Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, and write the JSON and the drafts."""
+    """Measure the proposers, and write the JSON and the drafts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json

@@ -1,4 +1,4 @@
-"""Llama shapes with random weights, created on the device."""
+"""Llama shapes with random weights that are created on the device."""
 
 from __future__ import annotations
 
@@ -65,27 +65,28 @@ LLAMA_SHAPES: Final[dict[str, dict[str, Any]]] = {
         "rope_scaling": _SCALING | {"factor": 8.0},
     },
 }
-"""Llama-3.2-1B and Llama-3.1-8B, as their `config.json` describes them."""
+"""Shapes of Llama-3.2-1B and Llama-3.1-8B, as in their `config.json`."""
 
 LEAST_PROMPT, MOST_PROMPT = 100, 240
-"""Range of prompt lengths of whole generations, in tokens."""
+"""Range of prompt lengths for whole generations, in tokens."""
 
 ORDINARY_IDS: Final = range(300, 3000)
-"""Token ids of arbitrary prompts; no model here gives them a special meaning."""
+"""Range of token ids of arbitrary prompts. These ids have no special meaning in any measured model.
+"""
 
 RESIDUAL_SHARE: Final = 0.1
-"""Approximate size of all layers' contributions relative to a random embedding. It is far below the
-distance of two embeddings, so rounding never changes the greedy token. With unconstrained
-weights, the two largest of 128,256 logits are so close that bfloat16 would change one token in
-twenty."""
+"""Approximate size of all layers' contributions relative to a random embedding. The value is far
+below the distance of two embeddings, so rounding never changes the greedy token. With
+unconstrained weights, the two largest of 128,256 logits would be very close, and bfloat16 would
+change one token in twenty."""
 
 
 class RandomModel:
     """A Llama shape whose weights are created on the device, because a file of 8B takes 16 GB.
 
-    Layers add little to the embedding (`RESIDUAL_SHARE`), and the LM head is the embedding,
-    optionally with its rows shifted by one. The greedy token is therefore the last token or the
-    next id, however numbers are rounded. The cost of a step does not depend on the values.
+    Layers add little to the embedding (`RESIDUAL_SHARE`). The LM head is the embedding, optionally
+    with its rows shifted by one. The greedy token is therefore the last token or the next id,
+    regardless of rounding. The cost of a step does not depend on the values.
     """
 
     directory: Path | None = None
@@ -101,7 +102,7 @@ class RandomModel:
         """Create the weights.
 
         Args:
-            folder: receives the `config.json`.
+            folder: folder that receives the `config.json`.
             shape: content of `config.json`.
         """
         self.name, self.dtype, self.device = name, dtype, device
@@ -146,7 +147,7 @@ class RandomModel:
         return model.eval()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by checkpoint name; they share memory with the model."""
+        """Return the weights by checkpoint name. The returned tensors share memory with the model."""
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
@@ -167,11 +168,11 @@ class RandomModel:
         return arbitrary_prompts(self.config, count)
 
     def _layer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the fused weights of one layer: q, k and v; output; gate and up; down."""
+        """Return the fused weights of a layer, in the order q/k/v, output, gate/up, down."""
         config = self.config
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Two products of each layer add to the hidden state, independently of each other.
+        # Two products of each layer contribute to the hidden state independently.
         added = RESIDUAL_SHARE / math.sqrt(2 * config.num_layers)
         return (
             self._matrix(queries + 2 * keys, hidden, 1 / math.sqrt(hidden)),

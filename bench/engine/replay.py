@@ -1,7 +1,6 @@
 """A proposer for benchmarks that knows the continuation and errs at a chosen rate.
 
-The rest is real: the engine verifies each draft and samples each token. Results are labelled
-`replay`.
+The engine still verifies each draft and samples each token. Results are labelled `replay`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NAME: Final = "replay"
 
 @dataclass(slots=True)
 class _Proposal:
-    """The latest draft of a sequence, and its position."""
+    """The latest draft of a sequence and its position."""
 
     behind: int
     token_ids: tuple[int, ...]
@@ -29,28 +28,29 @@ class _Proposal:
 
 @dataclass(slots=True)
 class Tested:
-    """Counts of tested draft tokens, which are those with only correct tokens before them."""
+    """Counts of tested draft tokens, which follow only correct tokens of their draft."""
 
     agreed: int = 0
     rejected: int = 0
 
     @property
     def acceptance(self) -> float | None:
-        """The share of tested tokens that agreed; None if none were tested."""
+        """Share of accepted tokens among tested tokens, or None without tested tokens."""
         tested = self.agreed + self.rejected
         return self.agreed / tested if tested else None
 
 
 @dataclass(slots=True)
 class ReplayProposer:
-    """Drafts the known continuation of each prompt, with a share of the tokens replaced.
+    """A proposer of the known continuation of each prompt, with a share of the tokens replaced.
 
     The wrong tokens are drawn once, independently for each position of each continuation. Each
-    tested slot is therefore accepted with the chosen probability. Satisfies
+    tested slot is therefore accepted with the chosen probability. The class implements
     `backends.core.proposer.Proposer`.
 
     Attributes:
-        tested: outcome of the drafts since it was last set.
+        drafts: drafted continuation by prompt.
+        tested: outcome of the drafts since the last reset.
     """
 
     drafts: dict[tuple[int, ...], tuple[int, ...]]
@@ -65,11 +65,11 @@ class ReplayProposer:
         vocab_size: int,
         seed: int = 0,
     ) -> ReplayProposer:
-        """Return the proposer of prompts and their continuations.
+        """Return a proposer of prompts and their continuations.
 
         Args:
             acceptance: probability that a token stays unchanged.
-            vocab_size: size of the vocabulary that wrong tokens are drawn from.
+            vocab_size: size of the vocabulary from which wrong tokens are drawn.
         """
         return cls(
             {
@@ -101,7 +101,7 @@ class ReplayProposer:
         return Draft(token_ids)
 
     def _judge(self, sequence: Sequence) -> None:
-        """Compare the latest draft with the tokens generated since, verified or not."""
+        """Compare the latest draft with the tokens that the sequence has generated since."""
         latest = self._latest.pop(sequence.key, None)
         if latest is None:
             return
@@ -116,7 +116,7 @@ class ReplayProposer:
 def corrupted(
     tokens: Many[int], acceptance: float, vocab_size: int, rng: random.Random
 ) -> tuple[int, ...]:
-    """Return the tokens, each replaced by another one with probability `1 - acceptance`."""
+    """Replace each token by a different token with probability `1 - acceptance`."""
     return tuple(
         token if rng.random() < acceptance else (token + rng.randrange(1, vocab_size)) % vocab_size
         for token in tokens

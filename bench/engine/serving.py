@@ -1,4 +1,4 @@
-"""Run whole requests through the worker's own thread, as a server does, but without HTTP."""
+"""Whole requests in the worker's own thread, as in a server but without HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan, WorkerLoa
 
 BATCHES: Final = (1, 8, 32)
 ALONE: Final = 4
-"""Number of prompts that run one after the other at batch 1."""
+"""Number of prompts that run in sequence at batch 1."""
 
 PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
 """A plan without drafts."""
@@ -52,10 +52,10 @@ class Generation:
 
     @property
     def decode_window(self) -> tuple[int, float]:
-        """Number of tokens, and seconds, while all requests decoded.
+        """Number of tokens and seconds in which all requests decoded.
 
-        The window begins with the first token of the last request to start, and ends with the last
-        token of the first request to finish. It is empty if they do not overlap.
+        The window begins with the first token of the last request to start. It ends with the last
+        token of the first request to finish. The window is empty if the requests do not overlap.
         """
         first: dict[str, float] = {}
         last: dict[str, float] = {}
@@ -69,15 +69,15 @@ class Generation:
 
 
 def in_batches(prompts: Many[Prompt], batch: int) -> list[list[Prompt]]:
-    """Return the prompts that run together: the first `batch`, or `ALONE` single ones."""
+    """Return the batches of prompts: the first `batch` prompts, or `ALONE` single prompts."""
     return [list(prompts[:batch])] if batch > 1 else [[prompt] for prompt in prompts[:ALONE]]
 
 
 class Serving:
-    """A worker in its thread, for one batch at a time; satisfies `loop.LoopEvents`."""
+    """A worker in its thread that runs a single batch at a time. Implements `loop.LoopEvents`."""
 
     def __init__(self, engine: LoadedEngine) -> None:
-        """Prepare the worker; entering starts the thread, leaving ends it."""
+        """Prepare the worker. The context manager starts and stops its thread."""
         self.engine = engine
         self._loop = EngineLoop(lambda _progress: engine, self)
         self._news: SimpleQueue[tuple[float, list[tuple[str, Delta]]] | BaseException] = (
@@ -100,7 +100,7 @@ class Serving:
         self._loop.join()
 
     def run(self, requests: Iterable[GenerationRequest]) -> Generation:
-        """Run requests to their ends.
+        """Run requests until all have ended.
 
         Raises:
             BaseException: the error that ended the worker.
@@ -129,14 +129,14 @@ class Serving:
             self._news.put((time.perf_counter(), batch))
 
     def failed(self, error: BaseException) -> None:
-        """Pass the error to the waiting caller."""
+        """Pass the error to the caller of `run`."""
         self._news.put(error)
 
 
 def greedy_requests(
     prompts: Many[Prompt], new_tokens: int, plan: SpeculationPlan
 ) -> list[GenerationRequest]:
-    """Return requests that share no cached prefix with earlier ones.
+    """Return greedy requests that share no cached prefix with earlier requests.
 
     Each call uses a new tenant.
     """
@@ -154,7 +154,7 @@ def greedy_requests(
 
 
 def _add(made: Generation, arrived_s: float, request_id: str, delta: Delta) -> bool:
-    """Add a delta; return whether its request is complete."""
+    """Add a delta, and return whether its request is complete."""
     if delta.token_ids:
         made.outputs[request_id].extend(delta.token_ids)
         made.arrivals.append((arrived_s, request_id, len(delta.token_ids)))

@@ -2,10 +2,10 @@
 
     python -m bench.engine.serving_profile --json FILE
 
-A worker measures only the device's part of a step at its start. Between two steps it also plans,
-accounts for tokens and produces text. `draftgate bench simulator` predicts whole requests, so it
-needs that time as well. Here the bare worker decodes batches. Their time beyond the device's part
-is added to the table as a constant and a term per sequence.
+A worker measures only the device's part of a step when it starts. Between two steps the worker also
+plans, accounts for tokens and produces text. `draftgate bench simulator` predicts whole requests,
+so it needs this time too. The benchmark decodes batches on a bare worker. It adds the time beyond
+the device's part to the table, as a constant and a term per sequence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ BATCHES: Final = (1, 2, 4, 8, 16)
 NEW_TOKENS: Final = 64
 PROMPT_TOKENS: Final = 64
 MOST_TOKENS: Final = 4096
-"""Length of the sequence whose steps are timed."""
+"""Length in tokens of the sequence whose steps are timed."""
 
 PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
 
 
 def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]]:
-    """Return by batch the median seconds of a decode beyond the device's part."""
+    """Return the median seconds of a decode step beyond the device's part, by batch size."""
     prompts = held_out_prompts(
         engine.worker.tokenizer, max(BATCHES), least=PROMPT_TOKENS, most=PROMPT_TOKENS
     )
@@ -62,14 +62,14 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
         beyond = [
             after - before - cost.seconds(batch, plan.size.kv_tokens, batch)
             for (before, after), plan in zip(pairwise(began), plans, strict=True)
-            if plan.num_tokens == len(plan.work) == batch  # decodes only
+            if plan.num_tokens == len(plan.work) == batch  # count decode steps only
         ]
         found.append((batch, median(beyond)))
     return found
 
 
 def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return constant and slope of the least-squares line, neither below 0."""
+    """Return constant and slope of the least-squares line, with negative values set to 0."""
     xs, ys = zip(*points, strict=True)
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((each - x) ** 2 for each in xs)
@@ -105,7 +105,7 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and write the profile."""
+    """Measure the profile, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json

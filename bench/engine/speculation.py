@@ -3,10 +3,12 @@
     python -m bench.engine.speculation --json bench/results/NAME.json
 
 Prompts are held-out code. The output of a small model may end in a loop, which n-grams predict
-perfectly. Each setting is therefore measured twice: on whole outputs of 128 tokens, and on outputs
-cut where their loop begins. Each policy has its own engine, with what it has learned. Each round
-runs all policies on the same prompts in rotating order. Policies are compared by the ratio to the
-first policy within a round.
+perfectly. Each setting is therefore measured on whole outputs of 128 tokens, and on outputs that
+end where their loop begins.
+
+Each policy has its own engine and keeps its learned estimates. Each round runs all policies on the
+same prompts in rotating order. Policies are compared by the ratio to the first policy within a
+round.
 
 On a busy machine, CPU seconds of the computing thread (`cpu`) are more reliable than wall time.
 Engines of one process differ by a few percent, because their weights are at different addresses.
@@ -43,8 +45,8 @@ GRAM = 8
 LEAST_TOKENS = 24
 AT_BATCH_1 = 24
 KV_BYTES = 96 << 20
-"""Memory of each engine, so small that a round touches all of it. On a virtual machine, the first
-touch of a page would otherwise dominate the measurement."""
+"""KV memory of each engine in bytes, small enough that a round touches all pages. On a virtual
+machine, the first touch of a page would otherwise dominate the measurement."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Prompt:
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Return the number of output tokens before a loop; all of them if there is no loop.
+    """Return the number of output tokens before a loop, or of all tokens without a loop.
 
     A loop begins with the first repeated 8-gram after which over half of the 8-grams are repeated.
     """
@@ -89,9 +91,10 @@ def loop_start(tokens: Sequence[int]) -> int:
 def decode(
     engine: LoadedEngine, prompts: Sequence[Prompt], policy: str, temperature: float
 ) -> tuple[Decoding, dict[str, list[int]]]:
-    """Run the prompts as one batch; count the steps in which all of them decode.
+    """Run the prompts as a batch, and count the steps in which all sequences decode.
 
-    Steps include planning. Later steps do not count, because a server would fill the batch up.
+    Steps include planning. Later steps do not count, because a server would add requests to the
+    batch.
     """
     for index, prompt in enumerate(prompts):
         engine.worker.submit(_request(engine, index, prompt, policy, temperature))
@@ -130,12 +133,12 @@ def compare(
     temperature: float,
     rounds: int,
 ) -> dict[str, Any] | None:
-    """Run all policies over all prompts in batches, `rounds` times, interleaved.
+    """Run all policies over all prompts in batches, in `rounds` interleaved rounds.
 
     The first batch is a warm-up for memory and caches.
 
     Returns:
-        None if no batch ever decoded as a whole.
+        Metrics by policy, or None if no batch ever decoded as a whole.
     """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     policies = list(engines)
@@ -152,7 +155,7 @@ def compare(
                 for policy in policies[first:] + policies[:first]
             }
             if not all(run.steps for run in runs.values()):
-                continue  # a sequence ended before the last one began to decode
+                continue  # a sequence ended before all sequences decoded
             for policy, run in runs.items():
                 _add(totals[policy], run)
             for policy, so_far in ratios.items():
@@ -203,7 +206,7 @@ def _add(total: Decoding, part: Decoding) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the whole measurement. The first policy is the baseline."""
+    """Return all results, with the first policy as the baseline."""
     facts = provenance()
     policies, proposer = args.policies, args.proposer
     engines = _engines(args)
@@ -211,7 +214,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     least, most = args.prompt_tokens
     ids = held_out_prompts(engine.worker.tokenizer, args.prompts, least=least, most=most)
     prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
-    for policy in policies:  # warms memory up, and teaches the policies
+    for policy in policies:  # warm memory up, and let the policies learn
         decode(engines[policy], prompts[: max(args.batches)], policy, 0.0)
     results = []
     for temperature in args.temperatures:
@@ -220,7 +223,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, group in groups.items():
                 if len(group) < batch:
                     continue
-                # Keep evenly spaced sorted groups.
+                # Keep evenly spaced groups in order of length.
                 some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
                 row = compare(engines, some, batch, temperature, args.rounds)
                 if row is None:
@@ -253,9 +256,9 @@ def _engines(args: argparse.Namespace) -> dict[str, LoadedEngine]:
 def _before_loops(
     engine: LoadedEngine, prompts: Sequence[Prompt], temperature: float
 ) -> list[Prompt]:
-    """Return the prompts whose outputs continue for a while before a loop, to be cut there.
+    """Return the prompts whose outputs have enough tokens before a loop, cut at the loop.
 
-    They are sorted by length, so that the sequences of a batch end at about the same time.
+    The prompts are sorted by length, so that the sequences of a batch end at about the same time.
     """
     _, outputs = decode(engine, prompts, "off", temperature)
     starts = [loop_start(outputs[str(index)]) for index in range(len(prompts))]
@@ -268,7 +271,7 @@ def _before_loops(
 
 
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure the policies, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,6 +1,6 @@
 """Measure decode speed with drafts of a fixed acceptance rate, relative to no drafts.
 
-The continuations come from one run without drafts. Every length and `auto` then run the same
+The continuations are from a run without drafts. Every draft length and `auto` then run the same
 prompts in the same rounds. Only steps in which the whole batch decodes count.
 """
 
@@ -37,8 +37,8 @@ class Replayed(NamedTuple):
     Attributes:
         acceptance: probability that a draft token is right.
         lengths: fixed draft lengths.
-        new_tokens: output tokens of each prompt.
-        rounds: rounds of all policies; medians count.
+        new_tokens: number of output tokens of each prompt.
+        rounds: number of rounds of all policies, whose medians count.
     """
 
     acceptance: float
@@ -49,10 +49,10 @@ class Replayed(NamedTuple):
 
 @dataclass
 class _Runs:
-    """The rounds of one policy at one batch size.
+    """The rounds of a policy at a single batch size.
 
     Attributes:
-        rates: tokens per second of each round; 0 if the prompts never all decoded together.
+        rates: tokens per second of each round, or 0 if the prompts never all decoded together.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Runs:
 
 
 def measure_speedups(ours: Ours, asked: Replayed, rates: Rates) -> list[dict[str, Any]]:
-    """Return a row for each policy and batch of a model."""
+    """Return a row for each policy and batch size of a model."""
     prompts = ours.model.prompts(max(BATCHES))
     with Serving(ours.worker(speculation_policy("off"), {})) as plain:
         made = plain.run(greedy_requests(prompts, asked.new_tokens, PLAIN))
@@ -79,7 +79,7 @@ def measure_speedups(ours: Ours, asked: Replayed, rates: Rates) -> list[dict[str
 
 
 def _policies(asked: Replayed) -> dict[str, int]:
-    """Return the maximum draft length of each policy."""
+    """Return the maximum draft length by policy."""
     fixed = {f"fixed:{length}": length for length in asked.lengths}
     return {"off": 0, **fixed, "auto": MAX_DRAFT_TOKENS}
 
@@ -118,7 +118,7 @@ def _count(
     groups: Many[Many[Prompt]],
     known: dict[Prompt, list[int]],
 ) -> None:
-    """Add a round."""
+    """Add the results of a round."""
     windows = [each.decode_window for each in made]
     tokens, seconds = (sum(parts) for parts in zip(*windows, strict=True))
     runs.rates.append(tokens / seconds if seconds else 0.0)
@@ -161,6 +161,6 @@ def _row(
 
 
 def _bandwidth_share(ours: Ours, tokens_per_s: float, rates: Rates) -> float:
-    """Return the share of the bandwidth used by the weights alone."""
+    """Return the share of the bandwidth that the weights alone use."""
     num_bytes = weight_bytes(ours.model.config, ours.model.dtype.itemsize)
     return num_bytes * tokens_per_s / rates.bytes_per_s

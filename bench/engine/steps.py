@@ -1,7 +1,7 @@
-"""Compare steps of the engine with the device's limits and with `transformers`.
+"""Compare steps of the engine with the limits of the device and with `transformers`.
 
-Each round runs every step once with each contender, in alternating order; medians count. A step is
-one forward pass and the choice of the greedy token. Its time does not depend on the text.
+Each round runs every step once with each contender, in alternating order, and medians count. A step
+is a forward pass and the choice of the greedy token. Its time does not depend on the text.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Contender:
     """An engine that runs steps, and its times.
 
     Attributes:
-        step_s: runs a step and returns its seconds.
-        failed: the error if a case does not fit into memory.
+        step_s: function that runs a step and returns its seconds.
+        failed: error message if a case does not fit into memory.
     """
 
     step_s: Callable[[Case], float]
@@ -36,7 +36,7 @@ class Contender:
     failed: dict[Case, str] = field(default_factory=dict)
 
     def run(self, case: Case) -> None:
-        """Run a step, unless it failed before."""
+        """Run a step, unless an earlier step of the case failed."""
         if case in self.failed:
             return
         try:
@@ -46,7 +46,7 @@ class Contender:
             release(torch.device("cuda"))
 
     def times(self, case: Case) -> list[float]:
-        """Return the seconds of each round after warm-up; none if it failed."""
+        """Return the seconds of each round after the warm-up, or nothing after a failure."""
         return [] if case in self.failed else self.taken[case][WARM_ROUNDS:]
 
 
@@ -56,7 +56,7 @@ def measure_steps(
     """Return a row for each case of a model.
 
     Args:
-        alone: whether to skip peers and exact mode (see `exact.py`).
+        alone: whether to skip `transformers` and exact mode (see `exact.py`).
     """
     contenders = _contenders(ours, alone=alone)
     for turn in range(rounds + WARM_ROUNDS):
@@ -126,7 +126,7 @@ def _shares(model: Model, case: Case, rates: Rates, step_s: float) -> dict[str, 
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
-    """Return the median of the ratios of each round, and the quartiles."""
+    """Return the median and the quartiles of the ratios of all rounds."""
     ratios = sorted(their / our for our, their in zip(ours, theirs, strict=True))
     quartiles = [round(ratios[len(ratios) * quarter // 4], 3) for quarter in (1, 3)]
     return {"median": round(median(ratios), 3), "quartiles": quartiles}

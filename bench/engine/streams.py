@@ -2,11 +2,11 @@
 
     draftgate bench streams --json OUT
 
-Each round decodes the same requests three times: in the engine alone, over HTTP with the server in
-this process, and over HTTP with a separate server process. All requests begin in one step and have
-the same length. The step time is the time from the first token of the last stream to the end of
-all, divided by the steps in between. The clients are sockets in this process that count bytes
-without parsing.
+Each round decodes the same requests in three ways: in the engine alone, over HTTP with the server
+in this process, and over HTTP with a separate server process. All requests begin in the same step
+and have the same length. The step time is the time between the first token of the last stream and
+the end of all streams, divided by the number of steps. The clients are sockets in this process that
+count bytes without parsing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST: Final = b'"text"'
 
 
 class _Client(asyncio.Protocol):
-    """Posts one completion, and records the times of its first and last event."""
+    """A connection that posts a completion and records the times of its first and last event."""
 
     def __init__(self, request: bytes, finished: asyncio.Event) -> None:
         self._request = request
@@ -75,7 +75,7 @@ class _Client(asyncio.Protocol):
 
 
 async def served_step_s(port: int, streams: int, tokens: int) -> float:
-    """Return the step time of a server with `streams` open streams.
+    """Return the seconds of a step of a server with `streams` open streams.
 
     Raises:
         RuntimeError: a stream was cut off.
@@ -117,7 +117,7 @@ def _post(port: int, index: int, tokens: int) -> bytes:
 
 
 def bare_step_s(streams: int, tokens: int, threads: int) -> float:
-    """Return the step time of the engine alone, in this process and thread."""
+    """Return the seconds of a step of the engine alone, in this process and thread."""
     engine = load_engine(worker_config(streams, threads))
     worker, executor = engine.worker, engine.executor
     prompt = compact(engine.served.admission.tokenizer.encode(PROMPT))
@@ -134,7 +134,7 @@ def bare_step_s(streams: int, tokens: int, threads: int) -> float:
 
 
 def worker_config(streams: int, threads: int) -> WorkerConfig:
-    """Return a worker whose batch holds all streams, and whose step holds all prompts."""
+    """Return a worker whose batch holds all streams and whose step holds all prompts."""
     return WorkerConfig(
         speculation="off", max_num_seqs=streams, max_step_tokens=32 * streams, threads=threads
     )
@@ -155,7 +155,7 @@ async def _served(streams: int, tokens: int, threads: int, *, own_process: bool)
     )
     try:
         port = await asyncio.wait_for(_port(server), READY_S)
-        await served_step_s(port, streams, 8)  # warms up connections, caches and shapes
+        await served_step_s(port, streams, 8)  # warm up connections, caches and shapes
         return await served_step_s(port, streams, tokens)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -207,7 +207,7 @@ def measure(streams: int, tokens: int, threads: int, rounds: int) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and write the JSON."""
+    """Measure the step times, and write the JSON."""
     parser = argparse.ArgumentParser(prog="draftgate bench streams", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=STREAMS)

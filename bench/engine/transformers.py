@@ -1,4 +1,4 @@
-"""`transformers` as a peer: its steps and its generation modes, on the same weights."""
+"""Steps and generation modes of `transformers`, on the same weights as the engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.engine.device import elapsed_s
 from bench.engine.models import Model
 
 LOOKUP_TOKENS: Final = 10
-"""Candidate tokens of its prompt lookup, as in its documentation."""
+"""Number of candidate tokens of its prompt lookup, as in its documentation."""
 
 PAGE_TOKENS: Final = 256
 """Page size of its continuous batching (its default)."""
 
 BATCH_TOKENS: Final = 2048
-"""Tokens per step of its continuous batching, equal to the engine's limit here."""
+"""Tokens per step of its continuous batching, equal to the limit of the engine."""
 
 RESULT_TIMEOUT_S: Final = 1.0
 
@@ -28,20 +28,20 @@ Prompt = tuple[int, ...]
 
 
 class TransformersSteps:
-    """Single steps, with a newly filled cache before each."""
+    """Single steps, each with a newly filled cache."""
 
     def __init__(self, model: Model) -> None:
         """Load the model.
 
         Raises:
-            ImportError: it is not installed.
+            ImportError: `transformers` is not installed.
         """
         self._device, self._dtype = model.device, model.dtype
         self._model = model.transformers()
 
     @torch.inference_mode()
     def step_s(self, case: Case) -> float:
-        """Run the step: a forward pass with the required logits, and the greedy tokens."""
+        """Run a forward pass with greedy tokens, and return its seconds."""
         cache = self._cache(case)
         ids = torch.ones(case.batch, case.tokens, dtype=torch.int64, device=self._device)
         first, end = case.context_tokens, case.context_tokens + case.tokens
@@ -76,16 +76,17 @@ class TransformersSteps:
 
 
 class TransformersGenerate:
-    """Greedy `generate`, one prompt after the other, always to the full length."""
+    """Greedy `generate` for a single prompt at a time, always to the full length."""
 
     def __init__(self, model: Model, new_tokens: int, assistant: Model | None = None) -> None:
         """Load the model.
 
         Args:
+            new_tokens: number of output tokens.
             assistant: draft model for `assisted`.
 
         Raises:
-            ImportError: it is not installed.
+            ImportError: `transformers` is not installed.
         """
         self._device = model.device
         self._new_tokens = new_tokens
@@ -97,7 +98,7 @@ class TransformersGenerate:
         return [self._generate(prompt) for prompt in prompts]
 
     def assisted(self, prompts: Many[Prompt]) -> list[list[int]]:
-        """Generate with drafts of the assistant."""
+        """Generate with drafts from the assistant."""
         return [self._generate(prompt, assistant_model=self._assistant) for prompt in prompts]
 
     def prompt_lookup(self, prompts: Many[Prompt]) -> list[list[int]]:
@@ -121,17 +122,17 @@ class TransformersGenerate:
 
 
 class ContinuousBatching:
-    """Its manager, started and warm, with the same memory for the batch as the engine."""
+    """Continuous batching of `transformers`, with the same memory for the batch as the engine."""
 
     def __init__(self, manager: Any, new_tokens: int) -> None:
         self._manager = manager
         self._new_tokens = new_tokens
 
     def generate(self, prompts: Many[Prompt]) -> list[list[int]]:
-        """Generate for all prompts at once.
+        """Generate for all prompts concurrently.
 
         Raises:
-            RuntimeError: its thread died.
+            RuntimeError: the thread of the manager died.
         """
         ids = self._manager.add_requests(
             inputs=[list(prompt) for prompt in prompts], max_new_tokens=self._new_tokens
@@ -152,27 +153,29 @@ class ContinuousBatching:
 def continuous_batching(
     model: Model, batch: int, longest: int, new_tokens: int
 ) -> Iterator[ContinuousBatching]:
-    """Run the manager.
+    """Run the manager of continuous batching.
 
-    Its memory is limited to the batch. By default it would take most of the memory, and on a CPU
-    its steps would take seconds.
+    Its memory is limited to the batch. By default the manager would take most of the memory, and on
+    a CPU its steps would take seconds.
 
     Args:
-        longest: tokens of the longest sequence.
+        batch: number of concurrent prompts.
+        longest: number of tokens of the longest sequence.
+        new_tokens: number of output tokens.
 
     Raises:
         ImportError: `transformers` is not installed, or too old.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    # A separate model, because the manager changes its attention.
+    # The manager changes the attention of its model, so the model is separate.
     loaded = _endless(model.transformers())
     greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1)
     sizes = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=batch * (1 + -(-longest // PAGE_TOKENS)),
         max_batch_tokens=BATCH_TOKENS,
-        allow_block_sharing=False,  # prompts repeat in every round and must be computed again
+        allow_block_sharing=False,  # prompts repeat in every round and must not be cached
     )
     with loaded.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=sizes, block=True

@@ -1,1 +1,1 @@
-"""What other load generators say of a server whose truth is known, beside what ours says."""
+"""Comparison of load generators with the known behaviour of a mock server."""

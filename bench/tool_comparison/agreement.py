@@ -1,4 +1,4 @@
-"""Check that `aiperf` and `draftgate load` agree about two correct servers."""
+"""Check that `aiperf` and `draftgate load` agree on two correct servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from bench.tool_comparison.tools import (
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 
 GOAL: Final = 0.02
-"""Maximum relative difference between the two."""
+"""Maximum relative difference between the two tools."""
 
 PAIRS: Final = {
     "ttft": ("ttft_p50_ms", "ttft_p50_ms"),
@@ -46,19 +46,20 @@ PAIRS: Final = {
     "requests": ("requests_rps", "requests_rps"),
     "tokens": ("tokens_per_s", "tokens_per_s"),
 }
-"""The compared medians and rates: aiperf's name and Draftgate's. Its ITL is Draftgate's TPOT."""
+"""The compared medians and rates, as pairs of aiperf's name and Draftgate's name. The ITL of aiperf
+is the TPOT of Draftgate."""
 
 PROMPT: Final = "import asyncio\n\nclass Server:\n    def __init__(self, host, port):\n"
 TOKENS: Final = 64
 REQUESTS: Final = 60
 REAL_RATE: Final = 4.0
-"""Requests per second, a rate that the shipped model sustains."""
+"""Requests per second that the shipped model sustains."""
 
 _SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
 
 
 def agreement(environments: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return the rounds on each server, and the median relative differences from aiperf."""
+    """Measure both servers, and return the rounds and the median differences relative to aiperf."""
     if not python_of(environments, "aiperf").exists():
         return []
     cores = two_cores()
@@ -73,7 +74,7 @@ def _mock_tools(environments: Path) -> list[Tool]:
 
 
 def _real_tools(environments: Path) -> list[Tool]:
-    """Return both tools with one question at temperature 0, so that its answer is the same."""
+    """Return both tools with a single prompt at temperature 0, so that all responses are equal."""
 
     def ours(_: object, url: str, folder: Path) -> Sequence[str]:
         return [
@@ -100,7 +101,7 @@ def _real_tools(environments: Path) -> list[Tool]:
 def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
-        _asked(pair[0], url, cores.ours)  # the first run warms the server up
+        _asked(pair[0], url, cores.ours)  # the first run warms the server up and is not compared
         for number in range(rounds):
             order = pair if number % 2 else pair[::-1]
             said = {tool.name: _asked(tool, url, cores.ours) for tool in order}
@@ -127,7 +128,7 @@ def _asked(tool: Tool, url: str, core: int | None) -> Figures:
 
 
 def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
-    """Return the relative differences from their figures."""
+    """Return the differences of Draftgate's metrics, relative to those of aiperf."""
     found = {}
     for name, (their_key, our_key) in PAIRS.items():
         their, our = theirs[their_key], ours[our_key]
@@ -139,7 +140,7 @@ def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
 
 @contextmanager
 def _server(name: str, folder: Path, cores: Cores) -> Iterator[str]:
-    """Run a server on the core of servers."""
+    """Run a server on the core for servers, and yield its URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command: Sequence[str] = (*MOCK_COMMAND, "plain")

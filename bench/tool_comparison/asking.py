@@ -1,4 +1,4 @@
-"""Run a tool to its end, and start the mock."""
+"""Functions to run a load tool, and the command of the mock."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Final
 from bench.tool_comparison.tools import OURS, Tool
 
 MOCK_COMMAND: Final = (sys.executable, "-m", "bench.tool_comparison.mock")
-"""The mock's command without case and port."""
+"""Command of the mock, without case and port."""
 
 ONE_CHAT: Final = json.dumps(
     {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 ).encode()
-"""A request that checks whether a server is up."""
+"""Body of the request that checks whether a server is up."""
 
 PATIENCE_S: Final = 240.0
-"""Timeout; guidellm alone takes a minute to start on two cores."""
+"""Timeout in seconds. guidellm takes a minute to start on two cores."""
 
 _HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
-"""aiperf rejects a local tokenizer folder if it is set; the others use the hub if it is not."""
+"""Environment variable of the offline mode. aiperf rejects a local tokenizer folder if it is set.
+All other tools use the hub if it is not set."""
 
 
 def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
-    """Run a tool to its end; its output goes to `said.log` of the folder.
+    """Run a tool to its end, and write its output to `said.log` in the folder.
 
     Raises:
-        subprocess.SubprocessError: it failed or took too long. Broken streams or late sending
-            are no errors here, because they are in its figures.
+        subprocess.SubprocessError: the tool failed or took too long. Broken streams and late
+            sending are not errors, because the metrics of the tool report them.
     """
     fine = {0, 1, 3} if tool.name == OURS else {0}
     kept = {name: value for name, value in os.environ.items() if name != _HUB_OFFLINE}

@@ -1,4 +1,4 @@
-"""The behaviours of the mock: a correct stream, and streams that mislead load tools."""
+"""Behaviours of the mock: a correct stream, and streams that mislead load tools."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import Final
 
 RATE: Final = 10.0
-"""Requests per second at constant gaps, which every tool supports."""
+"""Requests per second with constant gaps, which every tool supports."""
 
 TTFT_LIMIT_MS: Final = 100.0
 TPOT_LIMIT_MS: Final = 20.0
-"""TPOT limit of goodput, twice that of a correct stream."""
+"""TPOT limit of goodput in seconds, twice the TPOT of a correct stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The timing and content of each answer.
+    """The timing and content of each response.
 
     Attributes:
-        tells: description for the table.
+        tells: description of the case in the table.
         tokens, per_chunk: number of tokens, and tokens per chunk.
-        ttft_s: time from the request's arrival to its first chunk with text.
-        token_s: time per token; chunks are that far apart times their tokens.
-        hollow: whether an empty delta without a role follows the role's delta at once.
-        broken_after: tokens after which the stream breaks; None if it is intact.
-        error: whether an error event breaks the stream; otherwise it just ends.
-        stall_s: duration of the server's stall after the arrival of request `STALL_AT`.
-        most_open: limit of concurrent requests that tools are given; None is no limit.
+        ttft_s: seconds from the request's arrival to its first chunk with text.
+        token_s: seconds per token, so chunks are `token_s * per_chunk` apart.
+        hollow: whether an empty delta without a role directly follows the delta of the role.
+        broken_after: number of tokens before the stream breaks, or None if it is intact.
+        error: whether the stream breaks with an error event instead of just ending.
+        stall_s: seconds for which the server stalls after the arrival of request `STALL_AT`.
+        most_open: limit of concurrent requests that is set in the tools, or None for no limit.
         requests: number of requests that each tool sends.
     """
 
@@ -44,7 +44,7 @@ class Case:
 
 
 STALL_AT: Final = 20
-"""Index of the request whose arrival starts the stall, from 0."""
+"""Index of the request whose arrival starts the stall, counted from 0."""
 
 CASES: Final = {
     "plain": Case("one token per chunk"),
@@ -57,5 +57,5 @@ CASES: Final = {
     "hollow": Case("empty deltas at once, text after 200 ms", ttft_s=0.2, hollow=True),
     "stall": Case("the server stalls for 2 s", stall_s=2.0, most_open=8, requests=60),
 }
-"""`stall` limits concurrent requests, as many users do. A tool that delays sending then hides the
-time that users would have waited (coordinated omission)."""
+"""Cases by name. `stall` limits concurrent requests, as many users do. A tool that delays sending
+then hides the time that users would have waited (coordinated omission)."""

@@ -1,12 +1,14 @@
-"""Compare the figures of load generators with the truth of a mock server.
+"""Compare the metrics of load generators with the known behaviour of a mock server.
 
     draftgate bench tool-comparison --rivals DIR --json OUT
 
-Each tool gets a new mock for each case of `cases.py`, at the same rate, and the mock reports what
-it did. The table shows the figures of each tool and of Draftgate. It also checks the dialects:
-`draftgate load --as TOOL` of Draftgate's run should equal the tool's own figures. Then `aiperf`,
-with the server's token counts, and `draftgate load` measure two correct servers in turn, and must
-agree. They are the mock, and a real server with the shipped model on its own core.
+Each tool gets a new mock for each case of `cases.py`, at the same rate. The mock reports its own
+actions. The table shows the metrics of each tool and of Draftgate.
+
+The command also checks the dialects. `draftgate load --as TOOL` on Draftgate's run should equal the
+metrics of the tool. Finally, `aiperf` and `draftgate load` measure two correct servers in turn and
+must agree. `aiperf` uses the server's token counts. The servers are the mock, and a real server
+with the shipped model on its own core.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ PARTS: Final = ("cases", "agreement")
 
 
 def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
-    """Return a tool's figures for a case, and the truth.
+    """Return the metrics of a tool for a case, and the true values.
 
     Raises:
-        subprocess.SubprocessError: the tool failed; its output is in `said.log` of the folder.
+        subprocess.SubprocessError: the tool failed, and `said.log` in the folder has its output.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -66,7 +68,7 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
 
 
 def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return each tool's figures for a case, Draftgate's first; report tools that fail."""
+    """Return the metrics of each tool for a case, Draftgate's first, and print failures."""
     rows = []
     dialects: dict[str, Any] = {}
     for tool in asked:
@@ -90,7 +92,7 @@ def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `draftgate bench tool-comparison`: measure, print the table, write the results."""
+    """Run `draftgate bench tool-comparison`."""
     parser = bench_parser("tool-comparison", __doc__)
     parser.add_argument(
         "--rivals", type=Path, help="environments made by bench.tool_comparison.rivals"

@@ -1,4 +1,4 @@
-"""The figures of `--as` for Draftgate's own run, by the names of each tool."""
+"""Metrics of `--as` for Draftgate's own run, by the names of each tool."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ NAMES: Final = {
         "goodput_rps": "Goodput (/s)",
     },
 }
-"""For each dialect, Draftgate's name of a figure and the tool's."""
+"""Draftgate's name of a metric and the tool's name, by dialect."""
 
 
 def said_as(events: Path) -> dict[str, Figures]:
-    """Return each dialect's figures of a run's events."""
+    """Return the metrics of a run's events in each dialect."""
     run, _ = read_events(events)
     found: dict[str, Figures] = {}
     for dialect, account in TOOLS.items():
@@ -70,7 +70,7 @@ def said_as(events: Path) -> dict[str, Figures]:
 
 
 def differences(theirs: Figures, ours: Figures) -> Figures:
-    """Return the relative differences of `--as` from the tool's own figures, where both exist."""
+    """Return the differences of `--as` relative to the tool's metrics, where both exist."""
     return {
         key: None if not value else (ours[key] or 0.0) / value - 1.0
         for key, value in theirs.items()

@@ -1,8 +1,8 @@
-"""A server that behaves as a `Case` says, and reports its actions at `GET /truth`.
+"""A server that behaves as a `Case` prescribes, and reports its actions at `GET /truth`.
 
     python -m bench.tool_comparison.mock CASE --port PORT
 
-Times are of its own monotonic clock, taken just before bytes are written to the socket.
+Times are from the server's monotonic clock, taken just before each write to the socket.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bench.tool_comparison.cases import CASES, STALL_AT, Case
 
 MODEL: Final = "mock"
 WORD: Final = " return"
-"""One token of the shipped model's vocabulary, so that tools that count tokens agree."""
+"""A text that is a single token of the shipped model, so that tools that count tokens agree."""
 
 _STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 @dataclass(slots=True)
 class Answered:
-    """The answer to one request, in seconds of this process's clock."""
+    """The actions for a single request, in seconds of this process's clock."""
 
     arrived_s: float
     first_s: float = math.nan
@@ -40,7 +40,7 @@ class Answered:
 
 
 class Mock:
-    """The server of one case."""
+    """The server of a case."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -112,7 +112,7 @@ class Mock:
         told.intact = True
 
     async def _wait_until(self, due_s: float) -> None:
-        """Wait until a time, or until the end of the stall if the time falls into it."""
+        """Wait until a time, or until the end of a stall that covers this time."""
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         if self._case.stall_s and len(self._answers) > STALL_AT:
             ends_s = self._answers[STALL_AT].arrived_s + self._case.stall_s

@@ -1,10 +1,11 @@
-"""Create an environment for each of the other load generators.
+"""Create an environment for each compared load generator.
 
     python -m bench.tool_comparison.rivals DIR
 
-makes `DIR/NAME` with `NAME` installed; `draftgate bench tool-comparison --rivals DIR` then runs the
-installed tools. With `--torch-index`, torch is the CPU wheel of that index. vLLM is built from
-source without a device (`VLLM_TARGET_DEVICE=empty`), because its own wheel needs CUDA.
+The command creates `DIR/NAME` and installs `NAME` into it. `draftgate bench tool-comparison
+--rivals DIR` then runs the installed tools. With `--torch-index`, torch is the CPU wheel of that
+index. vLLM is built from source without a device (`VLLM_TARGET_DEVICE=empty`), because its wheel
+needs CUDA.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ PACKAGES: Final = {
     "aiperf": "aiperf==0.13.0",
     "inference-perf": "inference-perf==0.7.0",
 }
-"""Latest versions on 2026-11-21."""
+"""Latest versions of the packages on 2026-11-21."""
 
 _PYTHON: Final = {"inference-perf": "python3.12"}
-"""Python of the environments that do not use 3.11."""
+"""Python versions of the environments that do not use 3.11, by name."""
 
 _TORCH: Final = "torch==2.13.0"
 _VLLM: Final = {
     "VLLM_TARGET_DEVICE": "empty",
-    # Otherwise its version is 0.33.0+empty, which pip rejects for a source of 0.33.0.
+    # Without this variable the version is 0.33.0+empty, which pip rejects for a source of 0.33.0.
     "VLLM_VERSION_OVERRIDE": PACKAGES["vllm"].partition("==")[2],
 }
 _VLLM_BUILDS_WITH: Final = (
@@ -39,7 +40,7 @@ _VLLM_BUILDS_WITH: Final = (
 
 
 def python_of(environments: Path, name: str) -> Path:
-    """Return the interpreter of a rival's environment."""
+    """Return the interpreter of an environment."""
     return environments / name / "bin" / "python"
 
 

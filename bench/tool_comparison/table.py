@@ -1,4 +1,4 @@
-"""The rows of the study as Markdown tables, one for each case."""
+"""Results of the comparison as Markdown tables, with a table for each case."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COLUMNS: Final = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the tables: the truth of Draftgate's run first, then the figures of each tool.
+    """Return the tables, with the true values of Draftgate's run before the metrics of each tool.
 
-    If the server stalls, each run has its own truth, because it depends on when the tool sent.
+    If the server stalls, the true values depend on when the tool sent, so each run has its own.
     """
     return "\n".join(_lines(rows))
 

@@ -1,8 +1,8 @@
-"""The tools of the study: how each gets the same load, and where it writes its figures.
+"""Commands and result parsers of the compared load generators.
 
-Each gets a constant rate, the shipped tokenizer, and the server's token counts if it supports them.
-All use chat completions except inference-perf, which generates prompts of a given length only for
-completions.
+Each tool gets a constant rate, the shipped tokenizer, and the server's token counts if it supports
+them. All tools use chat completions except inference-perf, which generates prompts of a given
+length only for completions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from bench.tool_comparison.rivals import PACKAGES, python_of
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 
 Figures = dict[str, float | None]
-"""Figures by name, with the unit as suffix (`_ms`, `_rps`, `_tokens_per_s`); None if missing."""
+"""Metrics by name, with the unit as suffix (`_ms`, `_rps`, `_tokens_per_s`). A missing metric is
+None."""
 
 PROMPT_TOKENS: Final = 64
 OURS: Final = "draftgate load"
@@ -33,7 +34,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""Runs `vllm bench serve` without importing vLLM's server, which a CPU wheel cannot do."""
+"""Program that runs `vllm bench serve` without vLLM's server, which a CPU build cannot import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class Tool:
     """A load generator.
 
     Attributes:
-        command: makes its command line from a case, the server's URL and a folder for results.
-        read: reads its figures from that folder.
-        variables: its environment variables.
+        command: function that returns the command line for a case, the server's URL and a folder.
+        read: function that reads the metrics from that folder.
+        variables: environment variables of the tool.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Tool:
 
 
 def _spread(name: str, of: Callable[[str], float | None]) -> Figures:
-    """Return mean, median and 99th percentile of a figure, in milliseconds."""
+    """Return mean, median and 99th percentile of a metric, in milliseconds."""
     return {f"{name}_{column}_ms": of(column) for column in ("mean", "p50", "p99")}
 
 
@@ -70,7 +71,7 @@ def ours(case: Case, url: str, folder: Path) -> list[str]:
 
 
 def read_ours(folder: Path) -> Figures:
-    """Return the figures of `summary/1`."""
+    """Return the metrics of a `summary/1` file."""
     said = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
     figures, failed = said["details"]["figures"], sum(said["errors"].values())
 
@@ -183,7 +184,10 @@ def _aiperf(environments: Path) -> Tool:
 
 
 def aiperf_command(environments: Path, model: str, url: str, folder: Path) -> list[str]:
-    """Return aiperf's command without the load; it rejects a local tokenizer in offline mode."""
+    """Return aiperf's command without its load options.
+
+    aiperf rejects a local tokenizer in offline mode.
+    """
     goodput = f"time_to_first_token:{TTFT_LIMIT_MS:g} inter_token_latency:{TPOT_LIMIT_MS:g}"
     return [
         *(str(python_of(environments, "aiperf").with_name("aiperf")), "profile"),
@@ -195,7 +199,7 @@ def aiperf_command(environments: Path, model: str, url: str, folder: Path) -> li
 
 
 def read_aiperf(folder: Path) -> Figures:
-    """Return the figures of `profile_export_aiperf.json`."""
+    """Return the metrics of `profile_export_aiperf.json`."""
     path = folder / "profile_export_aiperf.json"
     said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
 
@@ -266,7 +270,7 @@ def _read_inference_perf(folder: Path) -> Figures:
 
 
 def tools(environments: Path | None) -> list[Tool]:
-    """Return Draftgate's tool, and the rivals that are installed.
+    """Return Draftgate's tool and the installed load generators.
 
     Args:
         environments: folder that `python -m bench.tool_comparison.rivals` creates.

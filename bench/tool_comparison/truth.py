@@ -1,4 +1,4 @@
-"""The actions of the mock, as the figures that tools report."""
+"""Actions of the mock, as the metrics that tools report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from draftgate.loadgen.measuring.metrics import percentile
 
 
 def truth(answers: Sequence[Answered], requests: int) -> Figures:
-    """Return the truth of a tool's last requests; some tools send a test request first.
+    """Return the true metrics of the last requests of a tool.
 
-    `scheduled` counts from when a user would have sent each request: the first arrival plus
-    constant gaps, whenever the tool sent. It includes all requests. So does goodput, whose limits
-    apply to complete answers.
+    Some tools send a test request first, so earlier requests do not count. `scheduled` counts from
+    the time at which a user would have sent each request, which is the first arrival plus constant
+    gaps. `scheduled` and goodput include all requests, and the limits of goodput apply to complete
+    responses.
     """
     told = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
     intact = [answer for answer in told if answer.intact]
