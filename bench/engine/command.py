@@ -90,7 +90,7 @@ class Run:
         return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
 
     def _load(self, model: Model) -> Ours:
-        """Return the engine with memory for the largest step and for the largest batch of prompts."""
+        """Return the engine with memory for the largest step and the largest batch of prompts."""
         text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
         return Ours.load(
             model,
@@ -115,7 +115,7 @@ class Run:
         }
 
     def compare_exact(self, name: str, dtype: str) -> None:
-        """Measure the cost of `--exact` on a GPU, after earlier parts have released their memory."""
+        """Measure the cost of `--exact` on a GPU, after earlier parts have freed their memory."""
         asked = self.asked
         if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
             exact = measure_exact(asked, self.grid, name, dtype, self.device.type)

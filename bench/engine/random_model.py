@@ -147,7 +147,7 @@ class RandomModel:
         return model.eval()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by checkpoint name. The returned tensors share memory with the model."""
+        """Return the weights by checkpoint name. The tensors share memory with the model."""
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size

@@ -1,1 +1,1 @@
-"""Benchmarks of the gateway: slow readers, overload, tracing and the state store."""
+"""Benchmarks of the gateway for slow clients, overload, tracing and the state store."""

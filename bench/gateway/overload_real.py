@@ -2,12 +2,13 @@
 
     draftgate bench overload --real --json OUT
 
-Each rate lasts for a minute. A few rates find the peak of goodput; the last one is three times the
-rate of that peak. Each request is a stream over plain HTTP. A refused client retries after
-`retry-after-ms`, as OpenAI's clients do, or after the whole seconds of `Retry-After`
-(`--whole-seconds`), until it is admitted. The figures are those of `overload.py`. Added are the
-time from a request to its refusal, as the client sees it, and the server's maximum memory and
-queue.
+Each rate lasts for a minute. A few rates find the peak of goodput, and the last rate is three times
+the rate of that peak. Each request is a stream over plain HTTP. A refused client retries until it
+is admitted. It waits for `retry-after-ms`, as OpenAI's clients do, or for the whole seconds of
+`Retry-After` (`--whole-seconds`).
+
+The metrics are those of `overload.py`. This module adds the time from a request to its refusal, as
+the client sees it, and the server's maximum memory and queue.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ TOO_MANY: Final = 429
 
 @dataclass(slots=True)
 class Attempts:
-    """All attempts at one rate.
+    """All attempts at a single rate.
 
     Attributes:
-        refusal_s: seconds from each refused request to its answer.
-        queued, running: the node's sample of each second.
-        broken: number of answers that were neither a whole stream nor a refusal, by kind.
+        refusal_s: seconds from each refused request to its response.
+        queued, running: samples of the node, once per second.
+        broken: number of responses that were neither a whole stream nor a refusal, by kind.
     """
 
     refusal_s: list[float] = field(default_factory=list)
@@ -69,15 +70,14 @@ class Attempts:
     broken: dict[str, int] = field(default_factory=dict)
 
     def note_broken(self, what: str) -> None:
-        """Count an unexpected answer."""
+        """Count an unexpected response."""
         self.broken[what] = self.broken.get(what, 0) + 1
 
 
 class Crowd:
-    """The clients of one rate. Times are seconds since the start of the rate."""
+    """The clients of a single rate, with times in seconds since the start of the rate."""
 
     def __init__(self, overload: Overload, server: Server, args: Namespace) -> None:
-        """Create a crowd that has sent nothing."""
         self._overload = overload
         self._url = server.url
         self._whole_seconds: bool = args.whole_seconds
@@ -85,9 +85,9 @@ class Crowd:
         self.attempts = Attempts()
 
     async def run(self, rate_rps: float) -> list[Client]:
-        """Send a minute of requests at a rate; return the clients after all have ended.
+        """Send requests at a rate for a minute, and return the clients after all have ended.
 
-        Each rate has its own prompts, because the server caches those of earlier rates.
+        Each rate has its own prompts, because the server caches the prompts of earlier rates.
         """
         overload = self._overload
         seed = round(1e3 * rate_rps) + overload.seed
@@ -107,7 +107,7 @@ class Crowd:
         return time.perf_counter() - self._began_s
 
     async def _live(self, session: aiohttp.ClientSession, client: Client) -> None:
-        """Send the request, and retry as instructed until it is admitted."""
+        """Send the request, and retry as the server requests until it is admitted."""
         await asyncio.sleep(max(0.0, client.arrived_s - self._now_s()))
         index = client.planned.index
         service = self._overload.service(index)
@@ -132,7 +132,7 @@ class Crowd:
             await asyncio.sleep(retry_s)
 
     async def _read(self, client: Client, at_s: float, response: aiohttp.ClientResponse) -> None:
-        """Read the stream of an admitted request, or count a broken answer."""
+        """Read the stream of an admitted request, or count a broken response."""
         if response.status != 200:
             self.attempts.note_broken(f"status {response.status}")
             return
@@ -150,18 +150,18 @@ class Crowd:
                 usage = told.get("usage") or usage
                 if (
                     "error" in told
-                ):  # after the status line: the request waited and was then refused
+                ):  # The server sent the status line, queued the request, and then refused it.
                     self.attempts.note_broken(str(told["error"]["code"]))
                     return
         if not done or usage is None or first_s is None:
             self.attempts.note_broken("cut")
             return
-        # HTTP does not report the admission; it is a step or two before the first token.
+        # HTTP does not report the admission, which is a step or two before the first token.
         client.scheduled_s = client.first_s = first_s
         client.end_s, client.tokens = self._now_s(), usage["completion_tokens"]
 
     def _retry_s(self, response: aiohttp.ClientResponse) -> float:
-        """Return the seconds until the retry that a refusal asks for; 1 by default."""
+        """Return the seconds until the retry that a refusal requests, 1 by default."""
         milliseconds = response.headers.get("retry-after-ms")
         if milliseconds is None or self._whole_seconds:
             return float(response.headers.get("Retry-After", 1))
@@ -179,7 +179,7 @@ def _targets(service: ServiceLevel) -> dict[str, str]:
 
 @asynccontextmanager
 async def _sampled(server: Server, attempts: Attempts) -> AsyncIterator[None]:
-    """Record queue and batch size each second."""
+    """Record queue length and batch size once per second."""
 
     async def note() -> None:
         began_s = time.time()
@@ -201,7 +201,7 @@ async def _sampled(server: Server, attempts: Attempts) -> AsyncIterator[None]:
 async def _row(
     overload: Overload, server: Server, args: Namespace, rate_rps: float
 ) -> dict[str, Any]:
-    """Return the figures of one rate."""
+    """Return the metrics of a rate."""
     crowd = Crowd(overload, server, args)
     before_bytes = server.rss_bytes
     async with watched(server) as seen, _sampled(server, crowd.attempts):
@@ -217,7 +217,7 @@ async def _row(
 
 
 def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
-    """Return the server's resource use and the time to refusals."""
+    """Return the server's resource use and the times to refusals."""
     return {
         "refusals": len(attempts.refusal_s),
         "refusal_s": quantiles(attempts.refusal_s) if attempts.refusal_s else None,
@@ -229,7 +229,7 @@ def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
 
 
 async def measure(overload: Overload, server: Server, args: Namespace) -> dict[str, Any]:
-    """Return the figures of all rates, and of three times the rate of the peak."""
+    """Return the metrics of all rates, and of three times the rate at the peak."""
     factors = [float(factor) for factor in args.factors.split(",")]
     rows = [await _row(overload, server, args, factor * args.rate) for factor in factors]
     peak = max(rows, key=lambda row: row["goodput_rps"])

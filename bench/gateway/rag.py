@@ -3,9 +3,9 @@
     draftgate bench rag --json OUT
 
 Each policy has a server with the shipped model, and both servers embed the same passages. Only one
-server is asked at a time. Each round sends the same questions at the same instants to one server
-and then to the other. The order alternates between rounds, so that other load on the machine
-affects both. A question is a plan, embeddings and an answer under one deadline
+server is under load at a time. Each round sends the same questions at the same offsets to the first
+server and then to the second server. The order alternates between rounds, so that other load on the
+machine affects both. A question is a plan, embeddings and an answer under one deadline
 (docs/guide/load-testing.md).
 """
 
@@ -43,8 +43,8 @@ from draftgate.loadgen.types import LoadRun, Record, Slo
 
 POLICIES: Final = ("off", "auto")
 KV_BYTES: Final = 512 << 20
-"""KV memory of each server: 87,000 tokens of the shipped model, enough for forty questions. The
-default would reserve half of the free memory for each server."""
+"""KV memory of each server in bytes. It holds 87,000 tokens of the shipped model, enough for forty
+questions. The default would reserve half of the free memory for each server."""
 
 COMPARED: Final = ("ttft_s", "tpot_s", "latency_s")
 
@@ -73,7 +73,7 @@ def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
 
 
 def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
-    """Return the figures of all rounds of a policy."""
+    """Return the metrics of a policy over all rounds."""
     records = [record for run in runs for record in run.records]
     counted = attainment(records)
     found = {figure: distribution(values_of(METRICS[figure], records)) for figure in COMPARED}
@@ -88,11 +88,14 @@ def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
 
 
 def paired(off: Sequence[LoadRun], auto: Sequence[LoadRun], figure: str) -> dict[str, Any] | None:
-    """Return the mean difference of a figure over the questions that both policies answered intact.
+    """Return the mean difference of a metric over the questions that both policies completed.
 
-    The difference is `auto` minus `off`, with a 95% interval from the normal distribution
-    (questions are treated as independent), also relative to the mean of `off`. None with fewer than
-    two pairs.
+    The difference is `auto` minus `off`, with a 95% interval from the normal distribution.
+    Questions are treated as independent. The result also has the difference relative to the mean of
+    `off`.
+
+    Returns:
+        The difference, or None with fewer than two pairs.
     """
     pairs = [
         (before, after)
@@ -113,7 +116,7 @@ def paired(off: Sequence[LoadRun], auto: Sequence[LoadRun], figure: str) -> dict
 
 
 def _pairs(off: LoadRun, auto: LoadRun, figure: str) -> Iterator[tuple[float, float]]:
-    """Yield the values of a round's questions under both policies."""
+    """Yield the values of each question of a round under both policies."""
     before, after = (_by_question(run.records, figure) for run in (off, auto))
     for index in sorted(before.keys() & after.keys()):
         yield before[index], after[index]
@@ -159,7 +162,7 @@ def body(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:
-    """Yield latencies of the question and of its hops, if any completed."""
+    """Yield latencies of the question and of its hops, if any question completed."""
     if told["latency_s"] is not None:
         yield f"question, {told['attainment']:.1%} in time", told["latency_s"], ""
     for name, hop in told["hops"].items():

@@ -1,16 +1,17 @@
-"""Measure how slow readers affect fast ones, and what the slow ones cost.
+"""Measure how slow readers affect fast readers, and how much memory slow readers take.
 
     draftgate bench readers --json OUT
 
 A real server process runs the simulator, and a client process uses plain sockets. Every step takes
-`--step-ms` for any batch, because the study measures the work of the host, not of a device. Each
-round has four phases. The fast readers read alone; slow readers arrive evenly over `--spread-s`;
-all read for `--seconds`; the slow readers finish in the order of their arrival. Slow readers read
-`--bytes-s` per second through a small window. Every fourth one reads nothing for 12 s, and then the
-bytes of 12 s at once.
+`--step-ms` for any batch, because the study measures the work of the host, not of a device.
 
-Every stream must have the text of the same request without streaming, one finish reason, and one
-`[DONE]` at its end. A slow one was paused and resumed many times.
+Each round has four phases. First, the fast readers read alone. Second, slow readers arrive evenly
+over `--spread-s`. Third, all clients read for `--seconds`. Fourth, the slow readers finish in the
+order of their arrival. Slow readers read `--bytes-s` per second through a small window. Every
+fourth slow reader reads nothing for 12 s, and then reads the bytes of 12 s together.
+
+Every stream must have the text of the same request without streaming, a single finish reason, and a
+single `[DONE]` at its end. The server pauses and resumes a slow stream many times.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ from draftgate.gateway.cli.environment import collect_environment
 PROMPT: Final = "def read_lines(path):\n"
 PHASES: Final = ("alone", "coming", "beside", "reading_up")
 GOAL: Final = 1.10
-"""Limit of the fast readers' median TPOT beside slow readers, relative to their TPOT alone."""
+"""Maximum ratio of the fast readers' median TPOT with slow readers to their TPOT alone."""
 
 KV_BYTES: Final = 64 << 30
-"""KV memory of the simulated device, which allocates none."""
+"""KV memory of the simulated device in bytes. The device does not allocate it."""
 
 FILES: Final = 8192
 NOW_S: Final = 1.5
-"""Maximum age of a sample; the node takes one each second."""
+"""Maximum age of a sample in seconds. The node takes a sample each second."""
 
 
 async def _phase(name: str, server: Server, streams: list[FastStream], work: Any) -> dict[str, Any]:
-    """Run a phase; return the server's resource use and the figures of fast streams.
+    """Run a phase, and return the server's resource use and the metrics of fast streams.
 
     Only streams that began and ended within the phase count.
     """
@@ -98,7 +99,7 @@ async def _sample(server: Server) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _fast(server: Server, args: Namespace, digest: str) -> AsyncIterator[list[FastStream]]:
-    """Keep the fast readers running."""
+    """Run the fast readers while the context lasts."""
     found: list[FastStream] = []
     tasks = [
         asyncio.create_task(read_fast(server.port, PROMPT, args.fast_tokens, digest, found))
@@ -147,7 +148,7 @@ async def _round(
 
 
 async def measure(server: Server, args: Namespace) -> dict[str, Any]:
-    """Return the rounds, and their summary."""
+    """Return the rounds and their summary."""
     digests = (
         await digest_of(server.port, PROMPT, args.fast_tokens),
         await asyncio.gather(
@@ -163,9 +164,10 @@ async def measure(server: Server, args: Namespace) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the ratio of the fast readers' TPOT to that alone (medians over rounds), and memory.
+    """Return memory, and the ratios of the fast readers' TPOT to their TPOT alone.
 
-    Memory is the maximum of all rounds, because a process keeps the memory of earlier rounds.
+    Ratios are medians over rounds. Memory is the maximum of all rounds, because a process keeps the
+    memory of earlier rounds.
     """
     phases = [{phase["phase"]: phase for phase in row["phases"]} for row in rows]
 

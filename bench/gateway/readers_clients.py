@@ -1,4 +1,4 @@
-"""Clients of streams: fast readers in closed loops, and slow or stopping readers."""
+"""Stream clients for benchmarks: fast readers in closed loops, and slow or stopping readers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bench.edge.client import Connection
 from draftgate.loadgen.sending.sse import SseParser
 
 SMALL_WINDOW_BYTES: Final = 4096
-"""SO_RCVBUF of slow readers, so that unread bytes wait on the server's side."""
+"""Receive buffer (SO_RCVBUF) of slow readers in bytes. Unread bytes then wait in the server."""
 
 STOP_EVERY: Final = 4
-"""Every fourth slow reader reads nothing for `STOP_S`, and then all that it missed at once."""
+"""Interval of readers that read nothing for `STOP_S` and then catch up, as every fourth does."""
 
 STOP_S: Final = 12.0
 TICK_S: Final = 1.0
 PROMPTS: Final = 100
-"""Number of distinct prompts of slow readers, so that few sequences share blocks."""
+"""Number of distinct prompts of slow readers, large enough that few sequences share blocks."""
 
 PATIENCE_S: Final = 300.0
 _MUCH: Final = 65536
@@ -47,7 +47,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Told:
-    """The content of a stream so far, independent of how its bytes were split."""
+    """The content of a stream so far, independent of the boundaries between reads."""
 
     parser: SseParser = field(default_factory=SseParser)
     text: hashlib._Hash = field(default_factory=hashlib.sha256)
@@ -58,7 +58,7 @@ class Told:
     behind: int = 0
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes of an answer."""
+        """Parse the next bytes of a response."""
         for event in self.parser.feed(data):
             self.behind += self.done
             if event.data == b"[DONE]":
@@ -72,7 +72,7 @@ class Told:
                 self.finished += choice.finish_reason is not None
 
     def fault(self, digest: str) -> str | None:
-        """Return what is wrong with the complete stream; None if it is correct."""
+        """Return a description of the fault of a complete stream, or None if it is correct."""
         if self.errors:
             return "error"
         if (self.finished, self.done, self.behind) != (1, 1, 0):
@@ -105,7 +105,7 @@ async def digest_of(port: int, prompt: str, tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FastStream:
-    """A stream that was read at once. Times are seconds of `time.perf_counter`."""
+    """A stream without delays in reading, with times in seconds of `time.perf_counter`."""
 
     began_s: float
     ended_s: float
@@ -117,7 +117,7 @@ class FastStream:
 async def read_fast(
     port: int, prompt: str, tokens: int, digest: str, found: list[FastStream]
 ) -> None:
-    """Send one request after another, until cancelled."""
+    """Send requests in a closed loop until cancelled."""
     loop = asyncio.get_running_loop()
     asked = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
@@ -134,12 +134,12 @@ async def read_fast(
 
 @dataclass(slots=True)
 class SlowReader:
-    """One slow reader.
+    """A client that reads slowly.
 
     Attributes:
-        bytes_s: bytes that it reads per second.
+        bytes_s: bytes that the client reads per second.
         told: content of the stream.
-        read_bytes: bytes that it has read.
+        read_bytes: number of bytes that the client has read.
         ended: whether the server has closed the connection.
     """
 
@@ -150,10 +150,12 @@ class SlowReader:
     ended: bool = False
 
     async def live(self, port: int, asked: bytes, hurry: asyncio.Event, spread_s: float) -> None:
-        """Send the request and read slowly until `hurry` is set; later read up to the end.
+        """Send the request, read slowly until `hurry` is set, and then read to the end.
 
         Args:
-            spread_s: seconds over which the slow readers arrive and, in the same order, finish.
+            asked: bytes of the request.
+            hurry: event that ends slow reading.
+            spread_s: seconds over which the slow readers arrive, and later finish in this order.
         """
         loop = asyncio.get_running_loop()
         with socket.socket() as connection:
@@ -193,7 +195,7 @@ async def _first_of(event: asyncio.Event, seconds: float) -> None:
 
 @dataclass(slots=True)
 class Crowd:
-    """All slow readers, from the first arrival to the last end."""
+    """All slow readers from the first arrival to the last end."""
 
     port: int
     number: int
@@ -205,7 +207,7 @@ class Crowd:
     tasks: deque[asyncio.Task[None]] = field(default_factory=deque)
 
     async def come(self) -> None:
-        """Start the readers one by one, evenly."""
+        """Start the readers at even intervals."""
         began_s = time.perf_counter()
         for number in range(self.number):
             due_s = began_s + number / self.number * self.spread_s
@@ -228,10 +230,10 @@ class Crowd:
         await asyncio.gather(*self.tasks)
 
     def faults(self, digests: Sequence[str]) -> dict[str, int]:
-        """Return the number of wrong streams, by fault.
+        """Return the number of wrong streams by fault.
 
         Args:
-            digests: digest of the text of each prompt.
+            digests: SHA-256 of the text of each prompt.
         """
         found: dict[str, int] = {}
         for reader in self.readers:

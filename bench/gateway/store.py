@@ -1,14 +1,14 @@
-"""Measure the state store: the latency of a reservation, and the maximum rate.
+"""Measure the latency of reservations in the state store, and the maximum rate.
 
     draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
 
-Each lane runs one request at a time, which reserves one of eight workers through a gateway's
-guarded store and releases it. Each round runs with memory and with Redis in turn.
+Each lane runs a single request at a time. A request reserves one of eight workers through a
+gateway's guarded store and releases it. Each round runs with memory and with Redis in turn.
 
-The study measures the time that a request waits for its reservation; it does not wait for a
-release. It also measures requests per second of this process, and commands per request as the
-server counts them (`INFO commandstats`). The server's time per script limits the rate of all
-gateways together. The study uses its own pool, and removes it at the end.
+The study measures the time that a request waits for its reservation. A request does not wait for a
+release. The study also measures requests per second of this process, and commands per request in
+the server's own count (`INFO commandstats`). The server's time per script limits the rate of all
+gateways together. The study uses its own pool, and removes the pool at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from draftgate.loadgen.report.html import html_table
 
 LANES: Final = (1, 4, 16)
 WORKERS: Final = 8
-"""The number of workers that a reservation chooses from (`gateway.dispatch.leases.MOST_OFFERS`)."""
+"""Number of workers that a reservation chooses from (`gateway.dispatch.leases.MOST_OFFERS`)."""
 
 TOKENS: Final = 300
 LEASE_S: Final = 30.0
@@ -44,12 +44,12 @@ REPORT_S: Final = 1.0
 
 @dataclass
 class Waits:
-    """The results of some requests.
+    """The results of a set of requests.
 
     Attributes:
-        seconds: time that each waited for its reservation.
-        degraded: reservations that were made without the store.
-        took_s: duration of the whole part.
+        seconds: time that each request waited for its reservation.
+        degraded: number of reservations that were made without the store.
+        took_s: duration of all requests, in seconds.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Waits:
     took_s: float = 0.0
 
     def told(self) -> dict[str, float]:
-        """Return the figures of a part of a round."""
+        """Return the metrics of a part of a round."""
         ranked = sorted(self.seconds)
         return {
             "p50_us": ranked[len(ranked) // 2] * 1e6,
@@ -68,10 +68,9 @@ class Waits:
 
 
 class Subject:
-    """A store with workers that report to it."""
+    """A store and the workers that report to it."""
 
     def __init__(self, store: Store) -> None:
-        """Wrap a store."""
         self.store = store
         self._epoch = new_epoch(time.time(), "bench")
         self._seq = 0
@@ -87,7 +86,7 @@ class Subject:
             await self.store.publish(report)
 
     async def request(self, name: str, waits: Waits) -> None:
-        """Reserve for a request, and release."""
+        """Reserve capacity for a request, and release it."""
         begun_s = time.perf_counter()
         found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S)
         waits.seconds.append(time.perf_counter() - begun_s)
@@ -113,7 +112,7 @@ class Subject:
 
 
 async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
-    """Send `count` requests over the lanes; return their results."""
+    """Send `count` requests over the lanes, and return their results."""
     waits, names = Waits(), iter(range(requests))
 
     async def lane() -> None:
@@ -128,16 +127,16 @@ async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
 
 
 async def commands(connected: Connected) -> tuple[int, float]:
-    """Return how many scripts the server has run, and their time in microseconds."""
+    """Return the number of scripts that the server has run, and their time in microseconds."""
     told = await connected.client.info("commandstats")
     found = told.get("cmdstat_evalsha", {"calls": 0, "usec": 0})
     return int(found["calls"]), float(found["usec"])
 
 
 async def count(subject: Subject, connected: Connected, requests: int) -> dict[str, float]:
-    """Return commands per reservation and per release, and the server's time for a reservation.
+    """Return the commands per reservation and per release, and the server's time per reservation.
 
-    Each report includes all leases so far, as it does at low rates.
+    Each report includes all leases so far, as at low rates.
     """
     await subject.report()
     begun, begun_us = await commands(connected)
@@ -160,7 +159,7 @@ async def count(subject: Subject, connected: Connected, requests: int) -> dict[s
 
 
 async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
-    """Return a row for each number of lanes, and the command counts."""
+    """Return a row for each number of lanes, and the numbers of commands."""
     pool, connected = f"bench-{os.getpid()}", open_client(address)
 
     def guarded() -> GuardedStore:
@@ -168,7 +167,7 @@ async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
 
     subjects = {"memory": Subject(MemoryStore(time.monotonic)), "redis": Subject(guarded())}
     for subject in subjects.values():
-        await ask(subject, 1, requests // 10)  # scripts are loaded, connections made
+        await ask(subject, 1, requests // 10)  # load the scripts and open the connections
     rows = []
     for lanes in LANES:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}

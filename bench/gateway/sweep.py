@@ -1,12 +1,13 @@
-"""Compare the goodput of speculation policies on the shipped model, over real servers.
+"""Compare the goodput of speculation policies on the shipped model with real servers.
 
     draftgate bench sweep --json OUT --html OUT --events FOLDER
 
-Each policy has a server with one torch thread. All servers run on one core and the generator on
-another. Only one server is under load at a time, and idle servers take no CPU time. First, a closed
-loop finds the capacity of each server and warms it up. Then every server runs at fractions of the
-capacity of `off` (`--shares`) in shuffled rounds, as in `draftgate load sweep`. The questions are
-held-out code, on which the shipped model was not trained.
+Each policy has a server with one torch thread. All servers run on one core, and the generator runs
+on a second core. Only one server is under load at a time, and idle servers take no CPU time.
+
+First, a closed loop finds the capacity of each server and warms the server up. Then every server
+runs at fractions of the capacity of `off` (`--shares`) in shuffled rounds, as in `draftgate load
+sweep`. The questions are held-out code that the shipped model was not trained on.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from training.corpus import held_out_files
 POLICIES: Final = "off,fixed:4,smartspec,auto"
 SHARES: Final = "0.4,0.6,0.8,1.0,1.25"
 """Fractions of the rate that `off` completes in a closed loop, from light load to overload. The
-policies differ between 0.75 and 1 (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
-bench/results/README.md)."""
+policies differ between 0.75 and 1 on an AMD EPYC Zen 4 with 2 cores (2026-11-21, "Goodput on
+real servers" in bench/results/speculation.md)."""
 
 TTFT_MS, TPOT_MS = 1000.0, 25.0
 ANSWER_TOKENS, TEMPERATURE = 128, 0.8
-"""Equal to those of the first recorded curve, so that the curves can be compared."""
+"""Settings of the first recorded curve, kept so that the curves can be compared."""
 
 CLIENTS: Final = 8
-"""Clients of the closed loop; at this batch size `off` still meets its TPOT target."""
+"""Number of clients of the closed loop. `off` still meets its TPOT target at this batch size."""
 
 ROUND_S: Final = 520.0
-"""26 s for each of 20 cells. Two rounds, with four starts, four closed loops of one cell each and
-the draining after each cell, take less than 25 minutes."""
+"""Seconds of sending per round, which gives 26 s for each of 20 cells. Two rounds take less than 25
+minutes, with four starts, four closed loops, and the draining after each cell."""
 
 TEXT: Final = Path("held_out.txt")
 FLAGS: Final = (
@@ -70,7 +71,7 @@ FLAGS: Final = (
 
 @contextmanager
 def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTarget]]:
-    """Run a server for each policy.
+    """Run a server for each policy while the context lasts.
 
     Raises:
         RuntimeError: a server does not start.
@@ -88,7 +89,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTar
 
 
 def load_of(args: Namespace, cells: int) -> Load:
-    """Return the load of one of `cells` cells, without its rate."""
+    """Return the load of a single cell out of `cells`, without its rate."""
     return Load(
         workload="code",
         text_file=TEXT,
@@ -104,7 +105,7 @@ async def capacity_rps(url: str, load: Load, console: Console) -> float:
     """Return the requests per second that a server completes in a closed loop.
 
     Raises:
-        ValueError: the server completed nothing, or the run was interrupted.
+        ValueError: the server completed no request, or the run was interrupted.
     """
     closed = replace(load, concurrency=CLIENTS, slo=Slo())
     run, _ = await run_load(closed, Target(url), console)
@@ -118,7 +119,7 @@ async def capacity_rps(url: str, load: Load, console: Console) -> float:
 async def measure(
     contenders: Sequence[SweepTarget], args: Namespace, console: Console
 ) -> tuple[Sweep, Done, dict[str, float]]:
-    """Measure each capacity, choose the rates if none are given, and run the sweep.
+    """Measure the capacities, choose the rates if none are given, and run the sweep.
 
     The returned capacities are in requests per second, by policy.
     """
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in held_out_files())
         (Path(scratch) / TEXT).write_text(text, encoding="utf-8")
         with (
-            chdir(scratch),  # so that runs name their text file without a folder
+            chdir(scratch),  # runs then name their text file without a folder
             on_core(two_cores().ours),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):

@@ -2,11 +2,11 @@
 
     draftgate bench tracing --json OUT
 
-Nodes in this process serve the same streams from the simulator in turn: without traces (`off`),
-with every trace dropped by the sampler (`unsampled`), and with every trace exported over OTLP/HTTP
-(`on`). The collector is another process that discards the traces. The figure is the CPU time of
-this process until the last span is sent, including the exporter's thread and a plain client.
-Streams of 1 and of 65 chunks give the cost of a request and of a further chunk.
+Nodes in this process serve the same streams from the simulator in three modes: without traces
+(`off`), with every trace dropped by the sampler (`unsampled`), and with every trace exported over
+OTLP/HTTP (`on`). The collector is a separate process that discards the traces. The result is the
+CPU time of this process until the last span is sent. This time includes the exporter's thread and a
+plain client. Streams of 1 and of 65 chunks give the cost of a request and of an additional chunk.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from draftgate.loadgen.report.html import html_table
 
 MODES: Final = ("off", "unsampled", "on")
 SHORT, LONG = 1, 65
-"""Chunks of a stream. Each has one token, because drafting is off."""
+"""Numbers of chunks per stream. Each chunk has a single token, because drafting is off."""
 
 LANES: Final = 32
-"""Connections, each with one request at a time."""
+"""Number of connections, each with a single request at a time."""
 
 _END: Final = b"\r\n0\r\n\r\n"
 
 
 class _Sink(BaseHTTPRequestHandler):
-    """Accepts any POST."""
+    """A handler that accepts any POST."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -59,7 +59,7 @@ class _Sink(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_arguments: object) -> None:
-        """Log nothing."""
+        """Discard the log line."""
 
 
 def _collect(port: Connection) -> None:
@@ -70,7 +70,7 @@ def _collect(port: Connection) -> None:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """Run a collector in its own process; yield its URL."""
+    """Run a collector in its own process, and yield its URL."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     process = context.Process(target=_collect, args=(its,), daemon=True)
@@ -91,7 +91,7 @@ def _tracing(mode: str, url: str) -> Tracing:
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while, because the SDK reads its own variables."""
+    """Set an environment variable while the context lasts, because the SDK reads its variables."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -104,7 +104,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def _node(profile: str, tracing: Tracing) -> AsyncIterator[int]:
-    """Serve the simulator; yield the port."""
+    """Serve the simulator, and yield the port."""
     config = ServeConfig(
         port=0, backend="sim", profile=profile, speculation="off", max_num_seqs=LANES
     )
@@ -150,7 +150,7 @@ async def _rounds(profile: str, url: str, rounds: int, requests: int) -> list[di
         for mode in MODES:
             tracing = _tracing(mode, url)
             nodes[mode] = (await stack.enter_async_context(_node(profile, tracing)), tracing)
-        for number in range(-1, rounds):  # the first round warms up
+        for number in range(-1, rounds):  # the first round is a warm-up
             for chunks in (SHORT, LONG):
                 for mode in MODES[number % 3 :] + MODES[: number % 3]:
                     cpu_s = await cpu_per_request_s(*nodes[mode], chunks, requests)
@@ -160,7 +160,7 @@ async def _rounds(profile: str, url: str, rounds: int, requests: int) -> list[di
 
 
 def observe_s(deltas: int = 100_000, repeats: int = 5) -> float:
-    """Return the minimum CPU seconds to observe one delta of a stream, including metrics."""
+    """Return the minimum CPU seconds to observe a delta of a stream, including metrics."""
     watch = RequestWatch(Metrics(list, lambda: "m"), NO_SPAN, "/v1/completions", "text_completion")
     delta = Delta(0, (1,), "a")
     taken_s = []

@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: arguments, provenance, processes, servers, prompts."""
+"""Shared arguments, provenance, processes, servers and prompts of the benchmarks."""

@@ -1,4 +1,4 @@
-"""Processes, the cores they run on, and their CPU time (Linux: /proc)."""
+"""Processes with their cores and CPU time (Linux, from /proc)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ T = TypeVar("T", bound=msgspec.Struct)
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 START_S: Final = 120.0
-"""Timeout for the start of a server. LiteLLM takes 20 s for its imports, longer on a busy core."""
+"""Timeout for the start of a server, in seconds. LiteLLM takes 20 s for its imports, and longer on
+a busy core."""
 
 STOP_S: Final = 5.0
 POLL_S: Final = 0.05
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process, its threads and its descendants, including ended ones.
+    """Return the CPU seconds of a process, its threads and its descendants.
 
-    The resolution is a tick of 10 ms.
+    The result includes ended descendants. The resolution is a tick of 10 ms.
     """
     return sum(map(_ticks, _tree(pid))) / _TICKS_PER_S
 
@@ -63,7 +64,7 @@ def free_port() -> int:
 
 
 class Cores(NamedTuple):
-    """The cores of the servers and of their clients; None on a machine with one core."""
+    """The cores of the servers and of their clients, or None on a machine with a single core."""
 
     servers: int | None
     ours: int | None
@@ -77,7 +78,7 @@ def two_cores() -> Cores:
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Pin this process and its future children to one core; None leaves it unpinned."""
+    """Pin this process and its future children to a core. None leaves the process unpinned."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -90,7 +91,7 @@ def on_core(core: int | None) -> Iterator[None]:
 def start(
     command: Sequence[str], core: int | None, log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a server on a core; its output is written to a file."""
+    """Start a server on a core, and write its output to a file."""
     with on_core(core), log.open("wb") as out:
         return subprocess.Popen(  # noqa: S603 - commands of this study
             command, stdout=out, stderr=out, env={**os.environ, **variables}
@@ -98,7 +99,7 @@ def start(
 
 
 class Helper:
-    """A module of this study as a process that answers each line with a line."""
+    """A module of the benchmarks as a process that answers each line with a line."""
 
     def __init__(self, module: str, core: int | None) -> None:
         """Start the process on a core."""
@@ -110,10 +111,10 @@ class Helper:
             )
 
     def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
-        """Send a question and wait for its answer.
+        """Send a question, and wait for the reply.
 
         Raises:
-            msgspec.DecodeError: the process ended instead.
+            msgspec.DecodeError: the process ended without a reply.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -123,7 +124,7 @@ class Helper:
 
 
 def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
-    """Answer every line of standard input; the process's side of `Helper`."""
+    """Reply to every line of standard input, in the process of a `Helper`."""
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(answer(msgspec.json.decode(line, type=asked))))
         sys.stdout.buffer.write(b"\n")
@@ -131,10 +132,10 @@ def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> None:
-    """Return once a server answers a request.
+    """Wait until a server responds to a request.
 
     Raises:
-        RuntimeError: the server ended, or did not answer within `START_S`.
+        RuntimeError: the server ended, or did not respond within `START_S`.
     """
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
     deadline_s = time.monotonic() + START_S
@@ -154,7 +155,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> No
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server that was started here."""
+    """Stop a server that this process started."""
     process.terminate()
     try:
         process.wait(STOP_S)

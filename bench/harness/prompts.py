@@ -1,4 +1,4 @@
-"""Real prompts for the shipped model, from held-out files of the standard library."""
+"""Prompts for the shipped model from held-out files of the standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WINDOW_CHARACTERS = 1000
 def held_out_prompts(
     tokenizer: Tokenizer, count: int, *, seed: int = 0, least: int = 40, most: int = 240
 ) -> list[tuple[int, ...]]:
-    """Return `count` prompts of `least` to `most` tokens, the same for the same seed."""
+    """Return `count` prompts of `least` to `most` tokens, identical for the same seed."""
     rng = random.Random(seed)
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in held_out_files()]
     texts = [text for text in texts if len(text) > _LEAST_CHARACTERS]

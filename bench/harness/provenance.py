@@ -1,4 +1,4 @@
-"""The provenance of a recorded result: command, commit, device, versions, date, machine load."""
+"""Provenance of a result: command, commit, device, versions, date and machine load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def bench_parser(
     """Return a parser with the common arguments of simulated studies.
 
     Args:
-        device: whether to add `--profile`, the simulated device.
+        name: name of the benchmark.
+        description: description for `--help`.
+        device: whether to add `--profile` for the simulated device.
     """
     parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
     if device:
@@ -40,7 +42,7 @@ def bench_parser(
 
 
 def simulated_provenance(name: str, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Return command, commit, version and date of a study that measures nothing on this machine."""
+    """Return command, commit, version and date of a study that only simulates."""
     given = sys.argv[1:] if arguments is None else arguments
     return {
         "command": command_line(f"draftgate bench {name}", given),
@@ -55,7 +57,7 @@ def provenance(device: torch.device | None = None) -> dict[str, Any]:
     """Return command, commit, device, versions, date, and the machine load before the run.
 
     Args:
-        device: the measured device; None is the processor.
+        device: the measured device, or None for the processor.
     """
     import torch
 
@@ -74,7 +76,7 @@ def provenance(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
-    """Refuse to measure on a busy machine, unless that is allowed.
+    """Exit if the machine is busy, unless `allow_busy` is set.
 
     Raises:
         SystemExit: other processes use more than `BUSY_LIMIT` of the machine.
@@ -106,7 +108,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's model and the number of its cores."""
+    """Return the model of the processor and the number of its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -114,7 +116,11 @@ def cpu_name() -> str:
 
 
 def busy_share(over_s: float = 1.0) -> float:
-    """Return the share of the machine's CPU time in use during `over_s` seconds; 0 if unknown."""
+    """Return the share of the machine's CPU time in use, or 0 if it is unknown.
+
+    Args:
+        over_s: duration of the measurement, in seconds.
+    """
     before = _cpu_ticks()
     time.sleep(over_s)
     after = _cpu_ticks()
@@ -144,7 +150,7 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with `-dirty` after it if files have changed."""
+    """Return the commit of this checkout, with the suffix `-dirty` if files have changed."""
     command = ["git", "describe", "--always", "--dirty"]
     here = Path(__file__).parent
     # The command is constant.

@@ -1,4 +1,4 @@
-"""A real server that a study starts, and its use of resources (Linux: /proc)."""
+"""A real server that a study starts, and its resource use (Linux, from /proc)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLE_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server process. It has the same limit of open files as this process."""
+    """A server process with the same limit of open files as this process."""
 
     pid: int
     port: int
@@ -55,10 +55,11 @@ def served(
     """Run `draftgate serve` on a free port, by default with the simulator.
 
     Args:
-        folder: for the log, which is named by the port.
+        flags: options of `draftgate serve`.
+        folder: folder for the log, whose name contains the port.
 
     Raises:
-        RuntimeError: it does not start; the message contains the log.
+        RuntimeError: the server does not start. The message contains the log.
     """
     port = free_port()
     log = folder / f"server-{port}.log"
@@ -90,7 +91,10 @@ def allow_many_files(wanted: int) -> None:
 
 
 def kernel_tcp_bytes() -> int:
-    """Return the bytes in all TCP queues of this machine, including both ends of a connection."""
+    """Return the bytes in all TCP queues of this machine.
+
+    The result includes both ends of a local connection.
+    """
     for line in (_PROC / "net/sockstat").read_text().splitlines():
         if line.startswith("TCP:"):
             words = line.split()
@@ -99,7 +103,7 @@ def kernel_tcp_bytes() -> int:
 
 
 def shaped_profile(folder: Path, **fields: object) -> Path:
-    """Write the profile of a device whose steps take only the given times; return its path."""
+    """Write the profile of a device whose steps take the given times, and return its path."""
     instant = Path(__file__).with_name("instant.json")
     path = folder / "shaped.json"
     profile = json.loads(instant.read_text(encoding="utf-8")) | fields
@@ -113,7 +117,7 @@ class Watched:
 
     Attributes:
         rss_bytes, kernel_bytes: samples, `SAMPLE_S` apart.
-        health_s: duration of `GET /health` at each sample; a blocked event loop answers late.
+        health_s: duration of `GET /health` at each sample. A blocked event loop responds late.
         cpu_share: CPU seconds per second.
     """
 
@@ -124,7 +128,7 @@ class Watched:
     cpu_share: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return the metrics as JSON values."""
         return {
             "rss_bytes": {"p50": median(self.rss_bytes), "max": max(self.rss_bytes)},
             "kernel_tcp_bytes": {"p50": median(self.kernel_bytes), "max": max(self.kernel_bytes)},
@@ -168,7 +172,7 @@ async def _watch(server: Server, found: Watched) -> None:
 
 
 async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the node's samples: first those of the last minutes, then one per second."""
+    """Yield the node's samples of the last minutes, and then a sample each second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         writer.write(b"GET /live HTTP/1.0\r\nHost: x\r\n\r\n")
@@ -180,7 +184,7 @@ async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum of at least one value."""
+    """Return median, 99th percentile and maximum of a non-empty sequence."""
     ordered = sorted(values)
     return {
         "p50": percentile(ordered, 0.5),

@@ -1,11 +1,11 @@
-"""Find the capacity of batching policies as Sarathi-Serve defines it (arXiv 2403.02310).
+"""Find the capacity of batching policies as defined by Sarathi-Serve (arXiv 2403.02310).
 
     draftgate bench capacity --trace FILE --json OUT --html OUT
 
 Capacity is the highest Poisson rate with two properties. The P99 of the gaps between tokens is
 within the SLO. The median scheduling delay, from arrival to the first step of a request, is at most
 2 s. The SLO is 5 times (strict) or 25 times (relaxed) the profile's time of a step of 32 decodes
-with 4,096 tokens of context each. Each request has it as its TPOT target. Lengths come from the
+with 4,096 tokens of context each. Each request has the SLO as its TPOT target. Lengths are from the
 trace in random order. All rates and policies get the same requests.
 """
 
@@ -37,7 +37,7 @@ from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Record, Slo
 
 LATEST_S: Final = 2.0
-"""Maximum median scheduling delay: "the system can sustain the load" (section 5.1)."""
+"""Maximum median scheduling delay in seconds: "the system can sustain the load" (section 5.1)."""
 
 STRETCHES: Final = {"strict": 5.0, "relaxed": 25.0}
 SLO_SEQUENCES, SLO_CONTEXT = 32, 4096
@@ -51,7 +51,7 @@ BATCHINGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one rate. Gaps are pooled over all requests.
+    """The result of a rate, with gaps pooled over all requests.
 
     Attributes:
         queue_p50_s: median scheduling delay.
@@ -68,20 +68,20 @@ class Point:
     output_tokens_per_s: float
 
     def holds(self, slo_s: float) -> bool:
-        """Return whether the rate is within the capacity for an SLO of gaps."""
+        """Return whether the rate is within the capacity for a gap SLO in seconds."""
         return self.gap_p99_s <= slo_s and self.queue_p50_s <= LATEST_S
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a search needs: requests, a worker, and an SLO."""
+    """The requests, the worker and the SLO of a search."""
 
     drawn: Drawn
     config: WorkerConfig
     slo_s: float
 
     def point(self, rate_rps: float) -> Point:
-        """Simulate a rate."""
+        """Simulate a rate in requests per second."""
         planned = self.drawn.planned(rate_rps, Slo(tpot_s=self.slo_s))
         cluster = SimulatedCluster(self.config, 1, SimEnvironment(self.drawn.seed))
         return measured(rate_rps, simulate(cluster, planned, to_job=self.drawn.job))
@@ -89,7 +89,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The result of a search: the last rate that holds (None if there is none), and the next."""
+    """The result of a search.
+
+    Attributes:
+        within: the highest rate within the capacity, or None if no rate is.
+        beyond: the next rate of the grid.
+        rates: number of simulated rates.
+    """
 
     within: Point | None
     beyond: Point | None
@@ -97,10 +103,10 @@ class Capacity:
 
 
 def measured(rate_rps: float, records: Sequence[Record]) -> Point:
-    """Return the figures of a run, in which every request must have been answered.
+    """Return the metrics of a run in which every request completed.
 
     Raises:
-        ValueError: a request was refused, or no answer has more than one token.
+        ValueError: a request was refused, or no response has more than one token.
     """
     if any(record.verdict is not Verdict.OK for record in records):
         raise ValueError("a request was refused: it is longer than the model's context")
@@ -122,7 +128,7 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
 
 
 def median_delay_s(records: Sequence[Record]) -> float:
-    """Return the median scheduling delay, from arrival to the first step of a request."""
+    """Return the median seconds from arrival to the first step of a request."""
     return median([float(record.metrics["queue_s"]) for record in records if record.metrics])
 
 
@@ -130,7 +136,7 @@ def capacity(setting: Setting, near: int) -> tuple[Capacity, int]:
     """Return the capacity, and its grid index as the start of the next search.
 
     Args:
-        near: grid index to begin at.
+        near: grid index of the first rate.
     """
     points = dict[int, Point]()
 
@@ -145,7 +151,7 @@ def capacity(setting: Setting, near: int) -> tuple[Capacity, int]:
 
 
 def slo_seconds(profile: Profile) -> dict[str, float]:
-    """Return the SLOs by name: multiples of a decode step, by the profile."""
+    """Return the SLOs by name, as multiples of a decode step of the profile."""
     kv_tokens = SLO_SEQUENCES * SLO_CONTEXT
     step_s = profile.cost.seconds(SLO_SEQUENCES, kv_tokens, SLO_SEQUENCES)
     return {name: stretch * step_s for name, stretch in STRETCHES.items()}
@@ -198,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _searched(
     args: argparse.Namespace, config: WorkerConfig, slos: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
-    """Search every combination; each begins at the capacity of the one before."""
+    """Search every combination, starting at the capacity of the previous combination."""
     drawn = Drawn.of(read_trace(args.trace), args.requests, args.seed)
     near = nearest_place(args.near)
     named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))

@@ -2,8 +2,8 @@
 
     draftgate bench gaps --json OUT --html OUT
 
-32 sequences decode with 4,096 tokens of context each, and four prompts of 8,192 tokens arrive one
-second apart. The figure shows one decode: the time of each token and the gap before it. All
+32 sequences decode with 4,096 tokens of context each. Four prompts of 8,192 tokens arrive one
+second apart. The chart shows the time of each token of a single decode, and the gap before it. All
 requests have the strict SLO of `draftgate bench capacity` as their TPOT target.
 """
 
@@ -29,16 +29,17 @@ BATCHINGS: Final = ("slack", "fixed:512", "prefill_first")
 
 LONG_TOKENS: Final = 8192
 LONG_AT_S: Final = (8.0, 9.0, 10.0, 11.0)
-"""Arrivals of the long prompts. All decodes run by then; their prefills take 3 to 5 s (h100-8b)."""
+"""Arrival times of the long prompts in seconds. All decodes run by then, because their prefills
+take 3 to 5 s (h100-8b)."""
 
 FROM_S, TO_S = 7.5, 12.5
 
 DECODED, ANSWERED = 700, 16
-"""Output tokens of decodes and of long prompts. The watched decode lasts until 12 s or later."""
+"""Output tokens of decodes and of long prompts. The charted decode lasts until 12 s or later."""
 
 
 def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
-    """Simulate the decodes and the long prompts after them."""
+    """Simulate the decodes and the later long prompts."""
     short = TraceRow(0.0, SLO_CONTEXT, DECODED)
     longs = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
     drawn = Drawn((short,) * SLO_SEQUENCES + tuple(longs), seed=0)
@@ -50,7 +51,7 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
 
 
 def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return time and gap of each token of the last decode around the long prompts."""
+    """Return time and gap of each token of the last decode around the long prompts, in seconds."""
     record = records[SLO_SEQUENCES - 1]
     ends_s = [chunk.at_s for chunk in record.chunks][1:]
     told = zip(ends_s, chunk_gaps_s(record), strict=True)
@@ -58,7 +59,7 @@ def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
-    """Return the gaps over time, with a line for each policy."""
+    """Return a chart of the gaps over time, with a line for each policy."""
     data = [
         {
             "type": "scatter",

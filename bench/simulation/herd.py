@@ -1,12 +1,13 @@
-"""Measure load imbalance when many gateways place bursts by stale load data.
+"""Measure load imbalance when many gateways place bursts with stale load reports.
 
     draftgate bench herd --json OUT --html OUT
 
 16 gateways serve 16 equal workers with requests of very different lengths. Every policy gets the
-same requests, at every age of the load data, with and without leases. At the end of each burst the
-figures are max / mean of the workers' backlogs, and of the tokens that the burst added. A third
-figure is the work that requests find before them. Ages are either equal or staggered as with
-heartbeats. The study models what gateways know, not workers (`bench/simulation/herd_model.py`).
+same requests at every age of the load reports, with and without leases. The study reports three
+metrics of each burst. Two metrics are max / mean of the workers' backlogs, and max / mean of the
+tokens that the burst added. The third metric is the work that requests find before them. Ages are
+either equal or staggered, as with heartbeats. The study models what gateways know, not workers
+(`bench/simulation/herd_model.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ AGES_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 
 def measure(bursts: Bursts, ages: Sequence[Ages], seeds: int) -> list[dict[str, Any]]:
-    """Return a row for each age, with and without leases, and print it."""
+    """Return and print a row for each age, with and without leases."""
     rows = []
     for leased in (False, True):
         for one in ages:
@@ -44,7 +45,7 @@ def measure(bursts: Bursts, ages: Sequence[Ages], seeds: int) -> list[dict[str, 
 
 
 def _row(bursts: Bursts, ages: Ages, seeds: int, *, leased: bool) -> dict[str, Any]:
-    """Return the means of all policies, and the difference of `price` to the best other one."""
+    """Return the means of all policies, and compare `least_cost` with the best other policy."""
     found = {policy: _samples(bursts, policy, ages, seeds, leased=leased) for policy in POLICIES}
     means = {
         policy: {
@@ -153,7 +154,7 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: bool) -> Chart:
-    """Return a figure of all policies over the age of the load data."""
+    """Return a chart of all policies over the age of the load reports."""
     shown = [row for row in rows if row["leases"] is leased and not row["staggered"]]
     data = [
         {

@@ -1,10 +1,12 @@
 """A model of gateways that place requests by stale loads, without queues or network.
 
 A worker is a backlog of tokens with a constant service rate. Each gateway has its own routing
-policy. It sees every worker as it was some time ago, plus what it has sent since. With leases, the
-offered workers go to an always current ledger that all gateways share. The offer with the lowest
-score, including its leases there, gets the request, as in a state store (`least_with_leases`).
-Before that, gateways see a snapshot of the store, with the leases after the reports at that time.
+policy. A gateway sees every worker as in the last report, plus its own requests since the report.
+
+With leases, gateways also see a snapshot of the store, with the leases made after the reports. A
+gateway then sends its offers to a current ledger that all gateways share. The offer with the lowest
+score, including its leases in the ledger, gets the request (`least_with_leases`), as in a state
+store.
 """
 
 from __future__ import annotations
@@ -23,20 +25,23 @@ from draftgate.policies.routing.types import Candidate, Candidates, Route, Route
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 MEMORY_TOKENS: Final = 1 << 30
-"""Memory of a worker, more than its backlog ever needs."""
+"""Memory of a worker in tokens, more than its backlog ever needs."""
 
 SNAPSHOT_S: Final = 0.1
-"""Age of a gateway's snapshot of the store, which is not read for each request."""
+"""Age of a gateway's snapshot of the store, in seconds. Gateways do not read the store for each
+request."""
 
 GOLDEN: Final = 0.618
-"""Multiples of it, modulo 1, are evenly spread; they are the phases of workers' heartbeats."""
+"""Fraction whose multiples, modulo 1, are evenly spread. The multiples are the phases of workers'
+heartbeats."""
 
 MEDIAN_TOKENS, SIGMA = 300.0, 1.0
-"""Lognormal request lengths with a mean of 495 and a standard deviation of 1.3 times that."""
+"""Parameters of lognormal request lengths with a mean of 495 tokens and a standard deviation of 1.3
+times the mean."""
 
 
 class Arrival(NamedTuple):
-    """A request, and the gateway that receives it."""
+    """A request and the gateway that receives it."""
 
     at_s: float
     gateway: int
@@ -45,13 +50,13 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Requests in bursts, separated by silence.
+    """Requests in bursts, with silence between bursts.
 
     Attributes:
         bursts: number of bursts.
-        every_s, length_s: period of the bursts, and length of each.
-        requests: requests per burst, at uniformly random times and gateways.
-        utilisation: of all workers over a whole period.
+        every_s, length_s: period and length of a burst, in seconds.
+        requests: number of requests per burst, at uniformly random times and gateways.
+        utilisation: utilisation of all workers over a whole period.
     """
 
     bursts: int = 10
@@ -64,11 +69,11 @@ class Bursts:
 
     @property
     def ends_s(self) -> list[float]:
-        """End time of each burst."""
+        """End time of each burst, in seconds."""
         return [number * self.every_s + self.length_s for number in range(self.bursts)]
 
     def arrivals(self, seed: int) -> list[Arrival]:
-        """Return the requests in order, the same for a seed."""
+        """Return the requests in order of arrival, identical for the same seed."""
         drawn = Random(f"herd/{seed}")
         found = [
             Arrival(
@@ -89,38 +94,40 @@ class Bursts:
 
 @dataclass(slots=True)
 class Backlog:
-    """The backlog of a worker, at any time up to the last arrival."""
+    """The backlog of a worker at any time up to the last arrival."""
 
     tokens_per_s: float
     at_s: list[float] = field(default_factory=lambda: [0.0])
-    tokens: list[float] = field(default_factory=lambda: [0.0])  # including the arrival at that time
-    came: list[int] = field(default_factory=lambda: [0])  # cumulative
+    tokens: list[float] = field(
+        default_factory=lambda: [0.0]
+    )  # backlog after the arrival at that time
+    came: list[int] = field(default_factory=lambda: [0])  # cumulative tokens
 
     def add(self, now_s: float, tokens: int) -> None:
-        """Place a request here."""
+        """Add the tokens of a request."""
         self.tokens.append(self.at(now_s) + tokens)
         self.came.append(self.came[-1] + tokens)
         self.at_s.append(now_s)
 
     def at(self, at_s: float) -> float:
-        """Return the backlog in tokens at a time."""
+        """Return the backlog at a time, in tokens."""
         place = bisect_right(self.at_s, at_s) - 1
         if place < 0:
             return 0.0
         return max(self.tokens[place] - (at_s - self.at_s[place]) * self.tokens_per_s, 0.0)
 
     def came_until(self, at_s: float) -> int:
-        """Return the tokens that had arrived by a time."""
+        """Return the number of tokens that had arrived by a time."""
         return self.came[max(bisect_right(self.at_s, at_s) - 1, 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """Ages of the load data.
+    """Ages of the load reports.
 
     Attributes:
-        mean_s: mean age over all workers at any time.
-        staggered: whether each worker reports at its own times, as with heartbeats. Its age then
+        mean_s: mean age over all workers at any time, in seconds.
+        staggered: whether each worker reports at its own times, as with heartbeats. The age then
             varies from 0 to twice the mean. Otherwise all ages equal the mean.
     """
 
@@ -128,7 +135,7 @@ class Ages:
     staggered: bool = False
 
     def at(self, now_s: float, number: int) -> float:
-        """Return the age of a worker's load, by the worker's index."""
+        """Return the age of a worker's report in seconds, by the worker's index."""
         if not self.staggered:
             return self.mean_s
         every_s = 2.0 * self.mean_s
@@ -136,10 +143,16 @@ class Ages:
 
 
 class Gateway:
-    """A gateway that knows its own requests, and the workers as they were some time ago."""
+    """A gateway that knows its own requests and the workers as of their last reports."""
 
     def __init__(self, policy: RoutingPolicy, rivals: int, seed: str) -> None:
-        """Create a gateway that has sent nothing and assumes `rivals` others."""
+        """Create a gateway without requests.
+
+        Args:
+            policy: name of the routing policy.
+            rivals: number of other gateways that the policy assumes.
+            seed: seed of the policy.
+        """
         self._policy = policy
         self._rivals = rivals
         self._draw = Random(seed).random
@@ -148,7 +161,7 @@ class Gateway:
     def place(
         self, arrival: Arrival, workers: dict[str, Backlog], ages: Ages, *, leased: bool
     ) -> str:
-        """Place a request, and return the worker's id."""
+        """Place a request, and return the id of its worker."""
         now_s, tokens = arrival.at_s, arrival.tokens
         request = RouteView(RequestView(tokens, 1, 0.0), tokens, 0.0)
         age_s = {name: ages.at(now_s, number) for number, name in enumerate(workers)}
@@ -172,7 +185,7 @@ class Gateway:
     def _candidate(
         self, name: str, backlog: Backlog, now_s: float, age_s: float, *, leased: bool
     ) -> Candidate:
-        """Return its view of a worker, with all leases of the last snapshot if they are used."""
+        """Return the gateway's view of a worker, including leases of the last snapshot if used."""
         tokens = round(backlog.at(now_s - age_s))
         if leased:
             read_s = now_s - min(SNAPSHOT_S, age_s)
@@ -188,7 +201,7 @@ class Gateway:
         return Candidate(name, WorkerUsage(load), leased_tokens=unreported, age_s=age_s, own=False)
 
     def _unreported(self, name: str, since_s: float) -> int:
-        """Return the tokens that it has sent to a worker since a time."""
+        """Return the tokens that the gateway has sent to a worker since a time."""
         sent = self._sent.get(name, [])
         while sent and sent[0][0] <= since_s:
             del sent[0]
@@ -196,7 +209,7 @@ class Gateway:
 
 
 def least_with_leases(route: Route, leased_tokens: Mapping[str, int]) -> str:
-    """Return the worker with the lowest score after adding all tokens leased there."""
+    """Return the worker with the lowest score, after adding its leased tokens to its load."""
     return min(
         route.offers,
         key=lambda offer: offer.score + offer.score_per_token * leased_tokens[offer.worker_id],
@@ -204,11 +217,11 @@ def least_with_leases(route: Route, leased_tokens: Mapping[str, int]) -> str:
 
 
 class Imbalance(NamedTuple):
-    """The imbalance of workers at the end of a burst as max / mean, and its cost.
+    """The imbalance of workers at the end of a burst, and its cost.
 
     Attributes:
-        backlog: of the workers' backlogs.
-        placed: of the tokens that the burst added to each.
+        backlog: max / mean of the workers' backlogs.
+        placed: max / mean of the tokens that the burst added to each worker.
         wait_s: mean seconds of work that the burst's requests found before them.
     """
 
@@ -249,6 +262,6 @@ def imbalances(
 
 
 def _unequal(tokens: Sequence[float]) -> float:
-    """Return max / mean; 1 if all are zero."""
+    """Return max / mean, or 1 if all values are zero."""
     mean = sum(tokens) / len(tokens)
     return max(tokens) / mean if mean else 1.0

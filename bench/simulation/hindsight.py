@@ -1,4 +1,4 @@
-"""The earliest possible start of each request, with all arrivals known."""
+"""The earliest possible start of each request when all arrivals are known."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Stay:
     """A request in hindsight.
 
     Attributes:
-        at_s: when it entered the queue, by admission or with a retry time.
-        priority: its class.
-        service_s: how long it occupied a sequence; 0 if it was not served in its turn.
+        at_s: time at which the request entered the queue, at its admission or its refusal.
+        priority: class of the request.
+        service_s: seconds for which the request occupied a sequence, or 0 if it was not served in
+            its turn.
     """
 
     at_s: float
@@ -28,11 +29,11 @@ class Stay:
 def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
     """Return the start time of each request with a fixed sequence capacity.
 
-    Higher classes go first, and within a class the earlier request. One in every `OVERDUE_EVERY`
-    starts goes to a class below the highest waiting one; among those, the same rule applies again.
-    `fair` leaves this share to starving classes. A request therefore waits for all requests of
-    higher classes that enter before it starts. With one class the order is first come, first
-    served.
+    More urgent classes start first, and within a class the earlier request starts first. Every
+    `OVERDUE_EVERY`-th start goes to a class below the most urgent waiting class, by the same rule.
+    This share equals the share that `fair` leaves to starving classes. A request therefore waits
+    for all requests of more urgent classes that enter before it starts. With a single class the
+    order is first come, first served.
     """
     order = deque(sorted(range(len(stays)), key=lambda index: stays[index].at_s))
     waiting: dict[int, deque[int]] = {stay.priority: deque() for stay in stays}
@@ -53,7 +54,7 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
 
 
 def _behind(takings: int) -> int:
-    """Return how many classes the next start passes over."""
+    """Return the number of classes that the next start skips."""
     behind = 0
     while takings % OVERDUE_EVERY == OVERDUE_EVERY - 1:
         takings //= OVERDUE_EVERY

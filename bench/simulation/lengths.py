@@ -1,4 +1,4 @@
-"""Requests with the lengths of a trace at Poisson arrivals, identical at every rate.
+"""Requests with lengths from a trace and Poisson arrivals, identical at every rate.
 
 Rows and unit gaps are drawn once per seed, and a rate only scales the gaps. All rates and policies
 therefore get the same requests in the same order (common random numbers).
@@ -19,7 +19,7 @@ from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 INDEX_BYTES = 4
-"""Leading ids that make each prompt unique, so that none hits another's cached prefix."""
+"""Number of leading ids that make each prompt unique, so that no prompt hits the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Drawn:
     """Requests without a rate.
 
     Attributes:
-        rows: their lengths, in order.
+        rows: lengths of the requests, in order.
         seed: seed of arrivals and texts.
     """
 
@@ -36,7 +36,7 @@ class Drawn:
 
     @classmethod
     def of(cls, rows: Sequence[TraceRow], requests: int, seed: int) -> Drawn:
-        """Draw a number of rows in random order; rows repeat only if the trace is too short.
+        """Draw rows in random order, which repeat only if the trace is too short.
 
         Raises:
             ValueError: the trace has no rows.
@@ -49,7 +49,7 @@ class Drawn:
         return cls(tuple(drawn), seed)
 
     def planned(self, rate_rps: float, slo: Slo) -> list[PlannedRequest]:
-        """Return the requests at a mean rate, with a service level."""
+        """Return the requests at a mean rate in requests per second, with a service level."""
         instants = parse_arrival("poisson").instants(1.0, self.seed)
         return [
             PlannedRequest(

@@ -1,12 +1,12 @@
-"""Measure overload in virtual time: refusals, retry times, and whether retries succeed.
+"""Measure refusals, retry times and the success of retries in an overload, in virtual time.
 
     draftgate bench overload --json OUT
 
 The gateway's own queue and admission run in front of simulated workers. Requests arrive for a
-minute, at rates up to three times the one at the peak of goodput. A refused client retries at the
-time it was given, until it is admitted. Goodput counts requests whose TTFT, measured from the
-admitted attempt, and TPOT met their targets. The earliest feasible retry of a refused client is
-computed in hindsight from actual service times (`earliest_s`).
+minute. Rates go up to three times the rate at the peak of goodput. A refused client retries at the
+requested time until it is admitted. Goodput counts requests that met their TTFT and TPOT targets,
+measured from the admitted attempt. The study also computes the earliest feasible retry of a refused
+client in hindsight, from actual service times (`earliest_s`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
 FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
-"""Offered rates, as multiples of the nominal one."""
+"""Offered rates as multiples of the nominal rate."""
 
 TIMES: Final = 3.0
-"""The overload, as a multiple of the rate at the peak of goodput."""
+"""Rate of the overload as a multiple of the rate at the peak of goodput."""
 
 
 def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
-    """Return the figures of all rates, and of the overload."""
+    """Return the metrics of all rates and of the overload."""
     rows = [
         figures(overload, rate, overload.run(rate))
         for rate in (factor * nominal_rps for factor in FACTORS)

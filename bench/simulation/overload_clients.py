@@ -1,4 +1,4 @@
-"""Clients of an overload, which retry as instructed until they are admitted."""
+"""Clients in an overload, which retry as requested until they are admitted."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from draftgate.policies.types import ServiceLevel
 OVERLOAD_S: Final = 60.0
 
 PATIENCE: Final = 40
-"""Attempts after which a client gives up."""
+"""Number of attempts after which a client gives up."""
 
 
 @dataclass(slots=True)
 class Client:
-    """A client and its outcome. Times are virtual seconds.
+    """A client and its outcome, with times in virtual seconds.
 
     Attributes:
-        told: time of each refusal, and the seconds until the requested retry.
+        told: time of each refusal, and the requested delay of the retry.
         came: time of each retry, and whether it was admitted.
-        first_s, end_s: first token and end of the admitted attempt; None after an error.
+        first_s, end_s: first token and end of the admitted attempt, or None after an error.
     """
 
     planned: PlannedRequest
@@ -51,7 +51,7 @@ class Client:
     tokens: int = 0
 
     def met(self, service: ServiceLevel) -> bool:
-        """Return whether it was answered in time."""
+        """Return whether the client's request met its targets."""
         if self.admitted_s is None or self.first_s is None or self.end_s is None:
             return False
         gaps = self.tokens - 1
@@ -65,8 +65,8 @@ class Overload:
     """The simulated overload.
 
     Attributes:
-        services: service levels by class; requests get them in turn.
-        seconds: duration of the arrivals.
+        services: service levels by class, which requests get in turn.
+        seconds: duration of the arrivals, in seconds.
     """
 
     config: WorkerConfig
@@ -78,11 +78,11 @@ class Overload:
     seconds: float = OVERLOAD_S
 
     def service(self, index: int) -> ServiceLevel:
-        """Return the service level of a request."""
+        """Return the service level of a request by its index."""
         return self.services[index % len(self.services)]
 
     def run(self, rate_rps: float) -> list[Client]:
-        """Send a minute of requests at a rate; return the clients in order of arrival."""
+        """Send requests at a rate for a minute, and return the clients in order of arrival."""
         load = Load(
             workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
         )
@@ -102,7 +102,7 @@ class Overload:
     async def _live(
         self, dispatcher: Dispatcher, client: Client, environment: SimEnvironment
     ) -> None:
-        """Send the request, and retry as instructed until it is admitted."""
+        """Send the request, and retry as requested until it is admitted."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(client.arrived_s - loop.time())
         index = client.planned.index
@@ -126,7 +126,7 @@ class Overload:
         """Send the request once, and wait for its end if it is admitted.
 
         Raises:
-            TooMany: it was refused.
+            TooMany: the request was refused.
         """
         now_s = asyncio.get_running_loop().time()
         with dispatcher.counted():

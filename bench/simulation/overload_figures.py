@@ -1,4 +1,4 @@
-"""Figures of an overload: goodput, kept retry times, classes, and the optimum in hindsight."""
+"""Metrics of an overload: goodput, retry times, classes, and the optimum in hindsight."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench.simulation.hindsight import Stay, starts_s
 from bench.simulation.overload_clients import Client, Overload
 
 WARM_SHARE: Final = 1 / 6
-"""Goodput counts from this fraction of the overload to its end."""
+"""Fraction of the overload at which the goodput count starts."""
 
 
 def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
-    """Return the requests per second that were answered in time during the overload."""
+    """Return the requests per second that met their targets during the overload."""
     warm_s = WARM_SHARE * overload.seconds
     good = [
         client
@@ -41,12 +41,12 @@ def most_running(clients: Sequence[Client]) -> int:
 
 
 def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Client, float]]:
-    """Return each client that was refused at first, with its shortest feasible retry time.
+    """Return each refused client with its shortest feasible retry delay, in seconds.
 
-    The hindsight uses one queue, the actual service times, and the maximum observed concurrency
-    (`starts_s`). The queue contains all clients that were admitted at once, and all that were
-    admitted at their retry. The result is the earliest retry after which a client, behind those
-    before it, starts just within its target.
+    The hindsight uses a single queue, the actual service times, and the maximum observed
+    concurrency (`starts_s`). The queue contains all clients that were admitted on arrival or at
+    their first retry. The result is the earliest retry after which a client starts just within its
+    target.
     """
     ones = [client for client in clients if client.told or client.admitted_s is not None]
     stays = [_stay(overload, client) for client in ones]
@@ -73,7 +73,7 @@ def _allowed_s(overload: Overload, client: Client) -> float:
 
 
 def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
-    """Return the medians of given and of feasible retry times."""
+    """Return the medians of requested and of feasible retry delays, in seconds."""
     if not told:
         return {"retry_after_s": None, "earliest_feasible_s": None, "retry_over_earliest": None}
     retry_s, feasible_s = median(c.told[0][1] for c, _ in told), median(f for _, f in told)
@@ -85,7 +85,7 @@ def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
 
 
 def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
-    """Return the figures of one rate."""
+    """Return the metrics of a rate."""
     returns = [let_in for client in clients for _, let_in in client.came]
     first = [client.came[0][1] for client in clients if client.came]
     told = earliest_s(overload, clients)
@@ -109,7 +109,7 @@ def _class(
     told: Sequence[tuple[Client, float]],
     place: int,
 ) -> dict[str, Any]:
-    """Return the figures of one class of requests."""
+    """Return the metrics of a class of requests."""
     service = overload.services[place]
     own = [c for c in clients if c.planned.index % len(overload.services) == place]
     returns = [let_in for client in own for _, let_in in client.came]

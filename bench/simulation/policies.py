@@ -1,10 +1,10 @@
-"""Compare speculation policies from an idle worker to a saturated one, by workload.
+"""Compare speculation policies from an idle worker to a saturated worker, by workload.
 
     draftgate bench policies --json OUT --html OUT
 
-The study simulates one worker. Rates are fractions of its throughput without speculation when all
-requests arrive at once. All policies get the same requests, texts and noise for each seed, so
-differences are paired. They start with cost estimates that are 30% off.
+The study simulates a single worker. Rates are fractions of its throughput without speculation when
+all requests arrive simultaneously. All policies get the same requests, texts and noise for each
+seed, so differences are paired. Policies start with cost estimates that are 30% off.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ PROMISED: Final = {
     "long_document": Slo(10.0, 0.1),
     "mixed": Slo(0.5, 0.03),
 }
-"""Service levels of requests. They are MLPerf Inference's limits for Llama 3.1 8B: interactive for
-code, and server for chat. Documents have five times the TTFT limit; `mixed` has classes."""
+"""Service levels of requests, from MLPerf Inference for Llama 3.1 8B. Code has the interactive
+limits, and chat has the server limits. Documents have five times the TTFT limit. `mixed` has
+classes."""
 
 REQUESTS: Final = {"code": 400, "chat": 1200, "long_document": 200, "mixed": 500}
-"""Requests per run, enough to keep a saturated worker's batch full for most of the run."""
+"""Number of requests per run, enough to keep a saturated worker's batch full for most of the run.
+"""
 
 SHARES: Final = (0.02, 0.3, 0.6, 0.85, 1.0, 1.2)
-"""Fractions of the highest rate without speculation: idle, busy, and overloaded."""
+"""Fractions of the highest rate without speculation, from idle to overloaded."""
 
 BURST_RPS: Final = 1e5
-"""A rate at which all requests arrive practically at once."""
+"""Requests per second at which all requests arrive practically simultaneously."""
 
 BATCH_TIERS: Final = Path(__file__).parent / "batch_tiers.json"
-"""SGLang's default lengths by batch size (adaptive `num_steps`: 7 from 1 on, 3 from 8, 1 from 32, 0
-from 64), for `threshold_by_batch`."""
+"""Default lengths of SGLang by batch size, for `threshold_by_batch` (adaptive `num_steps`: 7 from 1
+on, 3 from 8, 1 from 32, 0 from 64)."""
 
 FIXED: Final = ("fixed:1", "fixed:2", "fixed:4", "fixed:8")
 OTHERS: Final = ("smartspec", f"threshold_by_batch:{BATCH_TIERS}", "adaptive_verification")
 POLICIES: Final = ("off", *FIXED, *OTHERS, "auto", "oracle")
 
 JUDGED: Final = "latency_s.mean"
-"""The figure by which policies are compared."""
+"""The metric by which policies are compared."""
 
 WITHIN: Final = 0.02
 """Relative difference of means below which two policies count as equal."""
@@ -59,7 +61,7 @@ WITHIN: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The common settings of all cells.
+    """The settings of all cells.
 
     Attributes:
         share: fraction of `REQUESTS` in each run.
@@ -70,7 +72,7 @@ class Study:
     seeds: int
 
     def cell(self, workload: str, rate_rps: float) -> dict[str, Any]:
-        """Simulate all policies under one load; return their figures, and how `auto` compares."""
+        """Simulate all policies under a load, and compare their metrics with `auto`."""
         setup = self._setup(workload, rate_rps, POLICIES, self.seeds, PROMISED[workload])
         outcomes = run_experiment(setup).outcomes
         by_name = {_named(outcome.policy): outcome for outcome in outcomes}
@@ -82,7 +84,7 @@ class Study:
         }
 
     def highest_rps(self, workload: str) -> float:
-        """Return the throughput in requests per second without speculation."""
+        """Return the throughput without speculation, in requests per second."""
         results = run_experiment(self._setup(workload, BURST_RPS, ("off",), 1, Slo()))
         run = results.outcomes[0].run
         assert run is not None
@@ -97,10 +99,11 @@ class Study:
 
 
 def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    """Return how `auto` compares with each other policy, and its share of the oracle's gain.
+    """Return the comparison of `auto` with each other policy, and its share of the oracle's gain.
 
-    `to_envelope` is its difference to the best fixed length, `relative` to that one's mean.
-    `at_envelope` says whether that is at most `WITHIN`, or 0 is in its interval.
+    `to_envelope` is the difference of `auto` to the best fixed length, and `relative` is the ratio
+    of this difference to the mean of that length. `at_envelope` is true if the ratio is at most
+    `WITHIN`, or if the interval of the difference contains 0.
     """
     means = {name: estimates(outcome)[JUDGED].mean for name, outcome in outcomes.items()}
     best = min(FIXED, key=means.__getitem__)
@@ -129,13 +132,13 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def _named(policy: str) -> str:
-    """Return a policy's name without the folder of its file."""
+    """Return the name of a policy without the folder of its file."""
     name, _, argument = policy.partition(":")
     return f"{name}:{Path(argument).name}" if "/" in argument else policy
 
 
 def cells(study: Study, workloads: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Simulate all loads, and print a line for each."""
+    """Simulate all loads, and print a line for each load."""
     for workload in workloads:
         highest_rps = study.highest_rps(workload)
         for share in SHARES:

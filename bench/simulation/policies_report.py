@@ -1,4 +1,4 @@
-"""The page of `draftgate bench policies`: latency over the rate, and how `auto` compares."""
+"""Page of `draftgate bench policies` with latency over the rate and comparisons with `auto`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES: Final = {
     "oracle": {"color": COLOURS[2]},
     "auto": {"color": FAILED, "width": 3},
 }
-"""The lines of the chart, the most important on top."""
+"""Lines of the chart, with the most important line on top."""
 
 SHOWN: Final = (
     ("latency_s.mean", "Mean latency"),
@@ -55,7 +55,7 @@ def body(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chart(workload: str, cells: Sequence[dict[str, Any]], figure: str, title: str) -> Chart:
-    """Return a figure of all policies over the rate, as multiples of `off`."""
+    """Return a chart of all policies over the rate, as multiples of `off`."""
     data = []
     for name, line in LINES.items():
         points = [

@@ -1,12 +1,12 @@
-"""Measure how well the simulator predicts the engine on this machine.
+"""Measure the error of the simulator's predictions of the engine on this machine.
 
     draftgate bench simulator --rate 2 --requests 60 --json OUT
 
-The study sends an open loop of requests to the real engine through the production dispatcher.
-Before and after that, it measures the profile of the shipped model in a worker. It then simulates
-the same arrivals, token ids and lengths on a device with each profile. The mean of the two runs is
-the prediction, and their difference shows how quiet the machine was. With a policy other than
-`off`, the simulator replays recorded acceptance, not this run's.
+The study sends an open loop of requests to the real engine through the production dispatcher. It
+measures the profile of the shipped model in a worker before and after the requests. It then
+simulates the same arrivals, token ids and lengths with each profile. The mean of both simulations
+is the prediction. The difference between both simulations shows how quiet the machine was. With a
+policy other than `off`, the simulator replays recorded acceptance, not the acceptance of this run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from draftgate.loadgen.workloads.base import prompt_text
 MEASURED: Final = (("ttft_s", "mean"), ("ttft_s", "p90"), ("tpot_s", "mean"), ("tpot_s", "p90"))
 MAX_MODEL_LEN: Final = 2048
 KV_BYTES: Final = 256 << 20
-"""KV memory for 21 of these sequences, more than a small load has at once."""
+"""KV memory in bytes for 21 of these sequences, more than a small load uses."""
 
 PROFILER: Final = "bench.engine.serving_profile"
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def predict(load: Load, speculation: str) -> dict[str, Any]:
-    """Return the measurements, the predictions, and the errors.
+    """Return the measurements, the predictions and the errors.
 
     Raises:
         ImportError: the engine is not installed.
@@ -107,10 +107,11 @@ def predict(load: Load, speculation: str) -> dict[str, Any]:
 
 
 def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str, Any]]:
-    """Return each figure as measured and as predicted, and the relative error.
+    """Return each metric as measured and as predicted, with the relative error.
 
     Args:
-        predicted: figures by profile; `apart` is the relative range of the predictions.
+        real: metrics of the engine.
+        predicted: metrics of the simulator, by profile. `apart` is their relative range.
     """
     rows = []
     for key, value in MEASURED:
@@ -145,7 +146,7 @@ def _command(arguments: Sequence[str] | None) -> str:
 
 
 def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
-    """Return a function that makes jobs from token ids, the same for both runs."""
+    """Return a function that makes jobs from token ids, identical for both runs."""
 
     def to_job(planned: PlannedRequest) -> Job:
         ids = compact(tokenizer.encode(prompt_text(planned.request)))
@@ -156,7 +157,7 @@ def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
 
 
 def _measure_profile(path: Path) -> None:
-    # A separate process, so that the engine's thread has the torch settings of a server.
+    # The engine's thread has the torch settings of a server only in a separate process.
     command = [sys.executable, "-m", PROFILER, "--json", str(path)]
     done = subprocess.run(command, check=False)  # noqa: S603 - our own module
     if done.returncode:
@@ -166,7 +167,9 @@ def _measure_profile(path: Path) -> None:
 async def _engine_run(
     config: WorkerConfig, planned: list[PlannedRequest], to_job: Callable[[PlannedRequest], Job]
 ) -> list[Record]:
-    jobs = {one.index: to_job(one) for one in planned}  # encoding would slow the engine down
+    jobs = {
+        one.index: to_job(one) for one in planned
+    }  # encoding in this process would slow the engine down
     factory = backend_factory("engine")
     async with started(factory, [config]) as dispatcher:
         return await send(dispatcher, planned, lambda one: jobs[one.index])

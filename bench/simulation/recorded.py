@@ -1,4 +1,4 @@
-"""Requests of a trace in its order, with its prefixes and its arrivals scaled to a rate."""
+"""Requests of a trace in recorded order, with their prefixes and with arrivals scaled to a rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftgate.loadgen.planning.traces import TraceRow, at_rate
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 NAME_BYTES = 4
-"""Bytes of a block's name, from which its ids are made; each id is a byte."""
+"""Number of bytes of a block's name. Each byte is a token id of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,17 @@ class Recorded:
     """The first rows of a trace that fit a model's context.
 
     Attributes:
-        rows: in order of arrival.
+        rows: rows in order of arrival.
     """
 
     rows: tuple[TraceRow, ...]
 
     @classmethod
     def of(cls, rows: Sequence[TraceRow], requests: int, most_tokens: int) -> Recorded:
-        """Take the first `requests` rows whose prompt and output fit.
+        """Return the first `requests` rows whose prompt and output fit.
 
         Raises:
-            ValueError: the trace has fewer.
+            ValueError: the trace has fewer rows that fit.
         """
         fitting = [row for row in rows if row.prompt_tokens + row.output_tokens <= most_tokens]
         if len(fitting) < requests:
@@ -40,12 +40,16 @@ class Recorded:
         return cls(tuple(fitting[:requests]))
 
     def cut(self, first: int, requests: int) -> Recorded:
-        """Return a range of rows; the first arrives at once."""
+        """Return a range of rows, with arrivals relative to the first row."""
         rows = self.rows[first : first + requests]
         return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
 
     def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[PlannedRequest]:
-        """Return the requests at a mean rate; `seed` is that of the first one's text."""
+        """Return the requests at a mean rate.
+
+        Args:
+            seed: seed of the text of the first request.
+        """
         return [
             PlannedRequest(
                 index,
@@ -56,11 +60,11 @@ class Recorded:
         ]
 
     def job(self, planned: PlannedRequest) -> Job:
-        """Return the job of a planned request; prompts share prefixes where the trace's do."""
+        """Return the job of a planned request. Prompts share prefixes as in the trace."""
         return replace(job_of(planned), prompts=(compact(self._prompt(planned.index)),))
 
     def _prompt(self, index: int) -> bytes:
-        """Return token ids: those of the blocks that the trace names, then unique ones."""
+        """Return the token ids of the blocks that the trace names, followed by unique token ids."""
         row = self.rows[index]
         tokens = max(row.prompt_tokens, NAME_BYTES)
         times = -(-row.block_tokens // NAME_BYTES)
@@ -69,6 +73,6 @@ class Recorded:
             for name in row.prefix_ids
         ]
         shared = b"".join(blocks)[:tokens]
-        # Beyond the ids of blocks, so that unique text never equals a block.
+        # These ids are beyond the ids of blocks, so unique text never equals a block.
         own = (index + (1 << 31)).to_bytes(NAME_BYTES, "big")
         return shared + (own * (-(-tokens // NAME_BYTES)))[: tokens - len(shared)]

@@ -3,10 +3,10 @@
     draftgate bench routing --trace FILE --json OUT --html OUT
 
 The study replays windows of a trace with its order, prefixes and bursts. Rates are fractions of the
-cluster's sustained rate, which is the sum of the workers' throughput when all requests arrive at
-once. A mixed cluster repeats an H200, two H100s, and an H100 at half speed. All policies get the
-same requests, texts and noise; means of batches of requests are paired. Caches are empty at the
-start of a window.
+cluster's sustained rate. The sustained rate is the sum of the workers' throughput when all requests
+arrive simultaneously. A mixed cluster repeats an H200, two H100s, and an H100 at half speed. All
+policies get the same requests, texts and noise. Means of batches of requests are paired. Caches are
+empty at the start of a window.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OURS: Final = "price"
 
 
 class Kind(NamedTuple):
-    """A kind of worker: its profile, and a factor for its times."""
+    """A kind of worker, with its profile and a factor for its times."""
 
     profile: str
     slowness: float = 1.0
@@ -63,24 +63,24 @@ CLUSTERS: Final = {
     "equal": (Kind("h100-8b"),),
     "mixed": (Kind("h200-8b"), Kind("h100-8b"), Kind("h100-8b"), Kind("h100-8b", 2.0)),
 }
-"""The kinds of workers, in turn."""
+"""Kinds of workers by name of the cluster, repeated in turn."""
 
 MAX_MODEL_LEN: Final = 131_072
-"""Longer requests of a trace are left out."""
+"""Maximum tokens of a request. Longer requests of a trace are left out."""
 
 AT_ONCE: Final = 400
 AT_ONCE_RPS: Final = 1e5
-"""A rate at which all requests arrive practically at once. The worker's batch is then full until
-most requests are done."""
+"""Requests per second at which all requests arrive practically simultaneously. The worker's batch
+is then full until most requests are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The common settings of all clusters.
+    """The settings of all clusters.
 
     Attributes:
         recorded: requests for the windows of the largest cluster.
-        each: requests per window and worker.
+        each: number of requests per window and worker.
         windows: number of consecutive windows of the trace.
     """
 
@@ -93,13 +93,21 @@ class Study:
 
     @cache  # noqa: B019 - a study lives as long as the process
     def sustained_rps(self, kind: Kind) -> float:
-        """Return the throughput of one worker when all requests arrive at once."""
+        """Return the throughput of a worker when all requests arrive simultaneously."""
         window = self.recorded.cut(0, AT_ONCE)
         records = self._run("least_loaded", 1, (kind,), window, AT_ONCE_RPS)
         return len(records) / max(record.end_s for record in records)
 
     def cell(self, workers: int, mix: str, share: float) -> dict[str, Any]:
-        """Simulate all policies on a cluster; return their figures, and how `price` compares."""
+        """Simulate all policies on a cluster, and return their metrics.
+
+        The result also compares each policy with `least_cost`.
+
+        Args:
+            workers: number of workers.
+            mix: name of the cluster.
+            share: rate as a fraction of the sustained rate.
+        """
         kinds, count = CLUSTERS[mix], workers * self.each
         sustained = [self.sustained_rps(kinds[n % len(kinds)]) for n in range(workers)]
         rate_rps = share * sum(sustained)
@@ -136,14 +144,14 @@ class Study:
 
 
 def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
-    """Return the means of a policy's figures over the windows, and the figures of each."""
+    """Return the means of a policy's metrics over the windows, and the metrics of each window."""
     windows = [figures(records) for records in runs]
     means = {name: fmean(told[name] for told in windows) for name in windows[0]}
     return {**means, "windows": windows}
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
-    """Return a policy's figures: times, goodput, cache hits, and imbalance."""
+    """Return a policy's latencies, goodput, cache hits and imbalance."""
     ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
     schedule_s = max(record.scheduled_s for record in records)
     usages = [record.usage or {} for record in records]
@@ -169,7 +177,7 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
 def _difference(
     ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
 ) -> dict[str, Any]:
-    """Return the differences of mean figures, batch by batch of the same requests."""
+    """Return the paired differences of mean metrics over batches of the same requests."""
     found = {}
     for name, value in COMPARED.items():
         pairs = [
@@ -250,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 def _cells(
     study: Study, mixes: Sequence[str], counts: Sequence[int], shares: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Simulate every cluster at every rate, and print the figures of each policy."""
+    """Simulate every cluster at every rate, and print the metrics of each policy."""
     for mix, workers, share in product(mixes, counts, shares):
         cell = study.cell(workers, mix, share)
         for policy in cell["policies"]:

@@ -1,4 +1,4 @@
-"""The page of `draftgate bench routing`: figures over the number of workers, by policy."""
+"""Page of `draftgate bench routing` with metrics over the number of workers, by policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN: Final = (
 
 
 def line(cell: dict[str, Any], policy: str) -> list[str]:
-    """Return a policy's row of the table."""
+    """Return the table row of a policy."""
     told = cell["policies"][policy]
     times = [told[key] * 1e3 for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")]
     return [

@@ -7,8 +7,8 @@ from math import log
 from typing import Final
 
 STEP: Final = 1.02
-"""Ratio of neighbouring rates, the resolution of a search. All policies share one grid, so that
-equal policies get equal capacities."""
+"""Ratio of neighbouring rates, the resolution of a search. All policies share the same grid, so
+that equal policies get equal capacities."""
 
 LOWEST, HIGHEST = -400, 600
 """Range of grid indices, as powers of `STEP`: 0.0004 to 144,000 requests per second."""
@@ -22,12 +22,13 @@ def grid_rate(place: int) -> float:
 def highest_place(holds: Callable[[int], bool], near: int) -> int | None:
     """Return the last grid index at which a monotone condition holds.
 
-    Gallops away from `near` with doubled strides, then bisects; each index is tested at most once.
+    The search moves away from `near` with doubled strides, and then bisects. It tests each index at
+    most once.
 
     Returns:
-        The index; None if the condition does not hold even at `LOWEST`.
+        The index, or None if the condition does not hold even at `LOWEST`.
     """
-    low, high = LOWEST - 1, HIGHEST + 1  # invariant: the condition holds at low and not at high
+    low, high = LOWEST - 1, HIGHEST + 1  # invariant: the condition holds at `low` and not at `high`
     place, stride = near, 1
     while low < place < high:
         if holds(place):
