@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks' tests: the Redis server of the gateway's tests."""
+"""Fixtures of the benchmark tests, including the Redis server of the gateway tests."""
 
 from tests.gateway.conftest import redis_server, shared_redis
 

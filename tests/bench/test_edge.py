@@ -1,4 +1,4 @@
-"""`draftgate bench edge`: the client's counts, and the figures and goals of rows."""
+"""Tests of `draftgate bench edge`: the client's counts, and the metrics and goals of rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def proxied(upstream: TestServer) -> TestServer:
 @pytest.mark.parametrize("through", ["mock", "bare proxy"])
 @pytest.mark.parametrize("pace_ms", [0.0, 1.0])
 async def test_the_client_counts_events_and_requests(through: str, pace_ms: float) -> None:
-    """Every stream has the requested chunks, and its first event arrives before its last byte."""
+    """The client counts every chunk, and each first event arrives before the last byte."""
     async with TestServer(application(None)) as mock:
         server = await proxied(mock) if through == "bare proxy" else mock
         try:
@@ -54,8 +54,8 @@ async def test_the_client_counts_events_and_requests(through: str, pace_ms: floa
     assert all(0 < ttft_s <= latency_s for ttft_s, latency_s in pairs)
 
 
-async def test_answers_without_streaming_have_no_chunks() -> None:
-    """An answer without streaming counts as a request, and OpenAI's clients can read it."""
+async def test_responses_without_streaming_have_no_chunks() -> None:
+    """The client counts a response without streaming as a request without chunks."""
     async with TestServer(application(None)) as mock:
         measured = await send(load_for(mock, stream=False))
     assert (measured.chunks, measured.failed) == (0, 0)
@@ -63,8 +63,8 @@ async def test_answers_without_streaming_have_no_chunks() -> None:
 
 
 @pytest.mark.parametrize("fault", ["status", "cut", "no end"])
-async def test_broken_answers_count_as_failed(fault: str) -> None:
-    """An error status, a cut connection and a truncated stream count as failed."""
+async def test_broken_responses_count_as_failed(fault: str) -> None:
+    """The client counts an error status, a cut connection and a truncated stream as failures."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if fault == "status":
@@ -86,7 +86,7 @@ async def test_broken_answers_count_as_failed(fault: str) -> None:
 
 
 async def test_mock_chunks_have_the_fields_of_draftgate() -> None:
-    """Chunks of the mock and of Draftgate have the same fields."""
+    """The mock and Draftgate send chunks with the same fields."""
 
     def shape(value: object) -> object:
         return {k: shape(v) for k, v in value.items()} if isinstance(value, dict) else type(value)
@@ -102,20 +102,20 @@ async def test_mock_chunks_have_the_fields_of_draftgate() -> None:
     ):
         found.append(events((await http.post(wire.PATH, json=body)).text))
     ours, theirs = found
-    for mine, other in zip(ours[:2], theirs[:2], strict=True):  # the first chunk has the role
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):  # The first chunk has the role.
         (my_choice,), (other_choice,) = mine.pop("choices"), other.pop("choices")
         assert shape(mine) == shape(other)
         assert shape(my_choice) == shape(other_choice)
 
 
 def test_the_worker_alone_completes_its_requests() -> None:
-    """Every sequence that it started ends with all its tokens."""
+    """The worker generates all tokens of every sequence without an edge."""
     done = Alone().do(Work(tokens=7, sequences=3, for_s=0.0))
     assert (done.requests, done.deltas) == (3, 21)
 
 
 def test_cpu_time_includes_child_processes() -> None:
-    """Running and ended children count, because servers fork workers."""
+    """The CPU time of a process includes its running and ended children."""
     burn = "import time\nwhile time.process_time() < 0.2: pass\n"
     parent = (
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])\n"
@@ -128,12 +128,12 @@ def test_cpu_time_includes_child_processes() -> None:
     with process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert cpu_s(process.pid) >= 0.35  # 0.4 s of work, in ticks of 0.01 s
+        assert cpu_s(process.pid) >= 0.35  # The work takes 0.4 s, in ticks of 0.01 s.
         process.kill()
 
 
 def row(target: str, kind: Kind, question: str, **figures: float) -> Row:
-    """A row of ten requests; the arguments are per request."""
+    """A row of ten requests. The arguments are per request."""
     known = {name: figures.get(name, 0.001) for name in ("latency_p50_s", "ttft_p50_s")}
     cpu, chunks = figures.get("cpu_s", 1e-4), int(figures.get("chunks", 0))
     return Row(
@@ -143,7 +143,8 @@ def row(target: str, kind: Kind, question: str, **figures: float) -> Row:
 
 
 def rows_of(target: str, kind: Kind, request_s: float, chunk_s: float) -> list[Row]:
-    """The rows of a target with this cost: requests of 1 ms, and streams of 1 and 201 chunks."""
+    """The rows of a target with these costs, for single responses and for streams of 1 and 201
+    chunks."""
     found = []
     for question in questions(201):
         chunks = question.tokens * question.stream
@@ -153,7 +154,7 @@ def rows_of(target: str, kind: Kind, request_s: float, chunk_s: float) -> list[R
 
 
 def test_costs_are_computed_from_rows() -> None:
-    """The cost of a request is its CPU time; that of a chunk is the slope over stream lengths."""
+    """The summary derives the cost of a chunk from the slope over stream lengths."""
     found = summary(rows_of("x", Kind.PROXY, 200e-6, 7e-6) + rows_of("mock", Kind.DIRECT, 1e-4, 0))
     assert found["x"]["cpu_request_us"]["median"] == pytest.approx(200)
     assert found["x"]["cpu_chunk_us"]["median"] == pytest.approx(7)
@@ -178,10 +179,10 @@ def test_goals_are_met_or_missed_or_not_measured() -> None:
 
 def test_a_hold_is_split_by_cause() -> None:
     """The parts for callbacks, collections, locks and other processes never exceed the hold."""
-    here = parted(10.0, cpu_s=4.0, descheduled_s=2.0, gc_s=1.0, gc_here_s=1.0)
-    assert here == Hold(10.0, own_s=3.0, collecting_s=1.0, lock_s=4.0, descheduled_s=2.0)
-    elsewhere = parted(10.0, cpu_s=1.0, descheduled_s=0.0, gc_s=6.0, gc_here_s=0.0)
-    assert elsewhere == Hold(10.0, own_s=1.0, collecting_s=6.0, lock_s=3.0)
+    own_thread = parted(10.0, cpu_s=4.0, descheduled_s=2.0, gc_s=1.0, gc_here_s=1.0)
+    assert own_thread == Hold(10.0, own_s=3.0, collecting_s=1.0, lock_s=4.0, descheduled_s=2.0)
+    other_thread = parted(10.0, cpu_s=1.0, descheduled_s=0.0, gc_s=6.0, gc_here_s=0.0)
+    assert other_thread == Hold(10.0, own_s=1.0, collecting_s=6.0, lock_s=3.0)
     # CPU time before the loop was late is not part of the hold.
     assert parted(2.0, cpu_s=5.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold(2.0, 2.0)
     assert parted(-1.0, cpu_s=1.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold()

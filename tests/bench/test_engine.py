@@ -1,4 +1,4 @@
-"""`draftgate bench engine`: equal work, correct shares, refusal on a busy machine."""
+"""Tests of `draftgate bench engine`: equal work, correct shares, and rejection of busy machines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def engine_of(model) -> Ours:
 
 
 def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:
-    """Each row has the engine's time, that of `transformers`, and the shares of the device."""
+    """Each row has the times of the engine and of `transformers`, and the shares of the device."""
     pytest.importorskip("transformers")
     cases = list(GRID.cases())
     rows = measure_steps(engine_of(stored(tmp_path)), cases, RATES, rounds=2)
@@ -81,7 +81,7 @@ def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:
 
 
 def test_exact_steps_are_timed_only_if_they_differ(tmp_path: Path) -> None:
-    """bfloat16 rows have the cost of exact mode; float32 rows do not, because float32 is exact."""
+    """The benchmark times exact mode for bfloat16 but not for float32, which is always exact."""
     for dtype, timed in ((torch.bfloat16, True), (torch.float32, False)):
         folder = tmp_path / str(dtype)
         folder.mkdir()
@@ -92,10 +92,10 @@ def test_exact_steps_are_timed_only_if_they_differ(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_exact_steps_run_in_a_separate_process(tmp_path: Path) -> None:
-    """The other process runs the same cases without peers, and the rows get the ratios."""
+    """A separate process runs the same cases without peers, and the rows receive the ratios."""
     model = stored(tmp_path)
-    asked = argparse.Namespace(rounds=1, threads=1)
-    exact = measure_exact(asked, GRID, str(model.path), "bfloat16", "cpu")
+    settings = argparse.Namespace(rounds=1, threads=1)
+    exact = measure_exact(settings, GRID, str(model.path), "bfloat16", "cpu")
     cases = [Case(*(row[name] for name in Case._fields)) for row in exact]
     assert cases == list(GRID.cases())
     assert not any("transformers_ms" in row or "exact_over_plain" in row for row in exact)
@@ -105,7 +105,7 @@ def test_exact_steps_run_in_a_separate_process(tmp_path: Path) -> None:
 
 
 def test_exact_steps_are_compared_by_gpu_time() -> None:
-    """GPU time is used if available, and a failed step has no ratio."""
+    """The ratio uses GPU time if available, and a failed step has no ratio."""
     case = Case("decode", 8, 1, 512)._asdict()
     plain = [{**case, "ms": 3.0, "device_ms": 2.0}, {**case, "batch": 64, "failed": "no memory"}]
     add_exact(plain, [{**case, "ms": 9.0, "device_ms": 2.1}, {**case, "batch": 64, "ms": 1.0}])
@@ -114,7 +114,7 @@ def test_exact_steps_are_compared_by_gpu_time() -> None:
 
 
 def test_a_step_that_does_not_fit_reports_its_error() -> None:
-    """An out-of-memory error is reported as the reason, and the step is not tried again."""
+    """The contender reports an out-of-memory error as the reason and does not repeat the step."""
     tried = []
 
     def too_large(case: Case) -> float:
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_fit_reports_its_error() -> None:
 
 
 def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
-    """After the same prompt, both engines choose the same token."""
+    """Both engines choose the same token after the same prompt."""
     transformers = pytest.importorskip("transformers")
     model = stored(tmp_path)
     ours, case = engine_of(model), Case("prefill", 1, 30, 0)
@@ -157,7 +157,7 @@ def test_random_weights_are_the_same_in_both_engines(tmp_path: Path, tied: bool)
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_random_weights_have_a_clear_greedy_token(tmp_path: Path, tied: bool) -> None:
-    """The largest logit is so far above the next that rounding cannot change the token."""
+    """The largest logit exceeds the next by so much that rounding cannot change the token."""
     shape = SMALL | {"tie_word_embeddings": tied}
     model = RandomModel("small", tmp_path, shape, torch.bfloat16, CPU)
     plan = step_plan(Case("verify", 1, 30, 0), SMALL["vocab_size"])
@@ -169,7 +169,7 @@ def test_random_weights_have_a_clear_greedy_token(tmp_path: Path, tied: bool) ->
 
 
 def test_random_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path: Path) -> None:
-    """The state passes the check of real checkpoints."""
+    """The random weights contain every layer with the shape of a real checkpoint."""
     model = RandomModel("small", tmp_path, SMALL, torch.float32, CPU)
     state = {name: tuple(weight.shape) for name, weight in model.state().items()}
     assert layer_shapes(model.config).items() <= state.items()
@@ -179,7 +179,7 @@ def test_random_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path: Path
 def test_llama_shapes_have_their_published_sizes(
     tmp_path: Path, name: str, parameters: float
 ) -> None:
-    """Llama-3.2-1B has 1.24 billion weights and Llama-3.1-8B 8.03."""
+    """Llama-3.2-1B has 1.24 billion weights, and Llama-3.1-8B has 8.03 billion."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_SHAPES[name]), encoding="utf-8")
     config = read_model_config(tmp_path)
     own_embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
@@ -187,7 +187,7 @@ def test_llama_shapes_have_their_published_sizes(
 
 
 def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
-    """The bytes that a step reads equal those of the file, without the norms."""
+    """A step reads as many bytes as the file has without the norms."""
     model = stored(tmp_path)
     norms = (2 * SMALL["num_hidden_layers"] + 1) * SMALL["hidden_size"]
     expected = Checkpoint(model.path).num_parameters - norms
@@ -195,7 +195,7 @@ def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
 
 
 def test_flops_equal_the_count_of_torch(tmp_path: Path) -> None:
-    """The count equals torch's own for the `transformers` model, including attention."""
+    """The count of operations equals torch's count for `transformers`, including attention."""
     pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -222,7 +222,7 @@ def test_the_grid_has_every_combination_once() -> None:
 
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is measured on a busy machine unless `--allow-busy` is given."""
+    """The benchmark rejects a busy machine unless `--allow-busy` is given."""
     busy = {"disturbed": True, "busy_share_before": 0.4}
     monkeypatch.setattr(command, "provenance", lambda device: busy)
     with pytest.raises(SystemExit, match="other processes use 40% of this machine"):
@@ -231,7 +231,7 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
-    """The message lists the known models."""
+    """The error for an unknown model lists the known models."""
     with pytest.raises(SystemExit, match="shipped, random-82m, random-1b, random-8b"):
         make_model("random-9b", tmp_path, torch.float32, CPU)
 
@@ -239,7 +239,7 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
 def test_one_command_writes_result_and_profile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The run writes a result with goals, and a profile that the simulator loads."""
+    """The command writes a result with goals, and a profile that the simulator loads."""
     monkeypatch.setattr(models, "SHAPE_82M", SMALL)
     monkeypatch.setattr(record, "busy_share", lambda: 0.5)
     out, profile = tmp_path / "out.json", tmp_path / "small.json"
@@ -254,7 +254,7 @@ def test_one_command_writes_result_and_profile(
 
 
 def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> None:
-    """The simulator predicts the measured times for the timed steps."""
+    """The simulator predicts the measured times of the timed steps from the profile."""
     pair_s = 1e-7
     cost = StepCost((4, 64, 256), (1e-3, 2e-3, 9e-3), 2e-7, 1e-5, pair_s)
     content = profile_of(FACTS, stored(tmp_path), cost, {})
@@ -269,14 +269,14 @@ def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> No
 
 
 def test_a_table_without_pairs_is_monotone() -> None:
-    """Noise in the cost of pairs still gives a monotone table, which the simulator requires."""
+    """The table is monotone despite noise in the cost of pairs, as the simulator requires."""
     table = without_pairs(StepCost((4, 64, 256), (1e-3, 1.001e-3, 1.002e-3), pair_s=1e-6))
     assert table == sorted(table)
     assert min(table) >= 0
 
 
 def test_idle_time_excludes_overlapping_kernels() -> None:
-    """Overlapping kernels count once; long gaps also count as waiting for the host."""
+    """Idle time counts overlapping kernels once, and long gaps count as waiting for the host."""
     spans = [(0.0, 40e-6), (10e-6, 30e-6), (45e-6, 60e-6), (80e-6, 100e-6)]
     found = idle_share(spans)
     assert found.idle == pytest.approx(0.25)
@@ -286,7 +286,7 @@ def test_idle_time_excludes_overlapping_kernels() -> None:
 
 
 def test_goals_are_judged_by_their_bounds() -> None:
-    """A figure beyond its bound is missed; an unmeasured one is neither met nor missed."""
+    """A metric beyond its bound misses its goal, and an unmeasured metric is not judged."""
     place = {"model": "random-8b", "dtype": "bfloat16", "batch": 64, "context_tokens": 2048}
     step = {"name": "decode", **place, "over_roofline": 1.3, "exact_over_plain": 1.05}
     replays = [

@@ -1,4 +1,4 @@
-"""The earliest possible start of each request, with all arrivals known."""
+"""Tests of the earliest possible start of each request, with all arrivals known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = st.floats(0, 9)
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=30), st.integers(1, 4))
 def test_one_class_is_first_come_first_served(visits, seats) -> None:
-    """In one class, each request starts on the first sequence that becomes free."""
+    """Each request of a single class starts when the first sequence becomes free."""
     stays = [Stay(at_s, 0, service_s) for at_s, service_s in sorted(visits)]
     free, expected = [0.0] * seats, []
     for stay in stays:
@@ -25,7 +25,7 @@ def test_one_class_is_first_come_first_served(visits, seats) -> None:
 
 
 def test_higher_classes_overtake_lower_ones() -> None:
-    """Below a busy higher class, a class gets one start in four, and the next one in 16."""
+    """The second class receives one start in four below a busy class, and the third one in 16."""
     stays = [Stay(0.0, 2, 1.0)] * 10 + [Stay(0.0, 1, 1.0)] * 40
     stays += [Stay(at_s, 0, 1.0) for at_s in range(64)]
     starts = starts_s(stays, 1)
@@ -35,5 +35,5 @@ def test_higher_classes_overtake_lower_ones() -> None:
 
 
 def test_a_missed_retry_delays_no_others() -> None:
-    """A client that missed its retry has a place in the queue but delays no others."""
+    """A client that missed its retry keeps a place in the queue but delays no other request."""
     assert starts_s([Stay(0.0, 0, 5.0), Stay(1.0, 0, 0.0), Stay(2.0, 0, 1.0)], 1) == [0.0, 5.0, 5.0]

@@ -1,4 +1,4 @@
-"""`draftgate bench kernels`: limits, goals, and the exit without a GPU."""
+"""Tests of `draftgate bench kernels`: limits, goals, and the exit without a GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CEILINGS = bench.Ceilings(bytes_per_us=4e6, operations_per_us=8e8)
 
 
 def test_the_slower_of_bytes_and_products_is_the_floor() -> None:
-    """A compute-bound case is compared with the matrix rate, others with the bandwidth."""
+    """The floor of a compute-bound case is the matrix rate, and otherwise the bandwidth."""
     assert _CEILINGS.floor_us(_case("reads", 80_000_000)) == pytest.approx(20.0)
     assert _CEILINGS.floor_us(_case("multiplies", 80_000_000, 32_000_000_000)) == pytest.approx(40)
 
 
 def test_ceilings_come_from_the_copy_and_the_product() -> None:
-    """A copy reads and writes its bytes; each multiplication of a product counts twice."""
+    """A copy counts its bytes twice, and a matrix product counts each multiplication twice."""
     ceilings = bench.Ceilings.of(copy_us=500.0, product_us=1400.0)
     assert ceilings.bytes_per_us == pytest.approx(2 * bench.COPIED_BYTES / 500)
     assert ceilings.operations_per_us == pytest.approx(2 * bench.MATRIX**3 / 1400)
@@ -59,7 +59,7 @@ def test_rows_have_medians_quartiles_and_shares() -> None:
 def test_goals_bound_shares_below_and_times_above(
     goal: bench.Goal, figure: float, met: bool
 ) -> None:
-    """Shares are minimum goals; times and ratios are maximum goals."""
+    """A goal is the least share, or the largest time or ratio."""
     rows = {"a": {"us": 40.0, "share_of_floor": 0.75}, "b": {"us": 50.0, "share_of_floor": 0.1}}
     judged = goal.judge(rows)
     assert (judged["figure"], judged["met"]) == (figure, met)
@@ -86,7 +86,7 @@ def test_without_a_gpu_the_command_exits_with_2(
 
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured on a busy machine unless `--allow-busy` is given."""
+    """The benchmark rejects a busy machine unless `--allow-busy` is given."""
     monkeypatch.setattr(
         bench, "provenance", lambda _device: {"disturbed": True, "busy_share_before": 0.4}
     )

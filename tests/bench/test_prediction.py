@@ -1,4 +1,4 @@
-"""`draftgate bench simulator`: its comparison, and a short run."""
+"""Tests of `draftgate bench simulator`: its comparison, and a short run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(index: int, ttft_s: float, tpot_s: float) -> Record:
 
 
 def test_errors_are_relative_to_the_engine() -> None:
-    """The error is the mean prediction over the measurement, minus 1; `apart` is the range."""
+    """The error is the mean prediction over the measurement minus 1, and `apart` is the range."""
     real = [record(n, 0.1, 0.01) for n in range(9)]
     predicted = [[record(n, ttft_s, 0.02) for n in range(9)] for ttft_s in (0.11, 0.13)]
     rows = {row["figure"]: row for row in compared(real, predicted)}
@@ -37,12 +37,12 @@ def test_errors_are_relative_to_the_engine() -> None:
 
 @pytest.mark.long
 def test_the_benchmark_runs_on_this_machine(tmp_path) -> None:
-    """Engine and simulator serve the same few requests, and each figure is compared."""
+    """The engine and the simulator serve the same few requests, and each metric is compared."""
     out = tmp_path / "out.json"
     flags = ["--requests", "6", "--rate", "4", "--max-tokens", "16", "--json", str(out)]
     command = [sys.executable, "-m", "bench.simulation.prediction", *flags]
     subprocess.run(command, cwd=ROOT, check=True)
-    told = json.loads(out.read_text())
-    assert told["requests"] == 6
-    assert len(told["profiles"]) == 2
-    assert all(row["engine"] > 0 and row["simulator"] > 0 for row in told["results"])
+    report = json.loads(out.read_text())
+    assert report["requests"] == 6
+    assert len(report["profiles"]) == 2
+    assert all(row["engine"] > 0 and row["simulator"] > 0 for row in report["results"])

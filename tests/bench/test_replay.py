@@ -1,4 +1,4 @@
-"""Replayed drafts of `bench engine` have the chosen acceptance, and do not change outputs."""
+"""Replayed drafts of `bench engine` have the chosen acceptance and do not change outputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROMPT = (5, 6, 7)
 NEW_TOKENS = 40
 
 
-def sequence_behind(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Sequence:
+def sequence_after(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Sequence:
     sampling = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
     request = GenerationRequest("0", compact(prompt), sampling, PLAIN)
     return Sequence.for_choice(0, request, ResumedChoice(0, tuple(output)))
@@ -65,11 +65,11 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Ours:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
 def test_acceptance_matches_the_setting(acceptance: float) -> None:
-    """For 20,000 tokens in drafts of 5, the accepted share is within five sigmas."""
+    """The accepted share of 20,000 tokens in drafts of 5 is within five sigmas of the setting."""
     rng = random.Random(1)
     truth = [rng.randrange(VOCAB) for _ in range(20_000)]
     proposer = ReplayProposer.of([(PROMPT, truth)], acceptance, VOCAB)
-    sequence = sequence_behind([])
+    sequence = sequence_after([])
     while sequence.output_tokens < len(truth):
         (draft,) = proposer.propose([DraftRequest(sequence, 5)])
         check_draft(draft, 5, VOCAB)
@@ -84,7 +84,7 @@ def test_acceptance_matches_the_setting(acceptance: float) -> None:
 
 
 def test_the_same_seed_corrupts_the_same_tokens() -> None:
-    """Wrong tokens depend only on the seed, and differ from the right ones."""
+    """Wrong tokens depend only on the seed, and differ from the right tokens."""
     truth = list(range(300))
     first, again, other = (corrupted(truth, 0.8, VOCAB, random.Random(seed)) for seed in (1, 1, 2))
     assert first == again != other
@@ -94,12 +94,12 @@ def test_the_same_seed_corrupts_the_same_tokens() -> None:
 
 
 def test_an_unknown_prompt_gets_no_draft() -> None:
-    """Unknown prompts, and positions after the end of a replay, get no draft."""
+    """The proposer returns no draft for an unknown prompt or after the end of a replay."""
     proposer = ReplayProposer.of([(PROMPT, [1, 2, 3])], 1.0, VOCAB)
     requests = [
-        DraftRequest(sequence_behind([], (9, 9)), 4),
-        DraftRequest(sequence_behind([1, 2, 3]), 4),
-        DraftRequest(sequence_behind([1]), 4),
+        DraftRequest(sequence_after([], (9, 9)), 4),
+        DraftRequest(sequence_after([1, 2, 3]), 4),
+        DraftRequest(sequence_after([1]), 4),
     ]
     assert [draft.token_ids for draft in proposer.propose(requests)] == [(), (), (2, 3)]
 
@@ -108,8 +108,8 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
 def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft length and `auto` give the outputs of the run without drafts."""
     monkeypatch.setattr(speedup, "BATCHES", (1, 4))
-    asked = Replayed(acceptance=0.8, lengths=(1, 5), new_tokens=NEW_TOKENS, rounds=1)
-    rows = measure_speedups(shipped, asked, RATES)
+    settings = Replayed(acceptance=0.8, lengths=(1, 5), new_tokens=NEW_TOKENS, rounds=1)
+    rows = measure_speedups(shipped, settings, RATES)
     assert [(row["batch"], row["policy"]) for row in rows] == [
         (batch, policy) for batch in (1, 4) for policy in ("off", "fixed:1", "fixed:5", "auto")
     ]
@@ -121,12 +121,12 @@ def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.Monkey
         assert row["proposer"] == "replay, acceptance 0.8"
         sigma = math.sqrt(0.8 * 0.2 / row["tested_tokens"])
         assert abs(row["acceptance"] - 0.8) <= 5 * sigma + 0.001
-        if row["policy"] != "auto":  # depends on measured times
+        if row["policy"] != "auto":  # This depends on measured times.
             assert row["tokens_per_step"] > 1.3
 
 
 def test_every_batch_is_prefilled_again(shipped: Ours) -> None:
-    """A repeated prompt is computed again, so that rounds are equal work."""
+    """The worker computes a repeated prompt again, so that rounds have equal work."""
     prompt = shipped.model.prompts(1)
     cached = []
     with Serving(shipped.worker(speculation_policy("off"), {})) as serving:
@@ -141,7 +141,7 @@ def test_every_batch_is_prefilled_again(shipped: Ours) -> None:
 
 
 def test_a_failing_step_raises_its_error(shipped: Ours) -> None:
-    """A failing step ends the benchmark with its error."""
+    """The benchmark raises the error of a failing step."""
 
     class Broken(ReplayProposer):
         def propose(self, requests):
@@ -154,7 +154,7 @@ def test_a_failing_step_raises_its_error(shipped: Ours) -> None:
 
 
 def test_the_decode_window_covers_joint_decoding() -> None:
-    """It begins with the last first token and ends with the earliest last token."""
+    """The window begins with the last first token and ends with the earliest last token."""
     arrivals = [(1.0, "a", 1), (2.0, "a", 2), (2.0, "b", 1), (3.0, "a", 2), (3.0, "b", 3)]
     made = Generation(0.5, {}, [*arrivals, (4.0, "b", 5)])
     assert made.decode_window == (5, 1.0)
@@ -163,14 +163,14 @@ def test_the_decode_window_covers_joint_decoding() -> None:
 
 
 def test_batch_1_runs_several_prompts_one_by_one() -> None:
-    """Batch 1 runs several prompts one by one; batch n runs the first n together."""
+    """Batch 1 runs several prompts one by one, and batch n runs the first n together."""
     prompts = [(n,) for n in range(10)]
     assert in_batches(prompts, 1) == [[(0,)], [(1,)], [(2,)], [(3,)]]
     assert in_batches(prompts, 8) == [prompts[:8]]
 
 
 def test_agreement_counts_tokens_before_the_first_difference() -> None:
-    """It has the share of equal outputs and the share of tokens before a difference."""
+    """The agreement has the shares of equal outputs and of tokens before a difference."""
     assert agreement([[1, 2, 3, 4], [1, 2]], [[1, 9, 3, 4], [1, 2]]) == {
         "equal_outputs": 0.5,
         "equal_tokens": 0.5,
@@ -178,7 +178,7 @@ def test_agreement_counts_tokens_before_the_first_difference() -> None:
 
 
 def test_a_failing_peer_reports_its_error() -> None:
-    """The error of a peer is kept as its reason, and the peer is not called again."""
+    """The benchmark keeps the error of a peer as its reason and does not call the peer again."""
     calls = []
 
     def broken(prompts):

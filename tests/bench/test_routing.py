@@ -1,4 +1,4 @@
-"""The studies of routing: herds of gateways, and recorded traffic over many workers."""
+"""Tests of the routing studies: herds of gateways, and recorded traffic over many workers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SMALL = Bursts(bursts=2)
 
 
 def mean_backlog(policy: str, age_s: float, *, leased: bool = False) -> float:
-    """The mean max / mean of backlogs at the ends of a few bursts."""
+    """The mean of max / mean backlogs at the ends of a few bursts."""
     return fmean(one.backlog for one in imbalances(SMALL, policy, Ages(age_s), 0, leased=leased))
 
 
 def test_a_backlog_is_known_at_any_past_time() -> None:
-    """The backlog and the arrived tokens are known for any past time."""
+    """The model reports the backlog and the arrived tokens at any past time."""
     backlog = Backlog(100.0)
     backlog.add(1.0, 300)
     backlog.add(2.0, 50)
@@ -49,7 +49,7 @@ def test_a_backlog_is_known_at_any_past_time() -> None:
 
 
 def test_a_herd_is_reproducible_by_seed() -> None:
-    """All figures repeat for a seed and differ for another one."""
+    """The study repeats all metrics for one seed, and they differ for another seed."""
     first, again, other = (
         list(imbalances(SMALL, "price", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
     )
@@ -57,7 +57,7 @@ def test_a_herd_is_reproducible_by_seed() -> None:
 
 
 def test_stale_loads_make_least_loaded_herd_but_not_price() -> None:
-    """With loads one second old, the least-loaded policy is the worst and `price` is the best."""
+    """The least-loaded policy is the worst for loads one second old, and `price` is the best."""
     found = {
         policy: mean_backlog(policy, 1.0)
         for policy in ("least_loaded", "power_of_two", "round_robin", "price")
@@ -67,14 +67,14 @@ def test_stale_loads_make_least_loaded_herd_but_not_price() -> None:
 
 
 def test_leases_make_stale_loads_harmless() -> None:
-    """If reservations include all leases, the age of reports does not cause imbalance."""
+    """The age of reports causes no imbalance if reservations include all leases."""
     for age_s in (0.1, 1.0):
         assert mean_backlog("price", age_s, leased=True) < 1.2
         assert mean_backlog("least_loaded", age_s, leased=True) < 1.2
 
 
 def test_staggered_ages_range_from_zero_to_twice_the_mean() -> None:
-    """Staggered ages vary with each worker's reports; equal ages are constant."""
+    """Staggered ages vary with each worker's reports, and equal ages are constant."""
     ages = Ages(0.5, staggered=True)
     found = [ages.at(10.0, number) for number in range(16)]
     assert all(0.0 <= age_s < 1.0 for age_s in found)
@@ -85,8 +85,7 @@ def test_staggered_ages_range_from_zero_to_twice_the_mean() -> None:
 
 
 def test_work_done_since_a_report_is_subtracted() -> None:
-    """With leases and staggered ages, waits are shorter if work done since the report is
-    subtracted."""
+    """`price` has shorter waits than other policies, because it subtracts work since the report."""
     light = Bursts(bursts=2, utilisation=0.2)
     ours, others = (
         fmean(one.wait_s for one in imbalances(light, policy, ages, 0, leased=True))
@@ -97,7 +96,7 @@ def test_work_done_since_a_report_is_subtracted() -> None:
 
 
 def test_the_herd_command_reports_every_policy_at_every_age(tmp_path: Path) -> None:
-    """It writes JSON with intervals and the best other policy, and a page."""
+    """The command writes a page, and JSON with intervals and the best other policy."""
     out, html = tmp_path / "herd.json", tmp_path / "herd.html"
     flags = ["--bursts", "2", "--seeds", "2", "--gateways", "4", "--workers", "4"]
     flags += ["--requests", "40"]
@@ -105,13 +104,13 @@ def test_the_herd_command_reports_every_policy_at_every_age(tmp_path: Path) -> N
     flags += ["--ages-ms", "100,500", "--staggered-ms", "500"]
     result = CliRunner().invoke(app, ["bench", "herd", *flags, *files])
     assert result.exit_code == 0, result.output
-    told = json.loads(out.read_text())
-    assert [(row["age_s"], row["staggered"], row["leases"]) for row in told["rows"]] == [
+    report = json.loads(out.read_text())
+    assert [(row["age_s"], row["staggered"], row["leases"]) for row in report["rows"]] == [
         (*ages, leased)
         for leased in (False, True)
         for ages in ((0.1, False), (0.5, False), (0.5, True))
     ]
-    for row in told["rows"]:
+    for row in report["rows"]:
         assert row["best_other"] in row["policies"]
         assert {"round_robin", "power_of_two", "price"} <= set(row["policies"])
         for figures in row["policies"].values():
@@ -120,13 +119,11 @@ def test_the_herd_command_reports_every_policy_at_every_age(tmp_path: Path) -> N
     assert "without leases" in html.read_text()
 
 
-# --- recorded traffic ----------------------------------------------------------------------------
-
 ROWS = tuple(TraceRow(n * 0.1, 700 + 16 * (n % 5), 20, (n % 6, 100 + n), 512) for n in range(120))
 
 
 def test_recorded_prompts_share_the_prefixes_of_the_trace() -> None:
-    """Equal block names give equal ids, and lengths are those of the trace."""
+    """Prompts have the lengths of the trace, and equal blocks have equal token ids."""
     recorded = Recorded.of(ROWS, 20, 4096)
     jobs = [recorded.job(one) for one in recorded.planned(10.0, Slo(), 0)]
     prompts = [job.prompts[0].tolist() for job in jobs]
@@ -136,11 +133,11 @@ def test_recorded_prompts_share_the_prefixes_of_the_trace() -> None:
     assert prompts[0][:16] != prompts[1][:16]
     with pytest.raises(ValueError, match="121 requests are needed, but only 120"):
         Recorded.of(ROWS, 121, 4096)
-    assert len(Recorded.of(ROWS, 24, 720).rows) == 24  # the rows that fit
+    assert len(Recorded.of(ROWS, 24, 720).rows) == 24  # These rows fit.
 
 
 def test_a_slower_device_scales_all_times() -> None:
-    """The factor applies to every term of a step and of drafting."""
+    """The factor scales every term of a step and of drafting."""
     profile = load_profile("h100-8b")
     slow = slowed(profile, 2.0)
     for size in ((1, 100, 1, 0), (300, 9000, 30, 40), (4000, 4000, 2, 0)):
@@ -152,39 +149,43 @@ def test_a_slower_device_scales_all_times() -> None:
 
 @pytest.mark.long
 def test_policies_of_a_cluster_get_the_same_requests() -> None:
-    """Prefix-aware policies find shared prefixes, cost-aware ones spare slow workers, and runs
-    repeat."""
+    """Prefix-aware policies find shared prefixes, and cost-aware policies spare slow workers.
+
+    A second run gives the same result.
+    """
     config = WorkerConfig(
         profile="h100-8b", proposer="ngram", max_num_seqs=64, max_model_len=4096, kv_bytes=10**9
     )
     study = Study(Recorded.of(ROWS, 120, 4096), 30, config, Slo(2.0, 0.05), 0)
     equal, mixed = (study.cell(4, mix, 0.3) for mix in ("equal", "mixed"))
     assert set(equal["policies"]) == set(POLICIES)
-    cached = {policy: told["cached"] for policy, told in equal["policies"].items()}
+    cached = {policy: summary["cached"] for policy, summary in equal["policies"].items()}
     assert cached["price"] > cached["round_robin"]
     assert cached["prefix_affinity"] > cached["round_robin"]
-    latency = {policy: told["latency_mean_s"] for policy, told in mixed["policies"].items()}
+    latency = {policy: summary["latency_mean_s"] for policy, summary in mixed["policies"].items()}
     assert latency["price"] < latency["round_robin"]
     assert study.cell(4, "equal", 0.3) == equal
 
 
 @pytest.mark.long
 def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
-    """An H200 sustains more than an H100, and a cluster's rate is the sum."""
+    """An H200 sustains more than an H100, and a cluster's rate is the sum over its workers."""
     config = WorkerConfig(proposer="ngram", max_model_len=4096)
     study = Study(Recorded.of(ROWS, 120, 4096), 20, config, Slo(2.0, 0.05), 0, windows=2)
     fast, usual, _, slow = sustained = [study.sustained_rps(kind) for kind in CLUSTERS["mixed"]]
     assert fast > usual > slow
     cell = study.cell(3, "mixed", 0.5)
     assert cell["rate_rps"] == pytest.approx(0.5 * sum(sustained[:3]))
-    told = cell["policies"]["price"]
-    assert len(told["windows"]) == 2
-    assert told["ttft_p50_s"] == pytest.approx(fmean(one["ttft_p50_s"] for one in told["windows"]))
+    summary = cell["policies"]["price"]
+    assert len(summary["windows"]) == 2
+    assert summary["ttft_p50_s"] == pytest.approx(
+        fmean(one["ttft_p50_s"] for one in summary["windows"])
+    )
 
 
 @pytest.mark.long
 def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> None:
-    """JSON and page cover every requested cluster and share."""
+    """The JSON file and the page cover every requested cluster and share."""
     trace, out, html = (tmp_path / name for name in ("t.jsonl", "o.json", "o.html"))
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))
@@ -192,12 +193,12 @@ def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> Non
     files = ["--shares", "0.5,0.8", "--json", str(out), "--html", str(html)]
     result = CliRunner().invoke(app, ["bench", "routing", *flags, *files])
     assert result.exit_code == 0, result.output
-    told = json.loads(out.read_text())
-    assert [(cell["workers"], cell["share"]) for cell in told["cells"]] == [
+    report = json.loads(out.read_text())
+    assert [(cell["workers"], cell["share"]) for cell in report["cells"]] == [
         *((2, 0.5), (2, 0.8), (3, 0.5), (3, 0.8)),
     ]
-    for cell in told["cells"]:
+    for cell in report["cells"]:
         assert list(cell["policies"]) == list(POLICIES)
         assert set(cell["to_ours"]) == set(POLICIES) - {"price"}
-    assert told["settings"]["trace"] == "t.jsonl"
+    assert report["settings"]["trace"] == "t.jsonl"
     assert "P99 TTFT" in html.read_text()

@@ -1,4 +1,4 @@
-"""`draftgate bench store`: its counts equal the server's, and it removes its pool."""
+"""Tests of `draftgate bench store`: its counts, and the removal of its pool."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tests.gateway.redis_server import RedisServer
 
 
 async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> None:
-    """The server runs one script per reservation, and one for the releases of many requests."""
+    """The server runs one script per reservation, and one script to release many requests."""
     connected = open_client(redis_server.url)
     store = RedisStore.at(redis_server.url, "p", "g")
-    await store.reserve("none", 1, Subject(store).offers, 1.0)  # loads the scripts
+    await store.reserve("none", 1, Subject(store).offers, 1.0)  # This loads the scripts.
     await store.release(("none",))
     before, _ = await commands(connected)
-    told = await count(Subject(store), connected, 50)
+    counts = await count(Subject(store), connected, 50)
     after, _ = await commands(connected)
-    assert told["commands_per_reservation"] == 1.0
-    assert told["commands_per_release"] == 1 / 50
-    assert told["server_us_per_reservation"] > 0
+    assert counts["commands_per_reservation"] == 1.0
+    assert counts["commands_per_release"] == 1 / 50
+    assert counts["server_us_per_reservation"] > 0
     reports = len(Subject(store).offers)
     assert after - before >= 50 + reports
     for close in connected.closing:
@@ -27,7 +27,7 @@ async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> Non
 
 
 async def test_rounds_are_measured_and_the_pool_is_removed(redis_server: RedisServer) -> None:
-    """Each number of lanes has a row with positive times; afterwards no key is left."""
+    """The benchmark measures each number of lanes and leaves no key in the store."""
     found = await measure(redis_server.url, rounds=2, requests=40)
     assert [row["lanes"] for row in found["rows"]] == list(LANES)
     assert all(row["requests_per_s"] > 0 for row in found["rows"])

@@ -1,4 +1,4 @@
-"""The simulated studies: their searches, and equal requests for all policies."""
+"""Tests of the simulated studies: their searches, and equal requests for all policies."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ H100 = WorkerConfig(profile="h100-8b", proposer="ngram", max_model_len=32_768, m
 
 @given(st.integers(LOWEST, HIGHEST), st.integers(LOWEST, HIGHEST))
 def test_the_search_finds_the_last_index_that_holds(last: int, near: int) -> None:
-    """It finds the index from any start, and tests no index twice."""
-    asked: list[int] = []
+    """The search finds the last index that holds from any start, and tests no index twice."""
+    tested: list[int] = []
 
     def holds(place: int) -> bool:
-        asked.append(place)
+        tested.append(place)
         return place <= last
 
     assert highest_place(holds, near) == last
-    assert len(asked) == len(set(asked)) <= 22
+    assert len(tested) == len(set(tested)) <= 22
 
 
 def test_a_search_without_a_result_returns_none() -> None:
-    """If no rate holds, the capacity is None instead of the lowest rate."""
+    """The search returns None instead of the lowest rate if no rate holds."""
     assert highest_place(lambda _place: False, 0) is None
     assert nearest_place(grid_rate(37)) == 37
 
 
 @dataclass(frozen=True)
-class Toy:
+class ServerModel:
     """A server whose gaps take 1 ms per request/s, and whose queue grows from 40 requests/s on."""
 
     slo_s: float
@@ -67,8 +67,8 @@ class Toy:
 
 @pytest.mark.parametrize(("slo_s", "limit_rps"), [(0.025, 25.0), (0.1, 40.0)])
 def test_capacity_is_where_gaps_or_queues_reach_their_limit(slo_s, limit_rps) -> None:
-    """It is the last grid rate below the known limit of gaps or queue."""
-    found, place = capacity(Toy(slo_s), near=0)
+    """The capacity is the last grid rate below the known limit of gaps or queue."""
+    found, place = capacity(ServerModel(slo_s), near=0)
     assert found.within.rate_rps <= limit_rps < found.within.rate_rps * STEP
     assert found.beyond.rate_rps > limit_rps
     assert grid_rate(place) == found.within.rate_rps
@@ -76,7 +76,7 @@ def test_capacity_is_where_gaps_or_queues_reach_their_limit(slo_s, limit_rps) ->
 
 
 def test_rates_get_the_same_requests_in_the_same_order() -> None:
-    """Only arrivals depend on the rate: they scale with it. Prompts are unique."""
+    """All rates have the same unique requests in the same order, and only arrivals scale."""
     drawn = Drawn.of(ROWS, 80, seed=3)
     slow, fast = (drawn.planned(rate_rps, Slo(tpot_s=0.1)) for rate_rps in (1.0, 4.0))
     for one, other in zip(slow, fast, strict=True):
@@ -90,25 +90,28 @@ def test_rates_get_the_same_requests_in_the_same_order() -> None:
 
 
 def test_slos_are_multiples_of_a_decode_step() -> None:
-    """5 and 25 times 32 decodes after 4,096 tokens: 7.77 ms and 131,072 KV tokens by h100-8b."""
+    """The SLOs are 5 and 25 times the step of 32 decodes after 4,096 tokens on h100-8b."""
     slos = slo_seconds(load_profile("h100-8b"))
     step_s = 0.007768 + 131_072 * 3.93e-8
     assert slos == {"strict": pytest.approx(5 * step_s), "relaxed": pytest.approx(25 * step_s)}
 
 
 def test_slack_meets_the_slo_where_prefill_first_misses_it() -> None:
-    """P99 of gaps stays within the strict SLO, with noise and cost estimates that are 30% off."""
+    """The P99 of gaps meets the strict SLO under `slack` but not under `prefill_first`.
+
+    The simulation has noise, and its cost estimates are 30% off.
+    """
     drawn = Drawn.of(tuple(TraceRow(0.0, 3000, 60) for _ in range(10)), 80, seed=0)
     slo_s = slo_seconds(load_profile("h100-8b"))["strict"]
     held = {}
     for batching in ("slack", "prefill_first"):
-        config = WorkerConfig(**vars_of(H100), batching=batching, max_step_tokens=8192)
+        config = WorkerConfig(**shared_settings(H100), batching=batching, max_step_tokens=8192)
         held[batching] = Setting(drawn, config, slo_s).point(8.0).holds(slo_s)
     assert held == {"slack": True, "prefill_first": False}
 
 
-def vars_of(config: WorkerConfig) -> dict:
-    """Shared settings of the tests."""
+def shared_settings(config: WorkerConfig) -> dict:
+    """The settings that all tests share."""
     names = ("profile", "proposer", "max_model_len", "max_num_seqs")
     return {name: getattr(config, name) for name in names}
 
@@ -118,7 +121,7 @@ def test_the_capacity_command_is_reproducible(tmp_path) -> None:
     """Two runs of `draftgate bench capacity` write the same row for each combination."""
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "2000,20\n1500,15\n" * 20)
-    told = []
+    reports = []
     for name in ("one.json", "two.json"):
         out, html = tmp_path / name, tmp_path / "page.html"
         flags = ["--trace", str(trace), "--requests", "100", "--slo", "strict", "--near", "25"]
@@ -126,36 +129,39 @@ def test_the_capacity_command_is_reproducible(tmp_path) -> None:
         flags += ["--json", str(out), "--html", str(html)]
         done = CliRunner().invoke(app, ["bench", "capacity", *flags])
         assert done.exit_code == 0, done.output
-        told.append(json.loads(out.read_text()))
-    assert told[0]["capacities"] == told[1]["capacities"]
-    found = [(row["slo"], row["speculation"], row["batching"]) for row in told[0]["capacities"]]
+        reports.append(json.loads(out.read_text()))
+    assert reports[0]["capacities"] == reports[1]["capacities"]
+    found = [(row["slo"], row["speculation"], row["batching"]) for row in reports[0]["capacities"]]
     assert found == [("strict", "off", "slack"), ("strict", "off", "fixed:256")]
-    assert all(row["capacity_rps"] > 5.0 for row in told[0]["capacities"])
-    assert told[0]["device"] == "simulated"
-    assert "lengths.csv" in told[0]["command"]
-    assert str(tmp_path) not in told[0]["command"]
+    assert all(row["capacity_rps"] > 5.0 for row in reports[0]["capacities"])
+    assert reports[0]["device"] == "simulated"
+    assert "lengths.csv" in reports[0]["command"]
+    assert str(tmp_path) not in reports[0]["command"]
     assert "<h1>" in html.read_text()
 
 
 def test_long_prompts_stall_decodes_under_prefill_first_only(tmp_path) -> None:
-    """The longest gap is the SLO under `slack`, and a whole prefill under `prefill_first`."""
+    """The longest gap meets the SLO under `slack`, and is a whole prefill under `prefill_first`."""
     out, html = tmp_path / "gaps.json", tmp_path / "gaps.html"
     done = CliRunner().invoke(app, ["bench", "gaps", "--json", str(out), "--html", str(html)])
     assert done.exit_code == 0, done.output
-    told = json.loads(out.read_text())
-    longest_s = {row["batching"]: row["longest_gap_s"] for row in told["results"]}
+    report = json.loads(out.read_text())
+    longest_s = {row["batching"]: row["longest_gap_s"] for row in report["results"]}
     assert (
-        longest_s["slack"] < 1.05 * told["slo_s"] < 3 * told["slo_s"] < longest_s["prefill_first"]
+        longest_s["slack"]
+        < 1.05 * report["slo_s"]
+        < 3 * report["slo_s"]
+        < longest_s["prefill_first"]
     )
-    assert all(points[-1][0] > gaps.TO_S - 0.1 for points in told["gaps"].values())
-    firsts_s = {row["batching"]: sum(row["prompt_ttft_s"]) for row in told["results"]}
+    assert all(points[-1][0] > gaps.TO_S - 0.1 for points in report["gaps"].values())
+    firsts_s = {row["batching"]: sum(row["prompt_ttft_s"]) for row in report["results"]}
     assert firsts_s["slack"] < firsts_s["fixed:512"]
     assert "Gaps between tokens" in html.read_text()
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here")
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not available")
 def test_sarathi_lengths_equal_those_of_the_paper() -> None:
-    """ShareGPT in Sarathi-Serve has medians of 1,730 prompt and 415 output tokens."""
+    """The ShareGPT trace of Sarathi-Serve has medians of 1,730 prompt and 415 output tokens."""
     rows = read_trace(DATA / "sarathi_serve" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
     middle = len(rows) // 2
     assert len(rows) == 30_731
@@ -168,7 +174,10 @@ def outcome(policy: str, latencies_s: list[float]) -> Outcome:
 
 
 def test_auto_is_compared_with_the_best_fixed_length() -> None:
-    """Differences are paired by seed; a mean within 2%, or an uncertain one, counts as equal."""
+    """The study pairs differences by seed.
+
+    A mean difference within 2%, or an uncertain difference, counts as equal.
+    """
     others = {name: outcome(name, [5.0, 6.0, 7.0]) for name in policies.POLICIES}
     others |= {"fixed:2": outcome("fixed:2", [4.0, 5.0, 6.0]), "off": outcome("off", [8, 9, 10])}
     others |= {"oracle": outcome("oracle", [3.0, 4.0, 5.0])}
@@ -186,7 +195,7 @@ def test_auto_is_compared_with_the_best_fixed_length() -> None:
 def test_the_policies_command_reports_every_policy_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON and page have a cell with all policies for each workload and rate."""
+    """The JSON file and the page have all policies for each workload and rate."""
     monkeypatch.setattr(policies, "SHARES", (0.3, 1.2))
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     words = ["--workloads", "code", "--requests", "0.02", "--seeds", "2"]
@@ -201,7 +210,7 @@ def test_the_policies_command_reports_every_policy_at_every_rate(
 
 
 def test_tracing_costs_are_differences_within_a_round() -> None:
-    """Differences are paired by round, so a slow round does not affect a single mode."""
+    """The study pairs differences by round, so a slow round does not affect a single mode."""
     cost_s = {"off": (1e-3, 2e-3), "unsampled": (1.1e-3, 2.1e-3), "on": (1.5e-3, 2.564e-3)}
     rows = [
         {"mode": mode, "round": number, "chunks": chunks, "cpu_s": cpu_s * (1 + number)}
