@@ -1,12 +1,12 @@
-"""Acceptance of tree drafts in Triton; ``accept_walk_ref`` is the definition.
+"""Acceptance of tree drafts in Triton. ``accept_walk_ref`` is the definition.
 
-One warp per sequence holds its rows in registers. It first finds, for all rows at once, which of
-them can be reached: the draft equals the sample of its parent, and that sample does not end the
-sequence. Each emitted token then costs one minimum over the rows, a few shuffles.
+A warp per sequence holds the sequence's rows in registers. The warp first finds all rows that the
+walk can reach: the draft equals the sample of its parent, and that sample does not end the
+sequence. Each emitted token then costs a minimum over the rows, a few shuffles.
 
-Bytes: 20 read and 12 written per row (sample 8, draft 8, parent 4; token 8, kept row 4), and about
-17 per sequence. Floor: 512 sequences of 9 rows are 0.16 MB, 0.03 us at 4.8 TB/s, so the launch
-dominates.
+The kernel reads 20 bytes and writes 12 bytes per row (sample 8, draft 8, parent 4; token 8, kept
+row 4), and moves about 17 bytes per sequence. 512 sequences of 9 rows are 0.16 MB, which takes at
+least 0.03 us at 4.8 TB/s. The launch therefore dominates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _accept_walk_kernel(
     NUM_EOS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Walk one sequence per program; grid (sequences), one warp each."""
+    """Walk one sequence per program of one warp. The grid is (sequences)."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_rows_ptr + sequence)
     num_rows = tl.load(cu_rows_ptr + sequence + 1) - begin
@@ -66,7 +66,7 @@ def _accept_walk_kernel(
     order = tl.full([ROWS], -1, tl.int32)
     count = num_rows * 0
     row = num_rows * 0
-    # No walk is longer than the rows, whatever the parents are.
+    # A walk is never longer than the rows, even if the parents are invalid.
     most = tl.minimum(remaining, num_rows)
     while (row < num_rows) & (count < most):
         order = tl.where(rows == row, count, order)
@@ -98,14 +98,14 @@ def accept_walk(
       draft_tokens: int64 ``[rows]``, ``NO_DRAFT`` at roots.
       draft_parents: int32 ``[rows]``, rows within the sequence.
       cu_rows: int32 ``[sequences + 1]``.
-      stop: when each sequence ends.
-      max_rows: upper bound on the rows of a sequence; not checked.
+      stop: rules that end each sequence.
+      max_rows: maximum rows of a sequence, which the function does not check.
 
     Returns:
       The emitted tokens. Rows from ``cu_rows[-1]`` on belong to no sequence and are undefined.
 
     Raises:
-      ValueError: if a tensor is not contiguous.
+      ValueError: a tensor is not contiguous.
     """
     if not all(t.is_contiguous() for t in (sampled, draft_tokens, draft_parents, cu_rows, *stop)):
         raise ValueError("accept_walk needs contiguous tensors")

@@ -1,13 +1,13 @@
 """Acceptance of tree drafts in torch: from each row to the draft that equals its sample.
 
-The rows of a sequence are the root, whose input is the last confirmed token, and one row per draft
+The rows of a sequence are the root, whose input is the last confirmed token, and a row per draft
 token, depth first. The walk starts at the root. It emits the sample of a row and moves to the row
 of the child draft that equals the sample. A sample without such a child is the last emitted token
-(the bonus token or the correction). A draft is therefore accepted if and only if it equals the
-token of its position, so the text does not depend on the drafts (``sample_verify_ref``).
+(the bonus token or the correction). The walk therefore accepts a draft if and only if the draft
+equals the token of its position. The text does not depend on the drafts (``sample_verify_ref``).
 
-The walk also ends after an end-of-sequence token, which is emitted, and after the last token that
-the sequence may still emit.
+The walk also ends after an end-of-sequence token, which it emits, and after the last token that the
+sequence may still emit.
 
 Source: tree verification of SpecInfer (arXiv 2305.09781), with coupled samples.
 """
@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 NO_DRAFT: Final = -1
-"""Draft token of a row without a draft; equals no token."""
+"""Draft token of a row without a draft. This value equals no token."""
 
 NO_ROW: Final = -1
-"""Row of a token that was not emitted."""
+"""Row of a token that the walk did not emit."""
 
 
 class StopRules(NamedTuple):
-    """When each sequence of a step ends.
+    """Rules that end each sequence of a step.
 
     Attributes:
       remaining: int32 ``[sequences]``, tokens that the sequence may still emit. With 0 the walk
         emits nothing.
-      eos: int64 ``[num_eos]``, tokens that end a sequence, the same for all; may be empty.
+      eos: int64 ``[num_eos]``, tokens that end a sequence, the same for all, possibly empty.
       ignore_eos: int8 or bool ``[sequences]``, whether the sequence continues after such a token.
     """
 
@@ -72,20 +72,20 @@ def accept_walk(
     Args:
       sampled: int64 ``[rows]``, the token drawn from each row's logits.
       draft_tokens: int64 ``[rows]``, the draft token that is the row's input, ``NO_DRAFT`` at
-        roots. Children of one row are all different.
+        roots. Children of the same row are all different.
       draft_parents: int32 ``[rows]``, the row within the sequence (0 is the root) whose token the
-        draft follows. A parent precedes its children; in a chain row i follows row i - 1. Unused
-        at roots.
-      cu_rows: int32 ``[sequences + 1]``; sequence s has rows ``cu_rows[s] .. cu_rows[s + 1]``, and
-        none if it is padding.
-      stop: when each sequence ends.
-      max_rows: upper bound on the rows of a sequence, 1 + the longest draft.
+        draft follows. A parent precedes its children. In a chain, row i follows row i - 1. The
+        entries of roots have no effect.
+      cu_rows: int32 ``[sequences + 1]``. Sequence s has rows ``cu_rows[s] .. cu_rows[s + 1]``. A
+        padding sequence has none.
+      stop: rules that end each sequence.
+      max_rows: maximum rows of a sequence, 1 + the longest draft.
 
     Returns:
       The emitted tokens. Rows from ``cu_rows[-1]`` on belong to no sequence and are undefined.
 
     Raises:
-      ValueError: if a sequence has more than ``max_rows`` rows.
+      ValueError: a sequence has more than ``max_rows`` rows.
     """
     device = sampled.device
     tokens, drafts, parents = sampled.tolist(), draft_tokens.tolist(), draft_parents.tolist()
@@ -114,7 +114,7 @@ def accept_walk(
 def _walk(
     tokens: list[int], drafts: list[int], parents: list[int], eos: frozenset[int], remaining: int
 ) -> list[int]:
-    """Return the rows of one sequence whose samples are emitted, in order."""
+    """Return the rows of a sequence whose samples the walk emits, in order."""
     path: list[int] = []
     ahead: int | None = 0
     while ahead is not None and len(path) < remaining:

@@ -1,21 +1,22 @@
-"""Compaction of accepted paths in Triton; ``kv_move_ref`` is the definition.
+"""Compaction of accepted paths in Triton. ``kv_move_ref`` is the definition.
 
-A program owns ``_STRIPS`` strips of one sequence and walks its moves by depth: it reads a source,
-writes the target, and takes the next move. The reference reads all sources before it writes any
-target. Both leave the same memory if the moves are those of a path in a tree draft:
+A program owns ``_STRIPS`` strips of one sequence and performs its moves by depth. It reads a
+source, writes the target, and continues with the next move. The reference instead reads all sources
+before it writes any target. Both leave the same memory if the moves are those of a path in a tree
+draft:
 
-* A draft is laid out with every parent before its children, so the places of a path ascend:
-  place(0) < place(1) < ..., all integers from 0, hence place(e) >= e.
+* A draft stores every parent before its children, so the places of a path ascend:
+  place(0) < place(1) < ..., all integers from 0. Therefore place(e) >= e.
 * Move d goes from place(d) to place d. For every later move e > d, place(e) >= e > d, so move d
   overwrites no later source.
 * Sequences own different slots, and programs own different strips.
 
-A source may be the target of the same or a later move. That order is kept, because a write depends
-on the read of its value and the writes of a program follow one another.
+A source may be the target of the same or a later move. The order of reads and writes stays correct,
+because a write depends on the read of its value and the writes of a program are sequential.
 
-Bytes: 2 * strips * head_dim * element size per move, and the indices. Floor: these bytes over the
-memory's bandwidth; a move of an 8B Llama (512 strips of 128) in bfloat16 is 0.26 MB, 0.055 us at
-4.8 TB/s. A sequence without moves costs its programs one read of their indices.
+A move transfers 2 * strips * head_dim * element size bytes and the indices. A move of an 8B Llama
+(512 strips of 128) in bfloat16 is 0.26 MB, which takes at least 0.055 us at 4.8 TB/s. For a
+sequence without moves, each program reads only the indices.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def _kv_move_kernel(
     HEAD_PAD: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """Do the moves of a sequence in order; grid (sequences, groups of STRIPS strips)."""
+    """Perform the moves of a sequence in order.
+
+    The grid is (sequences, groups of STRIPS strips).
+    """
     first = tl.program_id(0) * MAX_DEPTH
     depths = tl.arange(0, DEPTH_PAD)
     listed = depths < MAX_DEPTH
@@ -75,20 +79,22 @@ def kv_move(memory: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Move accepted paths as ``kv_move_ref.kv_move`` does, without a device synchronisation.
 
     Args:
-      memory: ``[strips, slots, head_dim]``, each strip contiguous; modified.
+      memory: ``[strips, slots, head_dim]``, each strip contiguous, modified in place.
       sources: int64 ``[sequences, max_depth]``, contiguous, in order of depth. No target of a
         sequence is the source of a later move.
-      targets: int64 ``[sequences, max_depth]``, contiguous; ``NO_MOVE`` or the source itself if
-        nothing moves.
+      targets: int64 ``[sequences, max_depth]``, contiguous. ``NO_MOVE`` or the source itself moves
+        nothing.
 
     Raises:
-      ValueError: if a shape or layout is another.
+      ValueError: a tensor has another shape or layout.
     """
     strips, _, head_dim = memory.shape
     if memory.stride()[1:] != (head_dim, 1):
         raise ValueError("kv_move needs contiguous strips of the KV memory")
     if sources.shape != targets.shape:
-        raise ValueError(f"{sources.shape} sources need as many targets, not {targets.shape}")
+        raise ValueError(
+            f"sources and targets need the same shape, not {sources.shape} and {targets.shape}"
+        )
     if not (sources.is_contiguous() and targets.is_contiguous()):
         raise ValueError("kv_move needs contiguous sources and targets")
     sequences, max_depth = sources.shape

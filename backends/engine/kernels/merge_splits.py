@@ -1,12 +1,12 @@
-"""Merge of the softmaxes of key splits in Triton; ``merge_splits_ref`` is the definition.
+"""Merge of the softmaxes of key splits in Triton. ``merge_splits_ref`` is the definition.
 
-``merge`` and ``normalise`` are shared with attention that loops over its splits, so both give the
-same bits. Splits are added in order, from the first one that the row sees, so the bits do not
+Attention that loops over its splits also uses ``merge`` and ``normalise``, so both ways give the
+same bits. Both add splits in order, from the first split that the row sees, so the bits do not
 depend on the other splits.
 
-Bytes per row (token x query head): 4 * (head_dim + 2) read per visible split, and head_dim *
-element size written. Floor: those bytes / bandwidth, e.g. 133 kB per token for 32 heads of 128 and
-8 splits. Attention has just written them, so they are mostly in the second-level cache.
+A row (token x query head) reads 4 * (head_dim + 2) bytes per visible split, and writes head_dim *
+element size bytes. For 32 heads of 128 and 8 splits, a token reads 133 kB. Attention has just
+written these bytes, so most of them are in the second-level cache.
 
 Source: T. Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
@@ -24,7 +24,7 @@ from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
     """Return the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
 
-    With BLOCK_Q = 0, the target is a query token and is compared with ``cu[s]``.
+    With BLOCK_Q = 0, the target is a query token, and the function compares it with ``cu[s]``.
     """
     low = num_sequences * 0
     high = num_sequences
@@ -49,8 +49,8 @@ def no_keys(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 def merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
     """Merge a split into the sums of the splits before it, which start as ``no_keys``.
 
-    Shapes: [rows], [rows], [rows, HEAD_PAD], twice. The fused multiply-adds are explicit, so the
-    compiler cannot decide differently in the two callers which product is rounded.
+    The shapes are [rows], [rows], [rows, HEAD_PAD], twice. The fused multiply-adds are explicit,
+    because the compiler could otherwise round different products in the two callers.
     """
     higher = tl.maximum(sum_largest, largest)
     # A row that has seen no key yet has no largest score to subtract.
@@ -65,7 +65,7 @@ def merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
 @triton.jit
 def normalise(weighted, total):
     """Divide weighted values [rows, HEAD_PAD] by the sums of their weights [rows]."""
-    # Rows that see no key are never stored; 1 keeps them finite.
+    # The kernel never stores rows that see no key. The divisor 1 keeps them finite.
     total = tl.where(total > 0, total, 1.0)
     return tl.div_rn(weighted, tl.broadcast_to(total[:, None], weighted.shape))
 
@@ -95,7 +95,7 @@ def _merge_kernel(
     WINDOW: tl.constexpr,
     TREES: tl.constexpr,
 ):
-    """Merge the splits that the row sees, in order; grid (tokens, query heads)."""
+    """Merge the splits that the row sees, in order. The grid is (tokens, query heads)."""
     token = tl.program_id(0)
     sequence = find_sequence(cu_query_lens_ptr, token, num_sequences, 0)
     end = tl.load(cu_query_lens_ptr + sequence + 1)
@@ -144,8 +144,8 @@ def merge_splits(
       stats: float32 ``[tokens, query_heads, num_splits, 2]``, contiguous.
       cu_query_lens: int32 ``[sequences + 1]``.
       context_lens: int32 ``[sequences]``.
-      positions: int32 or int64 ``[tokens]``; None if the rows of a sequence are consecutive.
-      window: positions that a row sees; None for all.
+      positions: int32 or int64 ``[tokens]``, or None if the rows of a sequence are consecutive.
+      window: positions that a row sees, or None for all.
       split_size: keys per split.
 
     Returns:

@@ -1,12 +1,12 @@
 """Merge of the softmaxes of key splits in torch.
 
-Split s of a row has the largest score m_s, in base 2, the sum of weights l_s = sum_j 2^(x_j - m_s)
-and the weighted values a_s = sum_j 2^(x_j - m_s) * value[j]. With m = max_s m_s the row is
+Split s of a row has the largest score m_s, in base 2, and the sum of weights l_s = sum_j 2^(x_j -
+m_s). Its weighted values are a_s = sum_j 2^(x_j - m_s) * value[j]. With m = max_s m_s, the row is
 
     out = sum_s 2^(m_s - m) * a_s / sum_s 2^(m_s - m) * l_s,
 
-s = max(0, p - window + 1) // split_size .. p // split_size for a row at position p. Other splits
-are not read.
+s = max(0, p - window + 1) // split_size .. p // split_size for a row at position p. The merge does
+not read other splits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def merge_splits(
     """Merge the splits of every row that belongs to a sequence.
 
     Args:
-      out: ``[tokens, query_heads, head_dim]``; other rows are not written.
+      out: ``[tokens, query_heads, head_dim]``. The function does not write other rows.
       weighted: float32 ``[tokens, query_heads, num_splits, head_dim]``, a_s.
       stats: float32 ``[tokens, query_heads, num_splits, 2]``, (m_s, l_s).
       cu_query_lens: int32 ``[sequences + 1]``.
       context_lens: int32 ``[sequences]``, tokens in the cache including this step's.
-      positions: int32 or int64 ``[tokens]``; None if rows are consecutive up to the context's end.
-      window: positions that a row sees, its own included; None for all.
+      positions: int32 or int64 ``[tokens]``, or None if rows are consecutive up to the context's
+        end.
+      window: positions that a row sees, including its own, or None for all.
       split_size: keys per split.
 
     Returns:

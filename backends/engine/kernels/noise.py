@@ -6,15 +6,14 @@
     g       = -log(-log u)                             standard Gumbel, float32
 
 Words and ``u`` are identical on every device. ``g`` may differ in its last bits between
-implementations of the logarithm, so texts are promised to be identical within one numerics class
-only.
+implementations of the logarithm, so texts are identical only within one numerics class.
 
-One Philox call (ten rounds, two 32 x 32 -> 64 bit products each) serves four tokens. On a CPU both
-halves of the generator's state share one ``[2, rows, counters]`` array, so a round is five passes
-over memory. Blocks are sized to stay in the second-level cache.
+One Philox call (ten rounds, two 32 x 32 -> 64 bit products each) serves four tokens. On a CPU, one
+``[2, rows, counters]`` array holds both halves of the generator's state, so a round is five passes
+over memory. The size of a block fits the second-level cache.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
-constants and known answers from the Random123 library.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
+constants and known answers are from the Random123 library.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD: Final = 0xFFFFFFFF
 _TOKENS_PER_CALL: Final = 4
-# 8192 counters make each working array 128 KiB: three of them and the result fit a 1 MiB cache.
+# 8192 counters make each working array 128 KiB. Three arrays and the result fit a 1 MiB cache.
 _COUNTERS_PER_BLOCK: Final = 8192
 
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _Float32: TypeAlias = npt.NDArray[np.float32]
 
-# Shaped to broadcast against [2, rows, counters].
+# The shapes broadcast against [2, rows, counters].
 _PRODUCT_FACTORS: Final[_U64] = np.array(_MULTIPLIERS, dtype=np.uint64).reshape(2, 1, 1)
 _ROUND_KEY_STEPS: Final[_U64] = (
     np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array(_KEY_STEPS, dtype=np.uint64)
@@ -60,8 +59,8 @@ def philox_words(
     Args:
       seed: int64 ``[rows]``, the bit pattern of an unsigned 64-bit seed.
       choice: integer ``[rows]``, index of the completion among ``n``.
-      position: integer ``[rows]``, absolute position in the sequence of the token being drawn.
-      purpose: one of the ``PURPOSE_*`` constants.
+      position: integer ``[rows]``, absolute position in the sequence of the drawn token.
+      purpose: a ``PURPOSE_*`` constant.
       num_tokens: size of the vocabulary.
 
     Returns:
@@ -78,7 +77,7 @@ def uniform(
 ) -> Tensor:
     """Return ``u = ((word >> 9) + 0.5) / 2**23``: float32 ``[rows, num_tokens]`` in (0, 1).
 
-    Arguments as in ``philox_words``.
+    The arguments are those of ``philox_words``.
     """
     if seed.device.type != "cpu":
         words = _philox_words_torch(seed, choice, position, purpose, num_tokens)
@@ -90,13 +89,14 @@ def uniform(
 def gumbel(seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int) -> Tensor:
     """Return standard Gumbel noise ``g = -log(-log u)``: float32 ``[rows, num_tokens]``.
 
-    Arguments as in ``philox_words``. The values of a row do not depend on the other rows.
+    The arguments are those of ``philox_words``. The values of a row do not depend on the other
+    rows.
     """
     if seed.device.type != "cpu":
         noise = uniform(seed, choice, position, purpose, num_tokens)
         return noise.log_().neg_().log_().neg_()
     blocks = _philox_blocks(seed, choice, position, purpose, num_tokens)
-    # Block by block, while the uniforms are still in the cache.
+    # Convert block by block, while the uniforms are still in the cache.
     return _assemble(
         blocks,
         np.float32,
@@ -117,7 +117,7 @@ def _assemble(
     result = np.empty((rows, num_tokens), dtype=dtype)
     for row_slice, columns, words in blocks:
         planes, out = convert(words), result[row_slice, columns]
-        # Token 4 * c + w is word w of call c; the last call may be cut.
+        # Token 4 * c + w is word w of call c. The last call may have surplus words.
         for word in range(_TOKENS_PER_CALL):
             calls = -(-(out.shape[1] - word) // _TOKENS_PER_CALL)
             out[:, word::_TOKENS_PER_CALL] = planes[word, :, :calls]
@@ -125,7 +125,7 @@ def _assemble(
 
 
 def _uniform_of_words(words: _U64) -> _Float32:
-    """Map words to (0, 1); overwrites ``words``."""
+    """Map words to (0, 1), and overwrite ``words``."""
     words >>= np.uint64(9)
     # A signed source converts faster, and 23 bits fit either way.
     result = words.view(np.int64).astype(np.float32)
@@ -184,11 +184,11 @@ def _philox_numpy(keys: _U64, position: _U64, purpose: int, first: int, last: in
 
 
 def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
-    """Run all rounds; overwrites the state.
+    """Run all rounds in place.
 
     Args:
       keys: ``[10, 2, rows, 1]``.
-      even: ``[2, rows, calls]``, counter words 0 and 2, which are multiplied.
+      even: ``[2, rows, calls]``, counter words 0 and 2, the factors of the products.
       odd: ``[2, rows, calls]``, counter words 1 and 3.
 
     Returns:
@@ -196,8 +196,8 @@ def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
     """
     products = np.empty_like(even)
     for key in keys:
-        # Low halves keep garbage above bit 31. The xor carries it into ``even``, and the mask at
-        # the end of the round removes it.
+        # Low halves keep garbage above bit 31. The xor moves the garbage into ``even``, and the
+        # mask at the end of the round removes it.
         np.multiply(even, _PRODUCT_FACTORS, out=products)
         # The product of word 0 feeds words 2 and 3, and the product of word 2 words 0 and 1.
         crossed = products[::-1]
@@ -224,7 +224,7 @@ def _philox_words_torch(
     c3 = torch.zeros_like(c0)
     for _ in range(_ROUNDS):
         # Products wrap around in int64, which keeps their 64 bits. ``>>`` copies the sign into the
-        # upper half of the high word; the mask removes it.
+        # upper half of the high word. The mask removes these copies.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((high >> 32) ^ c1 ^ keys[0]) & _LOW_WORD
         c2 = ((low >> 32) ^ c3 ^ keys[1]) & _LOW_WORD

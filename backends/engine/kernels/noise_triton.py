@@ -1,9 +1,9 @@
 """The noise of ``noise`` in Triton, for kernels that draw: ``tl.philox`` is this generator.
 
-The key is ``seed ^ (choice << 32)``: its low word is the seed's low word, its high word the seed's
-high word xor the choice. One Philox call serves four neighbouring tokens; their words are
-interleaved in registers. A call takes about 100 integer instructions, which makes random numbers
-and not memory the bottleneck of sampling, so the generator must not run once per token.
+The key is ``seed ^ (choice << 32)``. Its low word is the seed's low word, its high word the seed's
+high word xor the choice. One Philox call serves four neighbouring tokens, whose words are
+interleaved in registers. A call takes about 100 integer instructions, so random numbers limit the
+speed of sampling more than memory does. The generator must therefore not run once per token.
 """
 
 from __future__ import annotations

@@ -1,50 +1,52 @@
-"""Ragged paged attention in Triton: one kernel for prefill chunks, decode and verification.
+"""Ragged paged attention in Triton: the same kernel for prefill chunks, decode and verification.
 
 ``paged_attention_ref`` is the definition. A program owns 64 rows (``paged_attention_sizes.tiles``)
-of one key-value head: the query heads of its group packed with neighbouring query tokens. Verifying
-several tokens therefore reads the keys and values once. A program finds its sequence by bisection
-in ``cu_query_lens``. The grid is an upper bound that needs no lengths on the host, so a graph can
-capture it.
+of one key-value head. The rows are the query heads of its group for neighbouring query tokens, so a
+step that verifies several tokens reads the keys and values once. A program finds its sequence by
+bisection in ``cu_query_lens``. The grid is an upper bound that needs no lengths on the host, so a
+graph can capture it.
 
-Bits of a row. A verified token must get the bits that it gets when decoded alone, so the sums of a
-row must not depend on the batch:
+Bits of a row. A verified token must have the same bits as in a decode of its own. The sums of a row
+must therefore not depend on the batch:
 
-* positions are cut into splits of a fixed *size* and splits into tiles; each split starts a new
-  softmax;
-* splits are merged in order, with explicit fused multiply-adds;
-* keys that a row may not see add exact zeros, and tiles and splits without visible keys merge as
-  the identity, so it does not matter whether a program skips them;
-* the tile shapes are constants of the model.
+* Splits of a fixed *size* divide the positions, and tiles divide the splits. Each split starts a
+  new softmax.
+* The merge of splits is in order, with explicit fused multiply-adds.
+* Keys that a row may not see add exact zeros. Tiles and splits without visible keys merge as the
+  identity, so a program may skip them.
+* The tile shapes are constants of the model.
 
-Trees. A product adds keys in the order of their places in the tile, so a mask over the slots of a
-tree would give other bits than a chain if a path has gaps. Instead, tiles that reach beyond
-``draft_starts`` are read once for each leaf among the rows of a program. The keys of the leaf's
-path are gathered to their *positions* (``tree_paths``: the draft token of the d-th set bit of the
-ancestor mask has position draft_start + d), and rows of other leaves see none of them. Every row of
-every branch therefore has the bits of its path as a chain. The earlier tiles are shared by all
-rows. Cost: 1 or 2 more tiles (a path of up to 64 tokens touches two) for each leaf but the first. A
+Trees. A product adds keys in the order of their places in the tile. If a path has gaps, a mask over
+the slots of a tree would therefore give other bits than a chain. To avoid this, the program reads
+tiles that reach beyond ``draft_starts`` once for each leaf among its rows. It gathers the keys of
+the leaf's path to their *positions*. The draft token of the d-th set bit of the ancestor mask has
+position draft_start + d (``tree_paths``). Rows of other leaves see none of these keys. Every row of
+every branch therefore has the bits of its path as a chain. All rows share the earlier tiles. Each
+leaf after the first costs 1 or 2 more tiles, because a path of up to 64 tokens touches two tiles. A
 chain has one leaf.
 
-Few programs: splits run in parallel, and a second kernel merges them. Per row (token x query head)
-and split they write and read head_dim + 2 float32 numbers of scratch, e.g. 65 MiB for 64 tokens, 32
-heads of 128 and 32768 tokens of context. Many programs (prefill): each program loops over the
-splits and merges in registers, in the same order with the same operations, without scratch.
+Few programs. Splits run in parallel, and a second kernel merges them. Per row (token x query head)
+and split, the kernels write and read head_dim + 2 float32 numbers of scratch. For 64 tokens, 32
+heads of 128 and 32768 tokens of context, the scratch is 65 MiB.
 
-Bytes: 2 * context * head_dim * element size per program; with a window, min(context, window +
-tokens of the program) replaces the context. They are read once from device memory and again from
-cache by the other query blocks of the sequence. Query and output move once. Floor of a decode:
-those bytes of all key-value heads / bandwidth, e.g. 16.8 MB and 3.5 us for 4096 tokens of 8 heads
-of 128 in bfloat16 at 4.8 TB/s.
+Many programs (prefill). Each program loops over the splits and merges them in registers, in the
+same order with the same operations, without scratch.
 
-Empty programs: the grid has (tokens * group // rows + sequences) * kv_heads programs, times the
-splits of the block tables' width in parallel, whatever the lengths. A program without keys bisects
-(log2(sequences) dependent loads), loads up to four words and returns. It occupies its
-multiprocessor for a few microseconds, so graphs should be captured for several table widths.
+Bytes. A program reads 2 * context * head_dim * element size bytes. With a window, min(context,
+window + tokens of the program) replaces the context. The first query block of a sequence reads the
+bytes from device memory, later query blocks from cache. Queries and outputs move once. A decode of
+4096 tokens with 8 heads of 128 in bfloat16 reads 16.8 MB, which takes at least 3.5 us at 4.8 TB/s.
+
+Empty programs. The grid has (tokens * group // rows + sequences) * kv_heads programs for any
+lengths. With parallel splits, the grid has this number times the splits of the block tables' width.
+A program without keys bisects (log2(sequences) dependent loads), loads up to four words and
+returns. It occupies its multiprocessor for a few microseconds, so graphs should be captured for
+several table widths.
 
 Sources: the packing of heads with tokens follows the unified attention kernel of vLLM
-(``v1/attention/ops/triton_unified_attention.py``), the fixed split size Thinking Machines,
-"Defeating nondeterminism in LLM inference" (2025), the online softmax FlashAttention-2 (arXiv
-2307.08691), ancestor masks SpecInfer (arXiv 2305.09781).
+(``v1/attention/ops/triton_unified_attention.py``). The fixed split size is from Thinking Machines,
+"Defeating nondeterminism in LLM inference" (2025). The online softmax is from FlashAttention-2
+(arXiv 2307.08691), ancestor masks are from SpecInfer (arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -99,18 +101,20 @@ def _attend_keys(
 ):
     """Continue an online softmax with the keys at positions ``first_key .. last_key - 1``.
 
-    Rows that see keys from ``last_key`` on get a wrong result, which must not be used.
+    The result is wrong for rows that see keys from ``last_key`` on. The caller must not use these
+    rows.
 
     The state (largest score, sum of weights, weighted values) is relative to the largest score, in
-    base 2. Rows that see none of the keys, e.g. those with position -1, keep it bit for bit.
+    base 2. Rows that see none of the keys, e.g. rows with position -1, keep the state bit for bit.
     """
     dims = tl.arange(0, HEAD_PAD)
     # A path has at most two tiles, so a pipeline and hoisted values would only hold registers. In
-    # float32, without tensor cores, the tile itself would hold more of them: there two stages.
+    # float32, without tensor cores, the tile would hold more registers with a single stage, so use
+    # two stages.
     STAGES: tl.constexpr = (2 if query.dtype == tl.float32 else 1) if PATH else None
     for first in tl.range(first_key, last_key, KEY_TILE, num_stages=STAGES, disable_licm=PATH):
         keys = first + tl.arange(0, KEY_TILE)
-        # Beyond the last key, read that key again: other slots may hold NaN, and 0 * NaN is NaN.
+        # Beyond the end, repeat the last key. Other slots may hold NaN, and 0 * NaN is NaN.
         tokens = tl.minimum(keys, last_key - 1)
         if PATH:
             tokens = path_slots(tokens, draft_start, path)
@@ -136,7 +140,8 @@ def _attend_keys(
         higher = tl.maximum(largest, tl.max(scores, axis=1) * score_scale)
         # A row that has seen no key yet has no largest score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        # Explicit, because the compiler must not contract differently in variants of the kernel.
+        # The fused multiply-add is explicit, because the compiler must not contract differently in
+        # variants of the kernel.
         below = tl.broadcast_to(-base[:, None], scores.shape)
         scale = tl.full(scores.shape, 1.0, tl.float32) * score_scale
         weights = tl.exp2(tl.fma(scores, scale, below))
@@ -177,9 +182,10 @@ def _attend_split(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return the softmax of rows [ROWS] over the keys of a split; ``first_key`` begins a tile.
+    """Return the softmax of rows [ROWS] over the keys of a split. ``first_key`` begins a tile.
 
-    The result is the state of ``_attend_keys``; (-inf, 0, 0) for rows that see none of the keys.
+    The result is the state of ``_attend_keys``. It is (-inf, 0, 0) for rows that see none of the
+    keys.
     """
     largest, total, weighted = no_keys(ROWS, HEAD_PAD)
     shared_end = last_key
@@ -209,12 +215,12 @@ def _attend_split(
 
 @triton.jit
 def _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
-    """Return the sequence's first token, its tokens, and which of them is the program's first.
+    """Return the sequence's first token, its number of tokens, and the program's first token.
 
-    Blocks after the last one of a sequence begin beyond its tokens.
+    Blocks after the last block of a sequence begin beyond its tokens.
     """
-    # Volatile, so that each call loads again: the values are needed at the start and at the end of
-    # the kernel, and would hold registers in between.
+    # The load is volatile to load the values again in each call. Both the start and the end of the
+    # kernel need the values, which would hold registers in between.
     begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
     query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
     first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
@@ -247,7 +253,7 @@ def _load_query(
 def _result_rows(
     cu_query_lens_ptr, sequence, num_query_heads, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return the program's rows among all rows (token x query head), int64, and which exist."""
+    """Return the program's rows among all rows (token x query head), int64, and a validity mask."""
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
     rows = tl.arange(0, ROWS)
@@ -299,11 +305,12 @@ def _attention_kernel(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attend the rows of one program; grid (query blocks, kv heads, splits or 1). WINDOW 0 is none.
+    """Attend the rows of one program. WINDOW 0 means no window.
 
-    With PARALLEL, program (b, h, s) writes its split to the scratch: weighted values, float32
-    ``[tokens, query_heads, num_splits, HEAD_DIM]``, and stats (largest, total), float32 ``[tokens,
-    query_heads, num_splits, 2]``. Otherwise it merges all splits and writes the output.
+    The grid is (query blocks, kv heads, splits or 1). With PARALLEL, program (b, h, s) writes its
+    split to the scratch. The scratch has weighted values, float32 ``[tokens, query_heads,
+    num_splits, HEAD_DIM]``, and stats (largest, total), float32 ``[tokens, query_heads, num_splits,
+    2]``. Without PARALLEL, the program merges all splits and writes the output.
     """
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
@@ -317,7 +324,7 @@ def _attention_kernel(
     if TREES:
         draft_start = tl.load(draft_starts_ptr + sequence)
     first_position = context - query_len + first_query
-    # No row of this program sees keys outside key_begin .. key_end; paths end before their slots.
+    # No row of this program sees keys outside key_begin .. key_end. Paths end before their slots.
     key_end = tl.minimum(context, first_position + BLOCK_Q)
     key_begin = _first_visible(tl.minimum(first_position, draft_start), KEY_TILE, WINDOW)
     first_split = key_begin // SPLIT
@@ -386,24 +393,24 @@ def paged_attention(
     Args:
       query: float32, float16 or bfloat16 ``[tokens, query_heads, head_dim]``, unit last stride.
       layer_kv: ``[2 * kv_heads, slots, head_dim]``, unit last stride, dtype of ``query``.
-      cu_query_lens: int32 ``[sequences + 1]``; padding sequences have no query tokens.
+      cu_query_lens: int32 ``[sequences + 1]``. Padding sequences have no query tokens.
       context_lens: int32 ``[sequences]``.
       block_tables: int32 ``[sequences, max_blocks]``.
       block_size: slots of a block.
       scale: factor on the scores, positive.
-      window: positions that a row sees, its own included; None for all. Each value compiles a
+      window: positions that a row sees, including its own, or None for all. Each value compiles a
         kernel.
-      trees: the draft tokens that each row sees; None compiles trees out.
-      parallel_splits: whether splits get programs of their own; by default if programs are few.
-        Does not change the sums.
-      split_size: keys per split, a multiple of 64. Changes the last bits.
+      trees: the draft tokens that each row sees. None compiles a kernel without trees.
+      parallel_splits: whether splits get programs of their own. The default is to do so for few
+        programs. The setting does not change the sums.
+      split_size: keys per split, a multiple of 64. The size changes the last bits.
 
     Returns:
-      ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; rows of tokens that belong to
+      ``[tokens, query_heads, head_dim]`` in the dtype of ``query``. Rows of tokens that belong to
       no sequence are undefined.
 
     Raises:
-      ValueError: if a size or layout is one that the kernel would read wrongly.
+      ValueError: the kernel does not support a size or layout.
     """
     sizes.check_arguments(query, layer_kv, block_size, scale, window, trees, split_size)
     tokens, query_heads, head_dim = query.shape

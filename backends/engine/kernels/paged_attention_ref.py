@@ -1,7 +1,7 @@
 """Ragged paged attention in torch: prefill chunks, decodes, and verification of chains and trees.
 
-A row is a query token at position p of its sequence. It sees the keys of positions
-max(0, p - window + 1) .. p on its own path. Query head h reads key-value head h // group:
+A row is a query token at position p of its sequence. It sees the keys of positions max(0, p -
+window + 1) .. p on its own path. Query head h reads key-value head h // group:
 
     out[row, h] = sum_j softmax_j(scale * <query[row, h], key[j]>) * value[j]
 
@@ -10,8 +10,8 @@ sequence s is ``block_tables[s, j // block_size] * block_size + j % block_size``
 query token i of q with c tokens in the cache has position c - q + i, and so has its key.
 
 With trees, the tokens from ``draft_starts[s]`` on are a draft tree, depth first. Draft token i has
-position draft_starts[s] + depth - 1, and a row sees it if bit i of its ancestor mask is set. Tree
-attention: SpecInfer (arXiv 2305.09781).
+position draft_starts[s] + depth - 1, and a row sees the token if bit i of its ancestor mask is set.
+Tree attention is from SpecInfer (arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DraftTrees(NamedTuple):
     The query tokens of a sequence are confirmed tokens, then at most 64 draft tokens, depth first.
 
     Attributes:
-      ancestors: int64 ``[tokens]``; bit i is set if draft token i of the sequence is the row's
-        token or one of its ancestors. 0 for confirmed tokens.
-      draft_starts: int32 ``[sequences]``, confirmed tokens in the cache, this step's included.
+      ancestors: int64 ``[tokens]``. Bit i is set if draft token i of the sequence is the row's
+        token or its ancestor. Confirmed tokens have 0.
+      draft_starts: int32 ``[sequences]``, confirmed tokens in the cache, including this step's.
       positions: int32 or int64 ``[tokens]``, position of each row on its path.
     """
 
@@ -51,22 +51,22 @@ def paged_attention(
     window: int | None = None,
     trees: DraftTrees | None = None,
 ) -> Tensor:
-    """Attend a ragged batch over a paged cache; computes in float32.
+    """Attend a ragged batch over a paged cache in float32.
 
     Args:
-      query: ``[tokens, query_heads, head_dim]``, sequences back to back.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]``, this step's keys and values already written.
-      cu_query_lens: int32 ``[sequences + 1]``, sequence s has query tokens
+      query: ``[tokens, query_heads, head_dim]``, the rows of all sequences in order.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, which includes this step's keys and values.
+      cu_query_lens: int32 ``[sequences + 1]``. Sequence s has query tokens
         ``cu_query_lens[s] .. cu_query_lens[s + 1]``, possibly none.
       context_lens: int32 ``[sequences]``, tokens in the cache including all of this step's.
-      block_tables: int32 ``[sequences, max_blocks]``; entries beyond the context are not read.
+      block_tables: int32 ``[sequences, max_blocks]``. Entries beyond the context have no effect.
       block_size: slots of a block.
-      scale: factor on the scores, usually ``head_dim ** -0.5``; positive.
-      window: positions that a row sees, its own included; None for all.
-      trees: None if no draft branches.
+      scale: factor on the scores, usually ``head_dim ** -0.5``, positive.
+      window: positions that a row sees, including its own, or None for all.
+      trees: the draft tokens that each row sees, or None if no draft branches.
 
     Returns:
-      ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; tokens that belong to no
+      ``[tokens, query_heads, head_dim]`` in the dtype of ``query``. Tokens that belong to no
       sequence get zeros.
     """
     out = torch.zeros_like(query)
@@ -115,7 +115,7 @@ def _tree(trees: DraftTrees, sequence: int, rows: slice, context: int) -> tuple[
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attend the rows of one sequence: float32 [tokens, query_heads, head_dim]."""
+    """Attend the rows of a sequence: float32 [tokens, query_heads, head_dim]."""
     group = query.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)

@@ -11,31 +11,31 @@ from torch import Tensor
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SPLIT_SIZE: Final = 512
-"""Keys per split; part of the numerics class."""
+"""Keys per split, a part of the numerics class."""
 
 KEY_TILE: Final = 64
-"""Keys multiplied at once; part of the numerics class."""
+"""Keys per product, a part of the numerics class."""
 
-# Two waves on a GPU of 132 multiprocessors: with as many programs splits need no parallelism.
+# Two waves of programs on a GPU of 132 multiprocessors. More programs need no parallel splits.
 _ENOUGH_PROGRAMS: Final = 264
 
 
 def padded_head(head_dim: int) -> int:
-    """Return the columns of a tile that holds a head; products need at least 16."""
+    """Return the columns of a tile that holds a head, at least 16 for a product."""
     return max(16, _power_of_2(head_dim))
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a program; part of the numerics class.
+    """The tile sizes of a program, a part of the numerics class.
 
     Attributes:
       query_rows: rows of a program, query heads of a group x query tokens.
       num_warps: warps of a program.
-      num_stages: stages of the pipeline of key tiles. One is spent on the block table, half of the
-        rest is how many tiles are ahead: with 5 stages 2, in three buffers of 32 KiB (16 bits,
-        heads of 128).
-      max_registers: of a thread; ptxas would rather spill than have one program less on a
-        multiprocessor.
+      num_stages: stages of the pipeline of key tiles. The block table takes one stage. Half of the
+        other stages is the number of prefetched tiles. 5 stages prefetch 2 tiles, in three buffers
+        of 32 KiB (16 bits, heads of 128).
+      max_registers: maximum registers of a thread. The default of ptxas would spill registers to
+        fit another program on a multiprocessor.
     """
 
     query_rows: int
@@ -47,14 +47,14 @@ class Tiles(NamedTuple):
 def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     """Return tile sizes that compile for sm_90 without spilling a register.
 
-    Chosen by what ptxas reports (Triton 3.6 and 3.7, 2026-11-21); not timed on a GPU yet. In 16
-    bits two programs share a multiprocessor with heads up to 128: one computes while the other
-    waits. In float32 products have no tensor cores, and their operands take many registers. One
-    variant does spill, 56 bytes a thread: heads beyond 128 with trees, looping over splits. No
-    supported model has such heads.
+    The sizes follow the reports of ptxas (Triton 3.6 and 3.7, 2026-11-21), and are not timed on a
+    GPU yet. In 16 bits, two programs share a multiprocessor with heads up to 128. One program
+    computes while the other waits. In float32, products have no tensor cores, and their operands
+    take many registers. A single variant spills 56 bytes per thread: heads beyond 128 with trees,
+    looping over splits. No supported model has such heads.
 
     Args:
-      dtype: of the query.
+      dtype: dtype of the query.
       head_dim: dimensions of a head.
       group: query heads per key-value head.
     """
@@ -73,7 +73,7 @@ def is_wide(layer_kv: Tensor) -> bool:
 
 
 def runs_parallel(num_splits: int, programs: int) -> bool:
-    """Return whether splits get programs of their own, given the programs without."""
+    """Return whether splits get programs of their own, given the number of programs without."""
     return num_splits > 1 and programs < _ENOUGH_PROGRAMS
 
 
@@ -86,7 +86,7 @@ def check_arguments(
     trees: DraftTrees | None,
     split_size: int,
 ) -> None:
-    """Raise ValueError for arguments that the kernel would read wrongly."""
+    """Raise ValueError for arguments that the kernel does not support."""
     strips, slots, head_dim = layer_kv.shape
     if strips % 2 or query.shape[1] % (strips // 2):
         raise ValueError(
@@ -124,5 +124,8 @@ def _power_of_2(number: int) -> int:
 
 
 def interpreting() -> bool:
-    """Return whether Triton interprets; its bfloat16 ``tl.dot`` is wrong, so inputs are upcast."""
+    """Return whether Triton interprets.
+
+    The bfloat16 ``tl.dot`` of the interpreter is wrong, so the kernels upcast their inputs.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -1,37 +1,38 @@
 """Speculative sampling by rejection: the torch definition of ``verify: rejection``.
 
-A draft ``d`` was drawn from a distribution q, and p is the distribution that
-``sample_verify_ref.sample`` draws from: the softmax of the filtered scores. With ``u`` and Gumbel
-noise ``g`` of the position:
+A draft ``d`` is a token drawn from a distribution q. ``sample_verify_ref.sample`` draws from a
+distribution p, the softmax of the filtered scores. With ``u`` and Gumbel noise ``g`` of the
+position:
 
     accept d    iff   u(purpose 1, d) < p(d) / q(d)
     otherwise         argmax over tokens of (log max(p - q, 0) + g(purpose 2, token))
 
-The token then has exactly the distribution p, and d is accepted with probability sum min(p, q), the
-most that any rule can reach. A token that was not drawn (an n-gram) has q(d) = 1. Draft and token
-of a row then go through the same accept walk as in coupled verification. A residual draw is never
-d, because p(d) < q(d) whenever d is rejected.
+The token then has exactly the distribution p. The rule accepts d with probability sum min(p, q),
+the maximum of all rules. A token that was not drawn (an n-gram) has q(d) = 1. The draft and the
+token of a row then go through the same accept walk as in coupled verification. A residual draw is
+never d, because p(d) < q(d) whenever the rule rejects d.
 
-Which noise may be used where:
+Noise of each purpose:
 
-* A draft model draws with purpose 0 at the position of its token. Given d that noise is spent, so
-  acceptance and residual have purposes of their own, which nothing else reads.
-* After the last draft the token is a plain sample, with purpose 0. No draft was verified there. If
-  one was drawn and dropped unseen, its noise has influenced nothing that is kept. Drafts may
-  therefore be dropped only by information from before the first dropped token was drawn, never by
-  that token or its probability.
-* After a rejected draft all later ones are dropped, and no emitted token has read their noise. The
-  next step draws at these positions again, from the same words.
+* A draft model draws with purpose 0 at the position of its token. The choice of d has consumed that
+  noise, so acceptance and residual draws have purposes of their own.
+* The token after the last draft is a plain sample with purpose 0, because its position has no
+  draft. An unverified dropped draft may have used this noise, but has influenced no kept token.
+  Only information from before the draw of the first dropped token may therefore decide which
+  drafts to drop. The dropped tokens and their probabilities may not.
+* A rejected draft drops all later drafts, and no emitted token has read their noise. The next
+  step draws at these positions again from the same words.
 
-Unlike in coupled verification, the token depends on the draft, so the text is not determined by the
-seed. Its distribution is that of the model either way.
+Unlike in coupled verification, the token depends on the draft, so the seed does not determine the
+text. The distribution of the text is that of the model in both cases.
 
-Rounding: probabilities are float32, right to about 1e-7. If p and q differ only by rounding, the
-residual vanishes and the token is drawn from p, possibly d again: rejecting d was a matter of
-rounding, too. No token outside the support of p is ever returned, whatever q holds, NaN included.
+Rounding. Probabilities are float32 with an error of about 1e-7. If p and q differ only by rounding,
+the residual vanishes. The function then draws the token from p, possibly d again, because the
+rejection of d was also a matter of rounding. The function never returns a token outside the support
+of p, even if q holds NaN.
 
 Source: Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding"
-(arXiv 2211.17192), which also proves the two claims above.
+(arXiv 2211.17192), which also proves the distribution and the acceptance probability.
 """
 
 from __future__ import annotations
@@ -45,23 +46,27 @@ from draftgate.backends.engine.kernels import noise
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, filtered_scores
 
 _ROUNDING: Final = 1e-12
-"""Residuals of less mass are a matter of rounding: float32 sums are not exact to that."""
+"""Minimum mass of a residual.
+
+A smaller mass is a matter of rounding, because float32 sums have that error.
+"""
 
 _IMPOSSIBLE: Final = 2.0**-100
 """Replaces probability 0, whose logarithm takes ten times as long (MKL on a Zen 4, 2026-11-21).
 
-It never wins: its logarithm is -69 and noise lies between -2.9 and 16.7, while p, and any residual
-beyond rounding, has a token with a logarithm over -41 (in a vocabulary of 2**18)."""
+Such a token is never drawn: its logarithm is -69, and the noise is between -2.9 and 16.7. p, and
+any residual beyond rounding, has a token with a logarithm over -41 (in a vocabulary of 2**18).
+"""
 
 
 def rejection_sample(
     logits: Tensor, rows: RowSampling, draft_tokens: Tensor, draft_probs: Tensor
 ) -> Tensor:
-    """Return the token of every row: its draft if that is accepted, else a residual draw.
+    """Return the token of every row: its draft if the rule accepts it, else a residual draw.
 
     Args:
-      logits: float32 ``[rows, vocab]``, contiguous; not modified.
-      rows: parameters per row; every temperature is positive.
+      logits: float32 ``[rows, vocab]``, contiguous, not modified.
+      rows: parameters per row, with positive temperatures.
       draft_tokens: int64 ``[rows]``, the draft of each row.
       draft_probs: float32 ``[rows, vocab]``, the distribution that each draft was drawn from.
 
@@ -79,7 +84,7 @@ def _accepts(
     """Return which drafts are accepted: bool [rows]."""
     draft, vocab = draft_tokens[:, None], target_probs.shape[1]
     u = noise.uniform(rows.seed, rows.choice, rows.position, noise.PURPOSE_ACCEPT, vocab)
-    # A product instead of the quotient: q(d) = 0 divides by nothing, and p(d) = 0 never accepts.
+    # Compare with a product, because the quotient would divide by q(d) = 0. p(d) = 0 never accepts.
     accepted = u.gather(1, draft) * draft_probs.gather(1, draft) < target_probs.gather(1, draft)
     return accepted[:, 0]
 

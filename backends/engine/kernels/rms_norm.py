@@ -1,15 +1,16 @@
-"""RMS normalisation in Triton, alone and with the residual sum; defined by ``rms_norm_ref``.
+"""RMS normalisation in Triton, alone and with the residual sum. ``rms_norm_ref`` is the definition.
 
-One program holds one row in registers: each element is read and written once.
+A program holds one row in registers, and reads and writes each element once.
 
-Bits of a row. The order of its sum follows from the hidden size and the number of warps, constants
-of the model, as long as rows begin at multiples of 16 bytes (another alignment is another layout of
-registers). Nothing is contracted (``enable_fp_fusion=False``), so a row has the same bits whether
-its sum is fused or computed before.
+Bits of a row. The hidden size and the number of warps, both constants of the model, determine the
+order of its sum. This holds as long as rows begin at multiples of 16 bytes, because another
+alignment changes the layout of registers. The compiler contracts nothing
+(``enable_fp_fusion=False``). A row therefore has the same bits with a fused and with an earlier
+sum.
 
-Bytes per row: ``rms_norm`` 2 * hidden * element size, ``add_rms_norm`` twice that; the weight comes
-from cache. Floor: these bytes over the memory's bandwidth; 64 rows of 4096 in bfloat16 are 1.0 and
-2.1 MB, 0.22 and 0.44 us at 4.8 TB/s.
+Bytes per row: ``rms_norm`` 2 * hidden * element size, ``add_rms_norm`` twice that number. The
+weight is in the cache. 64 rows of 4096 in bfloat16 are 1.0 and 2.1 MB, which take at least 0.22 and
+0.44 us at 4.8 TB/s.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": False}
-"""Part of the numerics class."""
+"""Options of the compiler, a part of the numerics class."""
 
 
 @triton.jit
 def _rms_norm_kernel(
     out_ptr, x_ptr, residual_ptr, weight_ptr, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the normed row, or the normed sum and the sum; grid (rows).
+    """Write the normed row, or the normed sum and the sum. The grid is (rows).
 
-    ``residual_ptr`` is None for the norm alone; otherwise the residual receives the sum.
+    ``residual_ptr`` is None for the norm alone. Otherwise the residual receives the sum.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -54,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm rows as ``rms_norm_ref.rms_norm`` does, without a device synchronisation.
 
     Args:
-      x: float32, float16 or bfloat16 ``[rows, hidden]``, contiguous; hidden is any size.
+      x: float32, float16 or bfloat16 ``[rows, hidden]``, contiguous. hidden is any size.
       weight: ``[hidden]``, contiguous.
       eps: added to the mean square.
 
@@ -62,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
       ``[rows, hidden]`` in the dtype of x.
 
     Raises:
-      ValueError: if a shape, dtype or layout is another.
+      ValueError: a tensor has another shape, dtype or layout.
     """
     return _launch(x, None, weight, eps)
 
@@ -71,8 +72,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """Add and norm rows as ``rms_norm_ref.add_rms_norm`` does, without a device synchronisation.
 
     Args:
-      x: float32, float16 or bfloat16 ``[rows, hidden]``, contiguous; hidden is any size.
-      residual: shape and dtype of x, contiguous; receives the sum.
+      x: float32, float16 or bfloat16 ``[rows, hidden]``, contiguous. hidden is any size.
+      residual: shape and dtype of x, contiguous, receives the sum.
       weight: ``[hidden]``, contiguous.
       eps: added to the mean square.
 
@@ -80,7 +81,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
       ``rms_norm(residual + x)``, ``[rows, hidden]`` in the dtype of x.
 
     Raises:
-      ValueError: if a shape, dtype or layout is another.
+      ValueError: a tensor has another shape, dtype or layout.
     """
     return _launch(x, residual, weight, eps)
 

@@ -2,8 +2,8 @@
 
     rms_norm(x)[i] = x[i] * weight[i] / sqrt(mean(x^2) + eps)
 
-All arithmetic is in float32 and rounded once, to the dtype of x. The residual sum is rounded to
-that dtype before it is normed, so fusing it changes no bit.
+All arithmetic is in float32, rounded once to the dtype of x. The residual sum is also rounded to
+that dtype before the norm, so fusion changes no bit.
 
 Source: Zhang, Sennrich, "Root mean square layer normalization" (arXiv 1910.07467).
 """
@@ -36,7 +36,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
     Args:
       x: ``[rows, hidden]``, the output of a block.
-      residual: ``[rows, hidden]``, the residual stream; receives the sum.
+      residual: ``[rows, hidden]``, the residual stream, which receives the sum.
       weight: ``[hidden]``.
       eps: added to the mean square.
 

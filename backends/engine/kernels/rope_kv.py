@@ -1,17 +1,19 @@
-"""Rotation, head norms and the write to the KV memory in one kernel; defined by ``rope_kv_ref``.
+"""Rotation, head norms and the write to the KV memory in one kernel.
+
+``rope_kv_ref`` is the definition.
 
 A program owns ``_HEADS`` neighbouring heads of one row. The fused product holds queries, keys and
-values in the order of the KV memory's strips, so the index of a head determines where it is
-written. Heads are held as two halves, which makes the rotation elementwise.
+values in the order of the KV memory's strips, so the index of a head determines its target. Each
+head is in two halves, which makes the rotation elementwise.
 
-Bits of a row. Each head is computed by itself. The order of the sum in its norm follows from the
-head dimension and the number of warps, constants of the model, as long as rows begin at multiples
-of 16 bytes (see ``rms_norm``). Nothing is contracted (``enable_fp_fusion=False``), so without head
-norms the bits are those of the reference.
+Bits of a row. The kernel computes each head separately. The head dimension and the number of warps,
+both constants of the model, determine the order of the sum in its norm. Rows must begin at
+multiples of 16 bytes (see ``rms_norm``). The compiler contracts nothing
+(``enable_fp_fusion=False``), so without head norms the bits are those of the reference.
 
-Bytes per row: 2 * (heads + 2 * kv_heads) * head_dim * element size, and a row of each table. Floor:
-these bytes over the memory's bandwidth; 64 rows of an 8B Llama (32 + 2 * 8 heads of 128) in
-bfloat16 are 1.6 MB, 0.33 us at 4.8 TB/s.
+Bytes per row: 2 * (heads + 2 * kv_heads) * head_dim * element size, and a row of each table. 64
+rows of an 8B Llama (32 + 2 * 8 heads of 128) in bfloat16 are 1.6 MB, which take at least 0.33 us at
+4.8 TB/s.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
-"""Part of the numerics class. The limit of 64 registers keeps ptxas from spilling."""
+"""Options of the compiler, a part of the numerics class.
+
+The limit of 64 registers prevents ptxas from spilling.
+"""
 
 # With 128 dimensions, 16 bytes of bfloat16 per thread and half.
 _HEADS: Final = 8
@@ -32,7 +37,7 @@ _HEADS: Final = 8
 
 @triton.jit
 def _head_norm(a, b, weight_ptr, cells, mask, eps, HALF: tl.constexpr):
-    """Return the normed halves of heads: float32 [HEADS, HALF_PAD] each; zero beyond HALF."""
+    """Return the normed halves of heads: float32 [HEADS, HALF_PAD] each, zero beyond HALF."""
     mean = tl.div_rn(tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1), HALF * 2.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     weight_a = tl.load(weight_ptr + cells, mask=mask, other=0.0).to(tl.float32)
@@ -59,7 +64,10 @@ def _rope_kv_kernel(
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Write queries, keys and values of HEADS heads; grid (rows, groups of HEADS heads)."""
+    """Write queries, keys and values of HEADS heads.
+
+    The grid is (rows, groups of HEADS heads).
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF_PAD)[None, :]
@@ -107,11 +115,12 @@ def rope_kv(
     Args:
       qkv: float32, float16 or bfloat16 ``[rows, (heads + 2 * kv_heads) * head_dim]``, contiguous.
       positions: int64 ``[rows]``, contiguous, below max_positions.
-      slots: int64 ``[rows]``, contiguous. If rows share a slot (padding), any of them may prevail.
+      slots: int64 ``[rows]``, contiguous. If rows share a slot (padding), the last writer is
+        arbitrary.
       cos: ``[max_positions, head_dim / 2]``, contiguous.
-      sin: like cos.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv, each strip contiguous;
-        modified.
+      sin: ``[max_positions, head_dim / 2]``, contiguous.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv, each strip contiguous,
+        modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, contiguous, or None.
       eps: added to the mean square of a head.
 
@@ -119,7 +128,7 @@ def rope_kv(
       Queries ``[rows, heads, head_dim]`` in the dtype of qkv, scaled by ``head_dim ** -0.5``.
 
     Raises:
-      ValueError: if a shape, dtype or layout is one that the kernel would read wrongly.
+      ValueError: the kernel does not support a shape, dtype or layout.
     """
     _check(qkv, positions, slots, cos, sin, layer_kv, qk_norm)
     strips, _, head_dim = layer_kv.shape

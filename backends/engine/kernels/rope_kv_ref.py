@@ -1,14 +1,14 @@
 """Rotation, head norms and the write to the KV memory in torch.
 
-Per row at position p and head x of the queries and keys, with the halves (a, b) of x:
+For a row at position p and a head x of the queries and keys, (a, b) are the halves of x:
 
     x       <- x * weight / sqrt(mean(x^2) + eps)                 only with qk_norm (Qwen3)
     (a, b)  <- (a * cos[p] - b * sin[p], b * cos[p] + a * sin[p])
     x       <- x * head_dim^-1/2                                  queries only
 
-Keys and values are written to the row's slot of the KV memory, values unchanged. All arithmetic is
-in float32 and rounded once, to the dtype of the fused product. The decoder's CPU path in bfloat16
-rounds after every operation instead. In float32 without qk_norm the bits are those of that path.
+The function writes keys and unchanged values to the row's slot of the KV memory. All arithmetic is
+in float32, rounded once to the dtype of the fused product. The decoder's CPU path in bfloat16
+rounds after every operation instead. In float32 without qk_norm, the bits are those of that path.
 
 Source: Su et al., "RoFormer" (arXiv 2104.09864).
 """
@@ -37,11 +37,11 @@ def rope_kv(
     Args:
       qkv: ``[rows, (heads + 2 * kv_heads) * head_dim]``, queries, then keys, then values.
       positions: int64 ``[rows]``.
-      slots: int64 ``[rows]``. If rows share a slot (padding), any of them may prevail.
+      slots: int64 ``[rows]``. If rows share a slot (padding), the last writer is arbitrary.
       cos: ``[max_positions, head_dim / 2]``.
-      sin: like cos.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first; modified.
-      qk_norm: ``[heads + kv_heads, head_dim]``, or None for models that do not normalise heads.
+      sin: ``[max_positions, head_dim / 2]``.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first, modified in place.
+      qk_norm: ``[heads + kv_heads, head_dim]``, or None for models without head norms.
       eps: added to the mean square of a head.
 
     Returns:

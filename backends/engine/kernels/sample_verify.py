@@ -1,14 +1,16 @@
-"""Sampling in Triton; ``sample_verify_ref`` is the definition.
+"""Sampling in Triton. ``sample_verify_ref`` is the definition.
 
-Three kernels draw a token. None of them writes a tensor of the size of the logits:
+Three kernels draw a token. No kernel writes a tensor of the size of the logits:
 
-1. ``_cutoff_kernel``, one program per row: the last pair (logit, id) that top-k and top-p keep, and
-   the min-p floor. A row without filters costs four scalar loads. The cut-off logit is found by a
-   search over the ordered bit patterns of float32 with four pivots a pass: at most 14 passes of 4V
-   bytes, read from cache after the first. One more pass cuts ties by id.
-2. ``_tile_winner_kernel``, grid (rows, tiles): (max, argmax) of ``logits / T + g`` over the kept
-   tokens of a tile. Reads 4V bytes per row once, writes 8 bytes per tile. Greedy rows draw nothing.
-3. ``_row_winner_kernel``, one program per row: reduces the tiles, lowest id first.
+* ``_cutoff_kernel``, with a program per row, finds the last pair (logit, id) that top-k and top-p
+  keep, and the min-p floor. A row without filters costs four scalar loads. The kernel searches the
+  cut-off logit over the ordered bit patterns of float32, with four pivots per pass. The search
+  takes at most 14 passes of 4V bytes, from cache after the first pass. A further pass cuts ties by
+  id.
+* ``_tile_winner_kernel``, with the grid (rows, tiles), finds (max, argmax) of ``logits / T + g``
+  over the kept tokens of a tile. The kernel reads 4V bytes per row once and writes 8 bytes per
+  tile. Greedy rows draw nothing.
+* ``_row_winner_kernel``, with a program per row, reduces the tiles, lowest id first.
 
 ``accept_walk`` then compares samples with drafts.
 """
@@ -39,7 +41,7 @@ def _float_of_key(key):
 
 @triton.jit
 def _key_of_float(value):
-    """Return an int64 that orders like ``value``; inverse of ``_float_of_key``."""
+    """Return an int64 that orders like ``value``, the inverse of ``_float_of_key``."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -64,7 +66,6 @@ def _weight(logits, temperature, top, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _row_max(row_ptr, vocab, TILE: tl.constexpr):
-    """Return the largest logit of the row."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     first = vocab * 0
     while first < vocab:
@@ -137,7 +138,7 @@ def _tie_id(row_ptr, vocab, logit, rank, TILE: tl.constexpr):
         order = before + tl.cumsum(equal.to(tl.int64), axis=0)
         found = tl.minimum(found, tl.min(tl.where(equal & (order == rank), ids, vocab), axis=0))
         before += tl.sum(equal.to(tl.int64), axis=0)
-        # Stop at the first tile that has it.
+        # Stop at the first tile with the token.
         first = tl.where(found < vocab, vocab, first + TILE)
     return found
 
@@ -157,7 +158,10 @@ def _cutoff_kernel(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the last kept pair (float32 logit, int32 id) and the float32 floor; grid (rows)."""
+    """Write the last kept pair (float32 logit, int32 id) and the float32 floor.
+
+    The grid is (rows).
+    """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.load(temperature_ptr + row)
@@ -190,7 +194,7 @@ def _cutoff_kernel(
             ties = vocab.to(tl.int64)
         if has_top_p:
             above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, True, TILE)
-            # Without top-k the ties are tokens at -inf, whose weight is 0.
+            # Without top-k, the ties are tokens at -inf, whose weight is 0.
             total = above + ties * _weight(cut_logit, temperature, top, True)
             target = _mass_target(top_p, total)
             cut_logit = _search_logit(
@@ -230,7 +234,10 @@ def _tile_winner_kernel(
     tile_arg_ptr,
     TILE: tl.constexpr,
 ):
-    """Write the best score of a tile and the lowest id that has it; grid (rows, tiles)."""
+    """Write the best score of a tile and the lowest id with that score.
+
+    The grid is (rows, tiles).
+    """
     row = tl.program_id(0)
     tile = tl.program_id(1)
     first = tile * TILE
@@ -248,7 +255,7 @@ def _tile_winner_kernel(
         kept = (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
         kept = kept & (scaled >= floor) & (ids < vocab)
         scores = tl.where(kept, scaled, float("-inf"))
-        # After a top-p few tiles have a token left, and noise takes most of the time.
+        # After top-p, few tiles have a token left, and noise takes most of the time.
         if tl.max(scores, axis=0) > float("-inf"):
             scores += gumbel_tile(key, position, _PURPOSE_OUTPUT, first, TILE)
     best, offset = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
@@ -259,7 +266,7 @@ def _tile_winner_kernel(
 
 @triton.jit
 def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: tl.constexpr):
-    """Write the token (int64) of the best tile, the first among equals; grid (rows)."""
+    """Write the token (int64) of the best tile, the first among equals. The grid is (rows)."""
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
     slots = row.to(tl.int64) * num_tiles + tiles
@@ -272,13 +279,14 @@ def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: 
 def sample(logits: Tensor, rows: RowSampling, *, tile: int = 4096) -> Tensor:
     """Sample as ``sample_verify_ref.sample`` does, without a device synchronisation.
 
-    Reads each logit once; rows with top-k or top-p read theirs again from cache while they search.
+    The kernels read each logit once. Rows with top-k or top-p read their logits again from cache
+    during the search.
 
     Args:
-      logits: float32, bfloat16 or float16 ``[rows, vocab]``, unit stride along the vocabulary; not
+      logits: float32, bfloat16 or float16 ``[rows, vocab]``, unit stride along the vocabulary, not
         modified.
-      rows: parameters per row, with the dtypes that ``RowSampling`` states.
-      tile: logits per program, a power of two. Does not change the result.
+      rows: parameters per row, with the dtypes of ``RowSampling``.
+      tile: logits per program, a power of two. The value does not change the result.
 
     Returns:
       The token of every row, int64 ``[rows]``.
@@ -308,7 +316,7 @@ def sample(logits: Tensor, rows: RowSampling, *, tile: int = 4096) -> Tensor:
         PIVOTS=4,
         TILE=min(tile, 1024),
         num_warps=8,
-        # At least two rows on a multiprocessor: one searches while the other waits.
+        # Run at least two rows on a multiprocessor, so that a row searches while another row waits.
         maxnreg=96,
     )
     _tile_winner_kernel[(num_rows, num_tiles)](

@@ -5,28 +5,28 @@ The token of a row (one output position of one sequence) is
     T = 0:  argmax(logits)
     T > 0:  argmax over kept tokens of (logits / T + g),   g = Gumbel(seed, choice, position, token)
 
-The token has exactly the distribution softmax(logits / T) restricted to the kept tokens; the lowest
-id wins ties. A draft token is accepted if and only if it equals the token of its position, so the
-text does not depend on the drafts (``accept_walk_ref``).
+The token has exactly the distribution softmax(logits / T) restricted to the kept tokens. The lowest
+id wins ties. Verification accepts a draft token if and only if it equals the token of its position,
+so the text does not depend on the drafts (``accept_walk_ref``).
 
-Filters apply in the order temperature, top-k, top-p, min-p and keep prefixes of one order: logit
-descending, id ascending. A cut-off is therefore a pair (logit, id), nothing is renormalised, and
+Filters apply in the order temperature, top-k, top-p, min-p. They keep prefixes of one order: logit
+descending, id ascending. A cut-off is therefore a pair (logit, id), and no filter renormalises.
 top-k = 1 equals greedy exactly:
 
     top-k   the first k tokens
     top-p   of those, the shortest prefix with at least p of their mass (at least one token)
     min-p   of those, tokens with logits / T >= max + ln(min_p)
 
-Mass is counted in integers, floor(exp(logits / T - max) * 2**40). Integer sums do not depend on
-their order, so neither the number of rows nor the tiling nor the algorithm can move a cut-off. A
-vocabulary of 2**18 fits in 58 bits and loses at most 2**-22 of the largest weight.
+The filters count mass in integers, floor(exp(logits / T - max) * 2**40). Integer sums do not depend
+on their order. Neither the number of rows, the tiling nor the algorithm can therefore move a
+cut-off. A vocabulary of 2**18 fits in 58 bits and loses at most 2**-22 of the largest weight.
 
-Preconditions: logits are free of NaN and +inf (-inf marks forbidden tokens), and logits / T is
+Preconditions: logits do not contain NaN or +inf (-inf marks forbidden tokens), and logits / T is
 finite for finite logits.
 
-Cost of the torch functions per row of V float32: greedy reads 4V bytes once; sampling adds the
-noise (``noise``) and three passes. Only rows with top-k or top-p search a cut-off, first in the 256
-largest logits, then in the sorted row.
+Cost of the torch functions per row of V float32: greedy sampling reads 4V bytes once. Random
+sampling adds the noise (``noise``) and three passes. Only rows with top-k or top-p search a
+cut-off, first in the 256 largest logits, then in the sorted row.
 
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative
 Decoding" (arXiv 2408.07978).
@@ -49,16 +49,16 @@ _CANDIDATES: Final = 256
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters, one entry per row of logits; all tensors are ``[rows]``.
+    """Sampling parameters, one entry per row of logits. All tensors are ``[rows]``.
 
     Attributes:
-      temperature: float32; 0 is greedy, without noise and filters.
-      top_k: int32; off unless it is from 1 to the vocabulary's size - 1.
-      top_p: float32; 1 or more is off.
-      min_p: float32 in [0, 1]; 0 is off.
+      temperature: float32. 0 is greedy, without noise and filters.
+      top_k: int32. Values outside 1 to the vocabulary's size - 1 are off.
+      top_p: float32. 1 or more is off.
+      min_p: float32 in [0, 1]. 0 is off.
       seed: int64, the bit pattern of an unsigned 64-bit seed.
       choice: int32, index of the completion among ``n``.
-      position: int32, absolute position in the sequence of the token being sampled.
+      position: int32, absolute position in the sequence of the sampled token.
     """
 
     temperature: Tensor
@@ -70,7 +70,7 @@ class RowSampling(NamedTuple):
     position: Tensor
 
     def select(self, rows: Tensor) -> RowSampling:
-        """Return the parameters of some rows, given by index."""
+        """Return the parameters of the rows with these indices."""
         return RowSampling(*(tensor[rows] for tensor in self))
 
 
@@ -78,7 +78,7 @@ def sample(logits: Tensor, rows: RowSampling) -> Tensor:
     """Return the token of every row.
 
     Args:
-      logits: float32, bfloat16 or float16 ``[rows, vocab]``, contiguous; not modified.
+      logits: float32, bfloat16 or float16 ``[rows, vocab]``, contiguous, not modified.
       rows: parameters per row.
 
     Returns:
@@ -122,7 +122,7 @@ def filtered_scores(logits: Tensor, rows: RowSampling) -> Tensor:
 def _argmax(scores: Tensor) -> Tensor:
     """Return the first index of the maximum of every row."""
     if scores.device.type == "cpu":
-        # On a CPU torch returns the first one, in one pass.
+        # torch returns the first index on a CPU, in a single pass.
         return scores.argmax(dim=1)
     ids = torch.arange(scores.shape[1], device=scores.device)
     best = scores.amax(dim=1, keepdim=True)
@@ -161,7 +161,7 @@ def _cutoffs_among(logits: Tensor, rows: RowSampling, width: int) -> tuple[Tenso
 
     Returns:
       The logit of the last kept token, the number of kept tokens with that logit, and whether the
-      cut-off was found; all ``[rows]``.
+      cut-off was found, each ``[rows]``.
     """
     vocab = logits.shape[1]
     temperature = rows.temperature[:, None]
@@ -180,7 +180,7 @@ def _cutoffs_among(logits: Tensor, rows: RowSampling, width: int) -> tuple[Tenso
     target = _mass_target(rows.top_p[:, None], total)
     kept = torch.where(has_top_p, (mass < target).sum(dim=1, keepdim=True) + 1, limit)
     found = kept <= width
-    # Without all top-k tokens among the candidates, the total of top-p is unknown.
+    # The total of top-p is unknown unless the candidates include all top-k tokens.
     found &= (limit <= width) | (limit == vocab)
     kept = kept.clamp_(max=width)
     logit = values.gather(1, kept - 1)
@@ -192,12 +192,12 @@ def _largest(logits: Tensor, width: int) -> Tensor:
     """Return the ``width`` largest logits of every row, descending: float32 [rows, width]."""
     if width < logits.shape[1] or logits.device.type != "cpu":
         return logits.topk(width, dim=1).values
-    # NumPy sorts a row of 4096 in 44 us, torch in 250 us (one thread, AVX-512).
+    # NumPy sorts a row of 4096 in 44 us, torch in 250 us (a single thread, AVX-512).
     return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
 
 
 def _mass(log_ratio: Tensor) -> Tensor:
-    """Return ``floor(exp(x) * 2**40)`` as int64; overwrites its argument."""
+    """Return ``floor(exp(x) * 2**40)`` as int64, and overwrite the argument."""
     return log_ratio.exp_().mul_(MASS_UNIT).to(torch.int64)
 
 

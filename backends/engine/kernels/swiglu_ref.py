@@ -2,7 +2,7 @@
 
     swiglu(gate, up) = silu(gate) * up,      silu(x) = x / (1 + exp(-x))
 
-All arithmetic is in float32 and rounded once, to the dtype of the input. The decoder's CPU path in
+All arithmetic is in float32, rounded once to the dtype of the input. The decoder's CPU path in
 bfloat16 also rounds silu(gate).
 
 Source: Shazeer, "GLU variants improve Transformer" (arXiv 2002.05202).

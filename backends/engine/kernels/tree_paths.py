@@ -1,6 +1,6 @@
-"""Positions and slots on the paths of draft trees in Triton; defined by ``tree_paths_ref``.
+"""Positions and slots on the paths of draft trees in Triton. ``tree_paths_ref`` is the definition.
 
-Attention inlines these functions; they read and write no memory.
+Attention inlines these functions, which read and write no memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def leaves_of_rows(ancestors, real, ROWS: tl.constexpr):
-    """Find leaves as ``tree_paths_ref.leaves_of_rows`` does; ancestors int64, real int1 [ROWS]."""
+    """Find leaves as ``tree_paths_ref.leaves_of_rows`` does.
+
+    The shapes are ancestors int64 [ROWS] and real int1 [ROWS].
+    """
     rows = tl.arange(0, ROWS)
     descends = real[None, :] & ((ancestors[:, None] & ~ancestors[None, :]) == 0)
     return tl.max(tl.where(descends, rows[None, :], -1), axis=1)
@@ -29,7 +32,10 @@ def _popcounts(bits):
 
 @triton.jit
 def _skip(bit, rank, counts, WIDTH: tl.constexpr):
-    """Skip WIDTH bits if at most ``rank`` of them are set, and reduce the rank by those."""
+    """Skip WIDTH bits if at most ``rank`` of these bits are set.
+
+    Reduce the rank by the number of skipped set bits.
+    """
     count = (counts >> bit) & (WIDTH * 2 - 1)
     passes = rank >= count
     return tl.where(passes, bit + WIDTH, bit), tl.where(passes, rank - count, rank)
@@ -39,9 +45,9 @@ def _skip(bit, rank, counts, WIDTH: tl.constexpr):
 def _place_of_bit(path, rank):
     """Return the index of set bit number ``rank`` (int32 of any shape, from 0) of an int64.
 
-    Descends by the counts of set bits in fields of 32, 16, ... 1 bits: six steps, few registers.
-    The result is arbitrary if the int64 has fewer set bits. Source: S. Anderson, "Bit twiddling
-    hacks".
+    The search descends by the counts of set bits in fields of 32, 16, ... 1 bits, which takes six
+    steps and few registers. The result is arbitrary if the int64 has fewer set bits. Source: S.
+    Anderson, "Bit twiddling hacks".
     """
     low = path.to(tl.int32)
     high = (path >> 32).to(tl.int32)
@@ -60,6 +66,9 @@ def _place_of_bit(path, rank):
 
 @triton.jit
 def path_slots(positions, draft_start, path):
-    """Find slots as ``tree_paths_ref.path_slots`` does; positions int32, path an int64 scalar."""
+    """Find slots as ``tree_paths_ref.path_slots`` does.
+
+    The arguments are positions, int32 of any shape, and path, an int64 scalar.
+    """
     draft = _place_of_bit(path, positions - draft_start)
     return tl.where(positions < draft_start, positions, draft_start + draft)

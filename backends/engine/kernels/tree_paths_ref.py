@@ -13,11 +13,11 @@ from torch import Tensor
 def path_slots(positions: Tensor, draft_start: int, path: int) -> Tensor:
     """Return the index in the sequence of the token at each position of a path.
 
-    The draft token of the d-th set bit has position ``draft_start + d``; the index of a confirmed
+    The draft token of the d-th set bit has position ``draft_start + d``. The index of a confirmed
     token is its position.
 
     Args:
-      positions: int32 or int64 of any shape, none beyond the path's end.
+      positions: int32 or int64 of any shape, all within the path.
       draft_start: number of confirmed tokens.
       path: the mask, of 64 bits.
 
@@ -35,11 +35,11 @@ def leaves_of_rows(ancestors: Tensor, real: Tensor) -> Tensor:
     Rows that share a leaf are on one path, the leaf's. Confirmed tokens are on all paths.
 
     Args:
-      ancestors: int64 ``[rows]``, masks; 0 for confirmed tokens.
-      real: bool ``[rows]``, false where a row is padding.
+      ancestors: int64 ``[rows]``, masks, 0 for confirmed tokens.
+      real: bool ``[rows]``, false for padding rows.
 
     Returns:
-      int64 ``[rows]``; -1 if no real row descends from the row.
+      int64 ``[rows]``, -1 if no real row descends from the row.
     """
     rows = torch.arange(ancestors.shape[0])
     descends = ((ancestors[:, None] & ~ancestors[None, :]) == 0) & real[None, :]

@@ -1,9 +1,11 @@
-"""Chains of drafts sampled from a model, one token at a time, for many sequences at once.
+"""Chains of drafts sampled from a model, one token at a time, for many sequences together.
 
-A draft is sampled as the target samples: with the noise of its position, and after the same
-grammar, bias, penalties and filters. If draft model and target have the same distribution, they
-therefore agree on the token. A draft never violates the grammar, so no draft is ever cut because of
-its token, which would bias the distribution under `verify: rejection`.
+Drafts use the same sampling as the target: the noise of their position, after the same grammar,
+bias, penalties and filters. The draft model and the target therefore agree on a token if they have
+the same distribution.
+
+A draft always complies with the grammar. Verification therefore never shortens a draft because of a
+forbidden token, which would bias the distribution under `verify: rejection`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from draftgate.backends.engine.logits import adjust, forbid_rows
 from draftgate.backends.engine.sampler import draw_tokens, row_sampling
 
 PER_MILLE = 1000
-"""Unit of a model's evidence, the probability of the first token."""
+"""Scale of a chain's evidence: the probability of its first token times this number."""
 
 Forward = Callable[[Many[Feed]], Tensor]
-"""Runs feeds of one sampled row each; returns logits, float32 [feeds, vocab_size]."""
+"""Runs feeds of one sampled row each, and returns logits, float32 [feeds, vocab_size]."""
 
 Observe = Callable[[Many[Feed], float], None]
 """Receives the feeds of one depth and the seconds until their tokens were sampled."""
@@ -41,8 +43,8 @@ class _Chain:
 
     Attributes:
         sequence: a copy of the sequence with the drafts appended.
-        confirmed: tokens of the sequence without drafts.
-        distributions: one [vocab_size] per draft; empty unless rejection needs them.
+        confirmed: number of tokens of the sequence without drafts.
+        distributions: one [vocab_size] per draft, empty unless rejection needs them.
     """
 
     sequence: Sequence
@@ -74,12 +76,12 @@ def draw_chains(
     """Return a chain of `max_tokens` drafts for each request.
 
     Args:
-        requests: at least one token each.
+        requests: the requests, each for at least one token.
         first_feeds: the feed for each request's first draft, up to the sequence's last token.
         next_feed: returns the feed for the next draft, given the index of a request, and the
             position and token of its latest draft.
         forward: runs the model.
-        observe: receives the time of each depth.
+        observe: receives the feeds and the seconds of each depth.
         eos_ids: tokens that end a sequence, all below the vocabulary's size.
         keep_distributions: whether sampled drafts carry their distributions, for rejection.
     """
@@ -111,7 +113,7 @@ def draw_chains(
 def _draw(
     chains: Many[_Chain], logits: Tensor, eos_ids: frozenset[int], keep_distributions: bool
 ) -> list[int]:
-    """Sample the next token of each chain; record evidence and distributions."""
+    """Sample the next token of each chain, and store its evidence and distributions."""
     plan = StepPlan(tuple(_last_token(chain.sequence) for chain in chains))
     for row, chain in enumerate(chains):
         if chain.sequence.grammar is not None:
@@ -132,6 +134,6 @@ def _draw(
 
 
 def _last_token(sequence: Sequence) -> SequenceWork:
-    """Return the work that samples the token after the sequence's last one."""
+    """Return the work that samples the token after the end of a sequence."""
     last = len(sequence.token_ids) - 1
     return SequenceWork(sequence, last, (sequence.token_ids[last],), samples=True)

@@ -1,10 +1,12 @@
 """Drafts from a smaller model with the target's vocabulary.
 
-Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (arXiv
-2211.17192). The draft model keeps keys and values in pages borrowed from the target's memory
-(`core/draft_pages.py`), which the target may take back at any time. `DraftTable.valid_tokens` is
-the number of leading tokens that the pages of a sequence still hold. Missing tokens are computed
-again, a bounded number per step, before the proposer drafts for the sequence.
+Source: Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding"
+(arXiv 2211.17192).
+
+The draft model keeps keys and values in pages borrowed from the target's memory
+(`core/draft_pages.py`). The target may take the pages back at any time. `DraftTable.valid_tokens`
+is the number of leading tokens that the pages of a sequence still hold. The draft model computes
+the missing tokens again, a bounded number per step, before the proposer drafts for the sequence.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from draftgate.policies.costs.step_cost_fit import StepCostFit
 
 
 class DraftModel:
-    """A draft model over its pages: runs feeds, returns logits in the target's vocabulary.
+    """Runs feeds of a draft model over its pages, and returns logits in the target's vocabulary.
 
     Attributes:
-        reach_tokens: how many tokens back a token can influence the last logits, the sum of the
-            windows of all layers; None if a layer has no window.
+        reach_tokens: maximum distance, in tokens, at which a token can influence the last logits.
+            The value is the sum of the windows of all layers, or None if a layer has no window.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class DraftModel:
         """Bind a decoder to its layers of the pool.
 
         Args:
-            vocab_size: of the target.
-            forward: runs the decoder over `kv`; by default the decoder itself.
+            decoder: the draft model.
+            kv: the draft model's view of the pool.
+            vocab_size: vocabulary size of the target.
+            forward: runs the decoder over `kv`. The default is the decoder itself.
         """
         windows = decoder.config.windows
         self.kv = kv
@@ -55,7 +59,7 @@ class DraftModel:
     def forward(self, feeds: Many[Feed]) -> Tensor:
         """Return the logits of the sampled rows, float32 [rows, vocab_size of the target]."""
         logits = self._forward(feeds)
-        # The vocabularies differ only by padding; a token that one of them lacks is never drafted.
+        # The vocabularies differ only by padding. Drafts contain only tokens of both vocabularies.
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -79,14 +83,17 @@ class DraftModelProposer:
         catch_up_tokens: int,
         cost: StepCost,
     ) -> None:
-        """Start without sequences.
+        """Create a proposer without sequences.
 
         Args:
+            model: the draft model.
+            pages: the allocator of the draft model's pages.
             eos_ids: tokens that end a sequence.
             keep_distributions: whether sampled drafts carry their distributions, for rejection.
-            catch_up_tokens: upper bound, per step, on the missing tokens that the draft model
-                computes for all sequences together.
-            cost: initial cost of a forward pass by its tokens; updated by measured passes.
+            catch_up_tokens: maximum number of missing tokens that the draft model computes per
+                step,
+                for all sequences together.
+            cost: initial cost of a forward pass by its tokens. Measured passes update this cost.
         """
         self._model = model
         self._pages = pages
@@ -94,7 +101,7 @@ class DraftModelProposer:
         self._keep_distributions = keep_distributions
         self._catch_up_tokens = catch_up_tokens
         self._fit = StepCostFit(cost)
-        # By sequence key: tokens of the sequence when it was drafted for, and the drafts fed.
+        # By sequence key: length of the sequence at its last draft, and the drafts that were fed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def depth_s(self, sequences: int) -> float:
@@ -142,7 +149,7 @@ class DraftModelProposer:
         self._pages.release(sequence.draft_table)
 
     def _draw(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence; their pages must be reserved."""
+        """Return a chain for each sequence, whose pages must be reserved."""
 
         def first_feed(sequence: Sequence) -> Feed:
             valid = sequence.draft_table.valid_tokens
@@ -165,12 +172,12 @@ class DraftModelProposer:
         for request, draft in zip(requests, drafts, strict=True):
             sequence = request.sequence
             sequence.draft_table.valid_tokens = len(sequence.token_ids)
-            # The last draft was sampled, but not fed.
+            # The model sampled the last draft, but did not read it.
             self._drafted[sequence.key] = len(sequence.token_ids), draft.token_ids[:-1]
         return drafts
 
     def _observe(self, feeds: Many[Feed], seconds: float) -> None:
-        """Fit the cost by tokens alone; the contexts are not a term of it."""
+        """Fit the cost by tokens alone. The cost has no term for contexts."""
         tokens = sum(len(feed.token_ids) for feed in feeds)
         self._fit.add_step(StepSize(tokens, 0, 0, 0), seconds)
 
@@ -181,24 +188,27 @@ class DraftModelProposer:
         return sequence.draft_table.valid_tokens
 
     def _computed_tokens(self, sequence: Sequence) -> int:
-        """Return the number of leading tokens that need no computation, right drafts included."""
+        """Return the number of leading tokens that need no computation, with accepted drafts."""
         valid = sequence.draft_table.valid_tokens
         confirmed, drafted = self._drafted.get(sequence.key, (0, ()))
         if drafted and valid == confirmed:
-            came = sequence.token_ids[confirmed:]
-            valid += len(Draft(drafted).accepted_places(came))
-        # The last token is always fed, for its logits.
+            confirmed_ids = sequence.token_ids[confirmed:]
+            valid += len(Draft(drafted).accepted_places(confirmed_ids))
+        # The model always reads the last token, for its logits.
         last = len(sequence.token_ids) - 1
-        # Tokens out of reach are masked, so they need no computation.
+        # Masks hide tokens out of reach, so these tokens need no computation.
         return max(min(valid, last), self._unread_tokens(sequence))
 
     def _unread_tokens(self, sequence: Sequence) -> int:
-        """Return the number of leading tokens out of reach of every future token."""
+        """Return the number of leading tokens that no future token can reach."""
         reach = self._model.reach_tokens
         return 0 if reach is None else max(0, len(sequence.token_ids) - 1 - reach)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Extend the sequence's draft pages to hold `tokens`; return whether that succeeded."""
+        """Extend the sequence's draft pages to hold `tokens`.
+
+        Return whether the memory sufficed.
+        """
         try:
             self._pages.extend(sequence.draft_table, tokens, self._unread_tokens(sequence))
         except OutOfBlocks:

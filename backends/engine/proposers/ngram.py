@@ -1,9 +1,11 @@
 """Drafts by n-gram lookup: the continuations of earlier matches of a sequence's last tokens.
 
-Prompt lookup (A. Saxena, 2023; "LLMA", arXiv 2304.04487) with an incremental index. Matches that
-continue differently become branches of a tree, so each slot gets the likeliest remaining token,
-deeper or beside. If the sequence itself has no long match, the proposer also searches the tenant's
-finished requests, if they are kept (SuffixDecoding, arXiv 2411.04975, keeps them in a tree).
+The method is prompt lookup (A. Saxena, 2023; "LLMA", arXiv 2304.04487) with an incremental index.
+Matches that continue differently become branches of a tree, so each slot gets the likeliest
+remaining token of any depth or branch.
+
+If the sequence itself has no long match, the proposer also searches the tenant's finished requests,
+if the worker keeps them. SuffixDecoding (arXiv 2411.04975) keeps such requests in a tree.
 """
 
 from __future__ import annotations
@@ -18,42 +20,51 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex, TenantCorpora
 
 LENGTH_WEIGHT: Final = 2.0
-"""Factor on the weight of a match per token of its length. Tokens a step on 25 held-out files with
-4 / 8 / 16 slots: chain 1.77 / 1.88 / 1.92; trees weighted by the match's length 1.81 / 1.97 / 2.09,
-doubling 1.81 / 1.98 / 2.10, times four 1.82 / 1.98 / 2.09. All trees wasted fewer slots than the
-chain (2026-11-21)."""
+"""Factor on the weight of a match per token of its length.
+
+The following figures are tokens per step on 25 held-out files with 4 / 8 / 16 slots. A chain gets
+1.77 / 1.88 / 1.92. Trees weighted by the match's length get 1.81 / 1.97 / 2.09, with a factor of
+two 1.81 / 1.98 / 2.10, with a factor of four 1.82 / 1.98 / 2.09. All trees wasted fewer slots than
+the chain (2026-11-21).
+"""
 
 DEEPER: Final = 0.75
-"""Assumed chance that a token is right if its parent is, to compare branches with deeper tokens."""
+"""Assumed chance of a token after a correct parent, to compare branches with deeper tokens."""
 
 LONG_MATCH: Final = 4
-"""A match of this length in the sequence itself ends the search."""
+"""Minimum length of a match in the sequence itself that makes a search of the corpus unnecessary.
+"""
 
 
 class NgramProposer:
     """Proposes the continuations of the longest matches of a sequence's end."""
 
     def __init__(self, *, corpus_tokens: int = 0, trees: bool = True) -> None:
-        """Start without sequences.
+        """Create a proposer without sequences.
 
         Args:
-            corpus_tokens: tokens of finished requests that are kept for each tenant; 0 keeps none.
-            trees: whether different continuations become branches; otherwise only the best is used.
+            corpus_tokens: tokens of finished requests to keep for each tenant. 0 keeps none.
+            trees: whether different continuations become branches. Without trees, the draft is the
+                best
+                continuation.
         """
         self._indexes: dict[int, NgramIndex] = {}  # by sequence key
         self._corpora = TenantCorpora(corpus_tokens)
         self._trees = trees
 
     def depth_s(self, sequences: int) -> float:
-        """Return 0: a lookup needs no forward pass."""
+        """Return 0, because a lookup needs no forward pass."""
         return 0.0
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return 0: indexing new tokens takes microseconds."""
+        """Return 0, because indexing new tokens takes microseconds."""
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return the continuations of each sequence's matches; an empty draft without a match."""
+        """Return the continuations of each sequence's matches.
+
+        Without a match, the draft is empty.
+        """
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
 
     def forget(self, sequence: Sequence) -> None:
@@ -90,7 +101,7 @@ class NgramProposer:
 
 
 def _continuation(tokens: Many[int], end: int, length: int) -> tuple[int, ...]:
-    """Return the tokens from `end` on; beyond the text, its repetition from `end`."""
+    """Return the tokens from `end` on. After the end of the text, repeat them from `end`."""
     period = len(tokens) - end
     if length <= period:
         return tuple(tokens[end : end + length])
@@ -103,8 +114,8 @@ _Weighted = tuple[tuple[int, ...], float]  # a continuation and its weight
 def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Draft:
     """Return the tree of the likeliest tokens, with shared beginnings, best first.
 
-    The children of a token are looked at when the token is taken, so the cost is proportional to
-    the tokens taken.
+    The function visits the children of a token only after it takes the token. The cost is therefore
+    proportional to the size of the tree.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -115,7 +126,7 @@ def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Dra
 
     def push_children(parent: int, depth: int, chance: float, through: list[_Weighted]) -> None:
         nonlocal order
-        if len(through) == 1:  # the common case: no branches, nothing to compute
+        if len(through) == 1:  # the common case: no branches
             order += 1
             heappush(ahead, (-chance, order, through[0][0][depth], 1.0, parent, depth, through))
             return

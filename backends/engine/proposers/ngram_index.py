@@ -1,9 +1,9 @@
 """Indexes that find earlier matches of the end of a text, in the text itself or a tenant's corpus.
 
-Hash chains, as deflate keeps them for its matches (RFC 1951). For each pair of tokens, and for each
-single token, the index has its latest end, and for each end the previous one. Adding a token costs
-two dictionary entries and two array items, whatever the length of the text. Matches are found
-latest first.
+The index uses hash chains, as deflate does for its matches (RFC 1951). For each pair of tokens, and
+for each single token, the index has its latest end. For each end, the index has the previous end. A
+new token costs two dictionary entries and two array items, for any length of the text. A search
+finds the latest matches first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from collections.abc import Sequence as Many
 from typing import Final, NamedTuple
 
 MOST_MATCHES: Final = 8
-"""Matches that are compared. Tokens a step with 8 slots on held-out code, with 1 / 4 / 8 / 16
-matches: 1.80 / 1.92 / 1.93 / 1.92 (2026-11-21); each costs half a microsecond."""
+"""Maximum number of matches to compare.
+
+With 1 / 4 / 8 / 16 matches and 8 slots, held-out code gets 1.80 / 1.92 / 1.93 / 1.92 tokens per
+step (2026-11-21). Each match costs half a microsecond.
+"""
 
 MOST_EVIDENCE: Final = 32
-"""Longest match that is counted; longer ones are no better evidence."""
+"""Maximum counted length of a match. Longer matches are no better evidence."""
 
 MOST_TENANTS: Final = 64
-"""Tenants whose texts are kept, least recently used first out; bounds the memory."""
+"""Maximum number of tenants with a corpus, which bounds the memory.
+
+The least recently used corpus is dropped first.
+"""
 
 _SHIFT: Final = 20
-"""Bits of a token in a pair: no vocabulary has 2^20 tokens."""
+"""Bits of a token in a pair. No vocabulary has 2^20 tokens."""
 
 
 class Match(NamedTuple):
@@ -36,12 +42,12 @@ class Match(NamedTuple):
 
 
 class NgramIndex:
-    """Index of one growing text, which the caller keeps."""
+    """Index of a growing text, which the caller keeps."""
 
     def __init__(self) -> None:
         self._pairs: dict[int, int] = {}
         self._singles: dict[int, int] = {}
-        # By end, from 0: the previous end of the same pair or token; 0 for none.
+        # By end, from 0: the previous end of the same pair or token, or 0 without a previous end.
         self._earlier_pairs = array("i", [0])
         self._earlier_singles = array("i", [0])
 
@@ -65,14 +71,17 @@ class NgramIndex:
 
         Args:
             tokens: the indexed text.
-            text: the text whose end is searched; may be the indexed text itself.
+            text: the text with the end to search, which may be the indexed text itself.
         """
         found = [Match(end, _agreement(tokens, end, text)) for end in self._ends(text)]
         found.sort(key=lambda match: -match.length)
         return found
 
     def _ends(self, text: Many[int]) -> Iterator[int]:
-        """Yield earlier ends of the last pair of a text, or of its last token if there are none."""
+        """Yield earlier ends of the last pair of a text.
+
+        Without such a pair, use the last token.
+        """
         end = self._pairs.get(text[-2] << _SHIFT | text[-1], 0) if len(text) > 1 else 0
         earlier = self._earlier_pairs
         if not end:
@@ -97,9 +106,9 @@ def _agreement(tokens: Many[int], end: int, text: Many[int]) -> int:
 class Corpus:
     """The latest tokens of one tenant, in two generations.
 
-    Tokens are added to the younger generation. When it holds half of the limit, it becomes the
-    older one, and the previous older one is dropped. So the corpus keeps between half and all of
-    the limit, and no index ever moves or removes an entry.
+    The corpus adds tokens to the younger generation. A young generation with half of the limit
+    becomes the older generation, and the corpus drops the previous older generation. The corpus
+    therefore keeps between half and all of the limit, and no index moves or removes an entry.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -120,17 +129,17 @@ class Corpus:
         index.catch_up(tokens)
 
     def matches(self, text: Many[int]) -> Iterator[tuple[Many[int], Match]]:
-        """Yield each match of the end of a text, with the tokens that it is a place in."""
+        """Yield each match of the end of a text, with the tokens that contain the match."""
         for tokens, index in self._generations:
             for match in index.matches(tokens, text):
                 yield tokens, match
 
 
 class TenantCorpora:
-    """One corpus per tenant, so that no tenant's texts appear in drafts for another one."""
+    """A corpus per tenant, so that no tenant's texts appear in drafts for other tenants."""
 
     def __init__(self, most_tokens: int) -> None:
-        """Keep up to `most_tokens` tokens for each tenant; 0 keeps nothing."""
+        """Keep up to `most_tokens` tokens for each tenant. 0 keeps no tokens."""
         self._most_tokens = most_tokens
         self._by_tenant: OrderedDict[str, Corpus] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""Proposers by name, including those of other packages (entry points)."""
+"""Proposers by name, including the proposers of other packages (entry points)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ProposerSetup:
     Attributes:
         config: the worker's settings.
         decoder, pool, blocks: the target, its KV memory, and the allocator of that memory.
-        cost: of the target's steps.
-        draft: the draft model; None without one.
-        max_model_len: upper bound on the tokens of a sequence; None is the model's own bound.
-        forward: runs the target over its pool; by default the decoder itself.
+        cost: the cost of the target's steps.
+        draft: the draft model, or None.
+        max_model_len: maximum tokens of a sequence, or None for the model's own bound.
+        forward: runs the target over its pool. The default is the decoder itself.
     """
 
     config: WorkerConfig
@@ -113,7 +113,7 @@ _BUILT_IN: Final[dict[str, ProposerFactory]] = {
     "draft_model": _draft_model,
     "sparse_self": _sparse_self,
 }
-"""Cheapest first: a lookup, a smaller model, the model itself."""
+"""Built-in proposers, cheapest first: n-gram lookup, a smaller model, the model itself."""
 
 
 def proposer_names(*, has_draft: bool) -> tuple[str, ...]:
@@ -124,10 +124,10 @@ def proposer_names(*, has_draft: bool) -> tuple[str, ...]:
 
 
 def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
-    """Check that a worker can offer a proposer; None stands for all available ones.
+    """Check that a worker can offer a proposer. None means all available proposers.
 
     Raises:
-        ValueError: if the name is unknown, or the proposer lacks a draft model.
+        ValueError: the name is unknown, or the proposer lacks a draft model.
     """
     if name is None or name in proposer_names(has_draft=has_draft):
         return
@@ -139,13 +139,13 @@ def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
 
 
 def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
-    """Return the proposers that a worker offers: the one in its settings, or all available ones.
+    """Return the configured proposer of a worker, or all available proposers.
 
     Other packages register proposers as entry points in `draftgate.proposers`: callables that take
     a `ProposerSetup` and return a `Proposer`.
 
     Raises:
-        ValueError: as `check_proposer_name`, or if a setting is invalid.
+        ValueError: the name is unknown, the proposer lacks a draft model, or a setting is invalid.
     """
     wanted, has_draft = setup.config.proposer, setup.draft is not None
     check_proposer_name(wanted, has_draft=has_draft)

@@ -1,24 +1,24 @@
 """Drafts from the target itself, which reads only the beginning and the end of its context.
 
-MagicDec (arXiv 2408.11049) with the cache of StreamingLLM (arXiv 2309.17453). The target reads the
-first pages (the attention sinks) and the latest ones, so drafting costs the same for any context
-length, while a verify step reads the whole context. There is no second cache: drafts are fed
-through a sub-list of the sequence's own page table, and their keys and values go to the slots that
-the scheduler reserved for them after the sequence.
+The method is MagicDec (arXiv 2408.11049) with the cache of StreamingLLM (arXiv 2309.17453). The
+target reads the first pages (the attention sinks) and the latest pages. Drafting therefore costs
+the same for any context length, while a verify step reads the whole context. The method needs no
+second cache. The target reads a sub-list of the sequence's own page table. The keys and values of
+drafts go to the slots that the scheduler reserved for them after the sequence.
 
 The keys and values of drafts are temporary. The verify step feeds the pending token and all drafts
-again, and each layer writes their slots before it reads them. Drafts that are not verified leave
-values after the end of the sequence, where every slot is written before it is read. Only the last
-pages are written, and those are not shared: the prefix cache knows a page only when all its tokens
-are computed, and the pending token is not.
+again, and each layer writes their slots before it reads them. Drafts without verification leave
+values after the end of the sequence, where a step writes every slot before it reads the slot.
+Drafting writes only the last pages, which are not shared. The prefix cache shares a page only after
+all its tokens are computed, and the pending token is not.
 
-Keys keep the rotation of their true positions, as do queries, so the omitted pages act as if they
-had no weight. (StreamingLLM rotates keys by their place in its cache to exceed the trained context
-length, which is not needed here.)
+Keys and queries keep the rotation of their true positions, so the omitted pages act like pages with
+no weight. StreamingLLM rotates keys by their place in its cache to exceed the trained context
+length, which this method does not need.
 
-Sliding windows count places in the sub-list. If a layer's window is not longer than the latest
-pages, the layer sees the same tokens as the target. If it is longer, the layer also sees sinks that
-the target does not see any more. That may lower acceptance, but never changes the text.
+Sliding windows count places in the sub-list. A layer whose window fits in the latest pages sees the
+same tokens as the target. A layer with a longer window also sees sinks that the target no longer
+sees. Such a layer may lower acceptance, but never changes the text.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ class SparseSelfProposer:
         Args:
             decoder: the target.
             pool: the target's keys and values.
-            budget_tokens: upper bound on the tokens that a draft reads, rounded down to whole
-                pages. Attention reads tiles of `KV_TILE`, so use a multiple of it.
-            sink_tokens: how many of them are the first of the sequence, rounded up to whole pages.
+            budget_tokens: maximum number of tokens that a draft reads, rounded down to whole pages.
+                Attention reads tiles of `KV_TILE`, so use a multiple of that size.
+            sink_tokens: number of budget tokens at the beginning of the sequence, rounded up to
+                whole
+                pages.
             eos_ids: tokens that end a sequence, all below the vocabulary's size.
             keep_distributions: whether sampled drafts carry their distributions, for rejection.
-            cost: initial cost of the target's steps; updated by measured drafting.
-            forward: runs the decoder over the pool; by default the decoder itself.
+            cost: initial cost of the target's steps. Measured drafting updates this cost.
+            forward: runs the decoder over the pool. The default is the decoder itself.
 
         Raises:
-            ValueError: if the sizes are not positive, or leave no page for the latest tokens.
+            ValueError: the sizes are not positive, or leave no page for the latest tokens.
         """
         self._sink_pages = -(-sink_tokens // BLOCK_TOKENS)
         self._recent_pages = budget_tokens // BLOCK_TOKENS - self._sink_pages
@@ -88,17 +90,17 @@ class SparseSelfProposer:
         self._forward = forward or self._run
 
     def depth_s(self, sequences: int) -> float:
-        """Return the predicted seconds of a step of one token each that reads the budget."""
+        """Return the predicted seconds of a step of single tokens that reads the whole budget."""
         return self._fit.cost.seconds(sequences, sequences * self._budget_tokens, sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return 0: the keys and values are those of the target."""
+        """Return 0, because the proposer uses the target's keys and values."""
         return 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each decoding sequence, and an empty draft for the others."""
-        # With several pending tokens, only the last one could be fed; the others have no KV yet.
+        """Return a chain for each decoding sequence, and an empty draft for other sequences."""
+        # A feed can hold only the last pending token, and earlier pending tokens have no KV yet.
         decodes = [request for request in requests if request.sequence.pending_tokens == 1]
         sequences = [request.sequence for request in decodes]
 
@@ -118,14 +120,14 @@ class SparseSelfProposer:
         return [drafts.get(request.sequence.key, Draft()) for request in requests]
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: no state is kept."""
+        """Do nothing, because the proposer keeps no state."""
 
     def _observe(self, feeds: Many[Feed], seconds: float) -> None:
         count = len(feeds)
         self._fit.add_step(StepSize(count, count * self._budget_tokens, count, 0), seconds)
 
     def _feed(self, table: array[int], position: int, token: int) -> Feed:
-        """Return the feed of one token, which is written to its own slot and reads the sub-list."""
+        """Return the feed of a token, which reads the sub-list and has a slot of its own."""
         used = position // BLOCK_TOKENS + 1
         omitted = max(0, used - self._sink_pages - self._recent_pages)
         visible = table[: self._sink_pages] + table[self._sink_pages + omitted : used]
