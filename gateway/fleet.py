@@ -1,9 +1,9 @@
-"""The workers that a node can send requests to: its own, and those of other nodes.
+"""The workers to which a node can send requests, namely its own and those of other nodes.
 
-A node's own workers differ only in their device. They are imported and built when the fleet starts,
-so that the node already listens while torch is imported, and they start and stop together. A worker
-that fails is not used again, and the node has failed once none of its own is left. Upstreams
-recover: while none is available there is an outage. Workers of other nodes join and leave
+A node's own workers differ only in their device, and start and stop together. The fleet imports and
+builds them when it starts, so that the node already listens while torch is imported. A failed
+worker is never used again, and the node fails with its last own worker. Upstreams recover, and an
+outage lasts while none of them is available. Workers of other nodes join and leave
 (`gateway.cluster.members`).
 """
 
@@ -35,17 +35,18 @@ class FleetWorker:
 
     Attributes:
         epoch: the epoch of the worker (`gateway.state.store`).
-        own: whether it belongs to this node.
-        backend: runs its requests; a `Backend` (`generating`) or an `Upstream` (`upstream`).
-        forwards: whether it is an upstream, to which requests are forwarded unchanged.
+        own: whether the worker belongs to this node.
+        backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
+        forwards: whether the worker is an upstream, which gets requests unchanged.
         reserved_tokens: upper bound of the requests' tokens, prompt and output.
-        hung: whether the watchdog found that it makes no progress (`dispatch.watchdog`).
+        hung: whether the watchdog found that the worker makes no progress
+            (`dispatch.watchdog`).
     """
 
     own = True
 
     def __init__(self, worker_id: str, backend: Backend | Upstream, epoch: str = "") -> None:
-        """Begin with nothing sent."""
+        """Start without requests."""
         self.worker_id = worker_id
         self.epoch = epoch
         self.backend = backend
@@ -56,22 +57,22 @@ class FleetWorker:
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, CapacityNeed] = {}
-        self._unstarted: dict[str, CapacityNeed] = {}  # the part of them without a first token
+        self._unstarted: dict[str, CapacityNeed] = {}  # those without a first token
         self._promised: dict[str, float] = {}  # time per output token, by request
 
     @property
     def watermark(self) -> int:
-        """Number of the last lease that its load includes."""
+        """Number of the last lease that the worker's load includes."""
         return self._watermark
 
     @property
     def load_age_s(self) -> float:
-        """Age of its load in seconds."""
+        """Age of the worker's load in seconds."""
         return 0.0
 
     @property
     def usage(self) -> WorkerUsage:
-        """Its load together with the requests of this node."""
+        """The worker's load together with the requests of this node."""
         return WorkerUsage(
             self.backend.load(),
             self._sequences,
@@ -84,7 +85,7 @@ class FleetWorker:
         """Return the routing policy's view of the worker.
 
         Args:
-            at: its usage.
+            at: the usage of the worker.
         """
         return Candidate(
             self.worker_id,
@@ -97,18 +98,18 @@ class FleetWorker:
 
     @property
     def generating(self) -> Backend:
-        """The backend of a worker that takes token ids."""
+        """The backend of a worker that accepts token ids."""
         assert not self.forwards
         return cast(Backend, self.backend)
 
     @property
     def upstream(self) -> Upstream:
-        """The backend of a worker that takes requests as received."""
+        """The backend of a worker that accepts requests as received."""
         assert self.forwards
         return cast(Upstream, self.backend)
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:
-        """Count a request that is about to be sent."""
+        """Count a request before it is sent."""
         self.release(request_id)
         self._sent[request_id] = self._unstarted[request_id] = need
         self._sequences += need.sequences
@@ -118,17 +119,22 @@ class FleetWorker:
             self._promised[request_id] = need.tpot_s
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """Send a request under a lease (0: without one) and return its deltas.
+        """Send a request and return its deltas.
+
+        Args:
+            lease_number: number of the request's lease, or 0 without a lease.
 
         Raises:
-            BackendFailed: the worker refuses it or has failed.
+            BackendFailed: the worker rejects the request or has failed.
         """
         deltas = self.generating.generate(request)
-        self._watermark = max(self._watermark, lease_number)  # the load includes it from now on
+        self._watermark = max(
+            self._watermark, lease_number
+        )  # the load includes the request from now on
         return deltas
 
     def started(self, request_id: str) -> bool:
-        """Record that a request has its first token; return whether this is the first call."""
+        """Record a request's first token, and return whether this is the first call."""
         need = self._unstarted.pop(request_id, None)
         if need is None:
             return False
@@ -137,7 +143,10 @@ class FleetWorker:
         return True
 
     def release(self, request_id: str) -> None:
-        """Stop counting a request. Idempotent."""
+        """Stop counting a request.
+
+        The method is idempotent.
+        """
         self.started(request_id)
         need = self._sent.pop(request_id, None)
         if need is None:
@@ -152,51 +161,61 @@ class PeerWorker(FleetWorker):
     """A worker of another node in one epoch, and the requests of this node that run on it.
 
     Attributes:
-        gateways: number of nodes that may send to it, including this one.
+        gateways: number of nodes that may send requests to the worker, including this node.
     """
 
     own = False
 
     def __init__(self, worker_id: str, backend: PeerBackend, epoch: str) -> None:
-        """Begin with nothing sent."""
+        """Start without requests."""
         super().__init__(worker_id, backend, epoch)
         self.gateways = 2  # until the store reports the number
         self._peer = backend
 
     @property
     def watermark(self) -> int:
-        """Number of the last lease that its load includes."""
+        """Number of the last lease that the worker's load includes."""
         return self._peer.watermark
 
     @property
     def load_age_s(self) -> float:
-        """How old its load is, in seconds."""
+        """Age of the worker's load in seconds."""
         return self._peer.load_age_s
 
     @property
     def usage(self) -> WorkerUsage:
-        """Its load together with the requests of this and other nodes."""
+        """The worker's load together with the requests of this and other nodes."""
         return with_other_gateways(super().usage, self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """See `FleetWorker`. The watermark advances when the request has arrived there."""
+        """Send a request and return its deltas, as `FleetWorker.run` does.
+
+        The watermark advances when the request has arrived at the worker.
+        """
         return self._peer.generate(request, lease_number)
 
 
 class Fleet:
-    """The workers of a node: its own, one per configuration, and linked ones of other nodes.
+    """The workers of a node, namely one per configuration and linked workers of other nodes.
 
     Attributes:
-        workers: all workers, own ones first.
+        workers: all workers, own workers first.
         rivals: number of other gateways whose requests to the same workers are unknown.
-        discovers: whether the node looks for workers of other nodes.
-        ending: whether the node stops, so that requests are not resumed any more.
+        discovers: whether the node searches for workers of other nodes.
+        ending: whether the node is stopping, so that it no longer resumes requests.
     """
 
     def __init__(
         self, load_factory: Callable[[], BackendFactory], configs: Sequence[WorkerConfig]
     ) -> None:
-        """Prepare a fleet; `load_factory` may import for seconds and runs in a thread."""
+        """Prepare a fleet.
+
+        Args:
+            load_factory: a function that returns the factory of backends. It runs in a thread,
+                because
+                its imports may take seconds.
+            configs: one configuration per worker.
+        """
         self._load_factory = load_factory
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
@@ -216,7 +235,7 @@ class Fleet:
 
     @property
     def open(self) -> list[FleetWorker]:
-        """The serving workers that accept requests now, without hung ones and paused upstreams."""
+        """The serving workers that accept requests now, neither hung nor paused."""
         return [
             worker
             for worker in self.serving
@@ -225,16 +244,17 @@ class Fleet:
 
     @property
     def may_grow(self) -> bool:
-        """Whether more workers may become available soon: new or recovering ones."""
+        """Whether new or recovering workers may become available soon."""
         if self.ending:
             return False
         return self.discovers or any(w.backend.recovers or w.hung for w in self.workers)
 
     @property
     def failure(self) -> str | None:
-        """Why none of the node's own workers is left; None while one serves or may recover.
+        """The reason why no own worker of the node is left, or None.
 
-        Workers of other nodes may still serve running requests, but this node should restart.
+        The result is None while a worker serves or may recover. Workers of other nodes may still
+        serve running requests, but this node should restart.
         """
         own = self.own
         return None if any(worker.backend.recovers for worker in own) else _outage(own)
@@ -246,19 +266,22 @@ class Fleet:
 
     @property
     def outage(self) -> str | None:
-        """Why no worker serves now; None while one does."""
+        """The reason why no worker serves now, or None while a worker serves."""
         return _outage(self.workers) if self.workers else NO_WORKER
 
     @property
     def progress(self) -> float:
-        """The progress of loading, 0 to 1: the mean of the workers."""
+        """The mean progress of loading of the workers, between 0 and 1."""
         if not self.workers:
             return 0.0
         return sum(worker.backend.progress for worker in self.workers) / len(self.workers)
 
     @property
     def card(self) -> ModelCard:
-        """The card of the served model; of upstreams, that of the first one that was reached."""
+        """The card of the served model.
+
+        For upstreams, this is the card of the first upstream that responded.
+        """
         cards = [worker.backend.card for worker in self.workers or (self.any,)]
         return next((card for card in cards if card.model_id), cards[0])
 
@@ -268,13 +291,13 @@ class Fleet:
         return self.any.generating.tokenizer
 
     async def start(self, name: str | None = None) -> None:
-        """Import the backend in a thread, then build and start own workers concurrently.
+        """Import the backend in a thread, and then build and start own workers concurrently.
 
-        A worker that cannot start is a mistake in the configuration, so it fails the whole fleet.
-        Call `stop` in that case, too.
+        A worker that cannot start is a configuration error, so it fails the whole fleet. The caller
+        must call `stop` also in that case.
 
         Args:
-            name: prefix of the workers' ids; None generates one.
+            name: prefix of the workers' ids, or None to generate one.
 
         Raises:
             ImportError: a package that the backend needs is not installed.
@@ -293,7 +316,7 @@ class Fleet:
         """Start own workers with an imported factory.
 
         Args:
-            factory: builds a backend from each configuration.
+            factory: a function that builds a backend from a configuration.
             name: prefix of the workers' ids.
             epoch: epoch of the workers.
         """
@@ -308,18 +331,24 @@ class Fleet:
         self.workers = (*self.workers, worker)
 
     def remove(self, worker: PeerWorker) -> None:
-        """Remove a worker of another node, if it was added. Idempotent."""
+        """Remove a worker of another node, if it was added.
+
+        The method is idempotent.
+        """
         if worker in self.workers:
             self._last = worker
         self.workers = tuple(one for one in self.workers if one is not worker)
 
     async def stop(self) -> None:
-        """Stop all workers; open streams end with `BackendFailed`. Idempotent."""
+        """Stop all workers.
+
+        Open streams end with `BackendFailed`. The method is idempotent.
+        """
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
     @property
     def any(self) -> FleetWorker:
-        """A representative worker; if none is left, the last one that was removed.
+        """A representative worker, or the last removed worker if none is left.
 
         Raises:
             BackendFailed: the fleet never had a worker.
@@ -331,7 +360,7 @@ class Fleet:
 
 
 def _outage(workers: Sequence[FleetWorker]) -> str | None:
-    """Return why none of these workers serves; None if one does, or without workers."""
+    """Return the reason why none of these workers serves, or None if one serves or none exists."""
     if not workers or any(worker.backend.failure is None for worker in workers):
         return None
     reasons = (str(worker.backend.failure) for worker in workers)

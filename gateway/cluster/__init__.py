@@ -1,1 +1,1 @@
-"""Membership of a pool: discovery of other nodes' workers, heartbeats, addresses, access."""
+"""Membership of a pool, with discovery, heartbeats, addresses and access control."""

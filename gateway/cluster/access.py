@@ -1,8 +1,8 @@
-"""Which nodes may use this node's workers: those that know the secret of the cluster.
+"""Access control for nodes that use this node's workers.
 
-Without a secret, only processes on this machine may, and only if clients need no API key either.
-Requests with an `Origin` are refused, because any web page can make a browser connect to this
-machine.
+Nodes must know the secret of the cluster. Without a secret, only processes on this machine have
+access, and only if clients need no API key. Requests with an `Origin` are rejected, because any web
+page can make a browser connect to this machine.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from draftgate.backends.peer.proof import ProofChecker, SharedSecret, secret_of
 from draftgate.gateway.config import ServeConfig
 
 NO_PROOF: Final = ""
-"""The answer to a peer that needs no proof."""
+"""The response to a peer that needs no proof."""
 
 
 class PeerAccess:
-    """Authenticates peers."""
+    """An authenticator of peers."""
 
     def __init__(self, secret: SharedSecret | None, now_s: Callable[[], float] = time.time) -> None:
-        """Require proofs of a secret; None requires none."""
+        """Require proofs of a secret.
+
+        Args:
+            secret: the secret, or None to require no proofs.
+            now_s: the clock, in Unix time.
+        """
         self._proofs = None if secret is None else ProofChecker(secret)
         self._now_s = now_s
 
     def admit(self, path: str, headers: Mapping[str, str]) -> str | None:
-        """Return the answer to a request's proof, or None to refuse it. A proof is valid once."""
+        """Return the response to a request's proof, or None to reject the request.
+
+        A proof is valid only once.
+        """
         if "Origin" in headers:
             return None
         if self._proofs is None:

@@ -1,4 +1,4 @@
-"""The address at which other nodes reach this one."""
+"""The address at which other nodes reach this node."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WILDCARDS: Final = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: 
 async def advertised_url(config: ServeConfig, port: int) -> str:
     """Return the URL that a node of a pool advertises.
 
-    It is `--advertise`, or the address that the node listens on. For a wildcard address it is the
-    local address of a connection to the state store.
+    The URL is `--advertise`, or the listen address of the node. For a wildcard address, the result
+    is the local address of a connection to the state store.
 
     Args:
-        port: the port that the node listens on.
+        port: the port on which the node listens.
 
     Raises:
-        ValueError: the address cannot be determined; the message says what to do.
+        ValueError: the address cannot be determined. The message says what to do.
     """
     if config.advertise is not None:
         return config.advertise.rstrip("/")
@@ -53,7 +53,7 @@ def _outward(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> 
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             try:
                 probe.connect((host, port))
-            except OSError:  # the name does not resolve, or not in this family
+            except OSError:  # the name has no address in this family
                 continue
             return str(probe.getsockname()[0])
     raise ValueError(

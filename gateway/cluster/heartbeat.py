@@ -1,6 +1,6 @@
-"""The heartbeat of a node: once a second it reports its workers and looks for those of others.
+"""The heartbeat of a node, which runs once a second.
 
-It also renews the leases that the node holds.
+The heartbeat reports the node's workers, renews its leases, and finds workers of other nodes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ HEARTBEAT_S: Final = 1.0
 
 
 class Heartbeat:
-    """Publishes the loads of a node's own workers, renews leases, writes decisions.
+    """Publishes the loads of a node's own workers, renews leases, and writes decisions.
 
     Attributes:
-        url: the URL at which other nodes reach this one; "" if none may.
+        url: the URL at which other nodes reach this node, or an empty string without access.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Heartbeat:
         decisions: Decisions,
         members: Members | None = None,
     ) -> None:
-        """Serve a fleet, which need not have started yet.
+        """Serve a fleet, which may start later.
 
         Args:
-            members: discovery of other nodes' workers; None without a pool.
+            members: discovery of other nodes' workers, or None without a pool.
         """
         self._fleet = fleet
         self._store = store
@@ -59,7 +59,7 @@ class Heartbeat:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Run the heartbeat within this context."""
+        """Run the heartbeat until the block ends."""
         beats = asyncio.create_task(self.run())
         try:
             yield
@@ -68,18 +68,21 @@ class Heartbeat:
             await asyncio.wait({beats})
 
     async def run(self) -> None:
-        """Run until cancelled. Errors are logged."""
+        """Run until cancelled.
+
+        Errors are logged.
+        """
         while True:
             try:
                 await self.beat()
                 await self.write_decisions()
-            except Exception as error:  # noqa: BLE001 - other nodes would take a stopped heartbeat for a dead node
+            except Exception as error:  # noqa: BLE001 - a stopped heartbeat would look like a dead node
                 log(logging.ERROR, "heartbeat failed", error=error)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def beat(self) -> None:
-        """Report workers, renew leases, and dispatch queued requests that fit now."""
-        self._queue.pump()  # memory can become free without an event on this node
+        """Report workers, renew leases, and dispatch queued requests that now fit."""
+        self._queue.pump()  # memory may become free without an event on this node
         for number, worker in enumerate(self._fleet.own):
             if not self._left:
                 await self._report(worker, number)
@@ -88,13 +91,19 @@ class Heartbeat:
             await self._members.look()
 
     async def leave(self) -> None:
-        """Withdraw the workers from the pool; later beats only renew leases of running requests."""
+        """Withdraw the workers from the pool.
+
+        Later heartbeats only renew leases of running requests.
+        """
         self._left = True
         for worker in self._fleet.own:
             await self._withdraw(worker)
 
     async def write_decisions(self) -> None:
-        """Write recorded decisions to the file, if one is configured. Errors are logged."""
+        """Write recorded decisions to the file, if a file is configured.
+
+        Errors are logged.
+        """
         if not self._decisions.unwritten:
             return
         try:
@@ -107,7 +116,7 @@ class Heartbeat:
         if failure is None:
             if worker_id in self._lost:  # an upstream that recovered
                 self._lost.discard(worker_id)
-                log(logging.INFO, "worker is back", worker=worker_id)
+                log(logging.INFO, "worker recovered", worker=worker_id)
             await self._publish(worker, number)
         elif worker_id not in self._lost:
             self._lost.add(worker_id)

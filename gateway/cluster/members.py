@@ -1,9 +1,9 @@
-"""Discovery: find the workers of other nodes in the state store and link to them.
+"""Discovery of other nodes' workers in the state store, and links to them.
 
-The store is read once a second. Each new worker gets a peer link, and joins the fleet once the link
-is up. From then on the link reports its load ten times a second, independently of the store. A
-worker is removed when the store no longer lists it, or lists a later epoch, and its link has ended.
-A store that loses its memory therefore interrupts no stream.
+The node reads the store once a second. Each new worker gets a peer link, and joins the fleet once
+the link is up. From then on, the link reports the load ten times a second, independently of the
+store. A worker is removed when the store no longer lists it, or lists a later epoch, and its link
+has ended. A store that loses its memory therefore interrupts no stream.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport
 from draftgate.gateway.telemetry.logs import log
 
 LOOK_S: Final = 1.0
-"""Interval of reading the store: that of the workers' reports."""
+"""Interval of reading the store, which equals the interval of the workers' reports."""
 
 REFUSED_S: Final = 30.0
-"""Time until a worker that refused a link is tried again.
+"""Time until the node tries again to link to a worker that rejected the link.
 
-Its configuration, such as the secret, may have been corrected. (Chosen, not tuned.)"""
+An operator may have corrected the configuration, such as the secret. (Chosen, not tuned.)"""
 
 Reach = Callable[[WorkerReport], PeerBackend]
-"""Returns the backend for a worker, in the epoch of its report."""
+"""A function that returns the backend for a worker, in the epoch of its report."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Model:
     """The model that the workers of a node serve.
 
     Attributes:
-        digest: hash of the tokenizer's files; "" while unknown.
+        digest: hash of the tokenizer's files, or an empty string while unknown.
     """
 
     model_id: str
@@ -48,9 +48,9 @@ class _Model:
     def mismatch(self, model_id: str, max_model_len: int) -> str | None:
         """Return why a worker of this model cannot join, or None if it can."""
         if model_id != self.model_id:
-            return f"it serves {model_id!r}, not {self.model_id!r}"
+            return f"the worker serves {model_id!r}, not {self.model_id!r}"
         if max_model_len < self.max_model_len:
-            return f"its context is {max_model_len} tokens, not {self.max_model_len}"
+            return f"the worker's context is {max_model_len} tokens, not {self.max_model_len}"
         return None
 
 
@@ -61,17 +61,20 @@ class _Member:
         self.worker = PeerWorker(report.worker_id, backend, report.epoch)
         self.backend = backend
         self.joining: asyncio.Task[None] | None = None
-        self.refused_s: float | None = None  # when it refused the link
+        self.refused_s: float | None = None  # when the worker rejected the link
 
     @property
     def is_over(self) -> bool:
-        """Whether its link has ended and no sequence of this node is left on it."""
+        """Whether the link has ended and runs no sequence of this node."""
         busy = self.worker.usage.sequences
         return self.backend.failure is not None and not busy
 
 
 class Members:
-    """The workers of other nodes. Use on the event loop's thread."""
+    """The workers of other nodes.
+
+    Use the object only on the thread of the event loop.
+    """
 
     def __init__(
         self, fleet: Fleet, store: Store, reach: Reach, changed: Callable[[], None]
@@ -79,7 +82,8 @@ class Members:
         """Start without members.
 
         Args:
-            changed: called when a worker has joined, or has reported its load.
+            reach: a function that returns the backend for a worker.
+            changed: a callback for a worker that has joined or reported its load.
         """
         self._fleet = fleet
         fleet.discovers = True
@@ -87,13 +91,16 @@ class Members:
         self._reach = reach
         self._changed = changed
         self._members: dict[str, _Member] = {}
-        self._strangers: dict[str, str] = {}  # rejected workers, with the epoch that was logged
+        self._strangers: dict[str, str] = {}  # rejected workers, with the logged epoch
         self._serves: _Model | None = None  # the model of this node, once known
         self._came = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
 
     async def first(self) -> None:
-        """Wait for the first worker; for a node that has none of its own."""
+        """Wait for the first worker.
+
+        Nodes without workers of their own call this method.
+        """
         while not self._fleet.workers:
             self._came.clear()
             await self.look()
@@ -104,9 +111,9 @@ class Members:
                 pass  # read the store again
 
     async def look(self) -> None:
-        """Read the store; link to new workers and remove those that are gone."""
+        """Read the store, link to new workers, and remove lost workers."""
         snapshot = await self._store.snapshot()
-        # Reservations account for other gateways; without the store, count the gateways instead.
+        # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
         there = self._theirs(snapshot)
         for worker_id, member in tuple(self._members.items()):
@@ -139,7 +146,7 @@ class Members:
         }
 
     def _belongs(self, view: WorkerView) -> bool:
-        """Return whether a new worker may join; the reason against it is logged once."""
+        """Return whether a new worker may join, and log the reason once if not."""
         report = view.report
         if view.age_s > STALE_S:
             return False
@@ -173,7 +180,10 @@ class Members:
         member.joining = asyncio.create_task(self._link(member), name="join a worker")
 
     async def _link(self, member: _Member) -> None:
-        """Link to a worker and add it to the fleet. Errors are logged."""
+        """Link to a worker and add it to the fleet.
+
+        Errors are logged.
+        """
         worker, backend = member.worker, member.backend
         try:
             await backend.start()
@@ -197,23 +207,23 @@ class Members:
     async def _check(self, backend: PeerBackend) -> None:
         """Check that a worker has the fleet's model and tokenizer.
 
-        On a node without a worker of its own, the first worker determines both.
+        The first worker determines both on a node without its own workers.
 
         Raises:
-            BackendFailed: it has another model or tokenizer.
+            BackendFailed: the worker has another model or tokenizer.
         """
         card, digest = backend.card, backend.tokenizer_digest
         serves = self._known()
-        if serves is not None and not serves.digest:  # that of its own worker
+        if serves is not None and not serves.digest:  # the digest of an own worker
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
-        if self._serves is None:  # several workers may be linking at once; the first one wins
+        if self._serves is None:  # several workers may link concurrently, and the first wins
             self._serves = _Model(card.model_id, card.max_model_len, digest)
         why = self._serves.mismatch(card.model_id, card.max_model_len)
         if why is not None:
             raise BackendFailed(why)
         if self._serves.digest != digest:
-            raise BackendFailed("it has another tokenizer")
+            raise BackendFailed("the worker has another tokenizer")
 
     def _leave(self, member: _Member) -> None:
         """Remove a worker from the fleet and close its link."""

@@ -1,8 +1,8 @@
-"""Admission: check quotas and deadlines before a request is queued. The policies decide.
+"""Admission, which checks quotas and deadlines before a request is queued.
 
-A refused request gets the time after which to retry. For an admitted one, the most tokens that it
-may use are reserved. When it ends, in whatever way, the tokens that it used are charged and the
-rest is released.
+The policies decide. A rejected request gets the time after which to retry. Admission reserves the
+maximum tokens of an admitted request. When the request ends, admission charges the used tokens and
+releases the rest.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Ask:
     """The properties of a client's request that admission and queue need.
 
     Attributes:
-        needs: the capacity that each of its prompts needs; at least one.
+        needs: the capacity that each of its prompts needs. At least one prompt is required.
         max_tokens: the output limit of each sequence.
-        service: its latency targets and priority.
-        tenant, share: its owner, and the owner's share relative to the usual 1.
-        fingerprint: equal for a retry of the same request.
-        retries: the number of earlier attempts that the client reports; None without a report.
+        service: the latency targets and priority of the request.
+        tenant, share: its owner, and the owner's share relative to the default of 1.
+        fingerprint: a hash that is equal for a retry of the same request.
+        retries: the number of earlier attempts that the client reports, or None.
     """
 
     request_id: str
@@ -50,16 +50,16 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request that was admitted.
+    """An admitted request.
 
     Attributes:
         predicted: the forecast of the admission policy.
-        since_s: when it was admitted.
+        since_s: time of its admission.
         prompt_tokens: tokens of the prompts that went to a worker.
         answered: whether its first delta has arrived.
-        output_tokens: tokens that it has generated.
-        ended: its sequences that ended by themselves or at their limit.
-        expected_tokens: expected output of each of its sequences.
+        output_tokens: number of generated tokens.
+        ended: number of its sequences that ended by themselves or at their limit.
+        expected_tokens: expected output tokens of each sequence.
     """
 
     ask: Ask
@@ -77,10 +77,11 @@ class Bounds:
     """Bounds of the queue.
 
     Attributes:
-        most: the number of prompts that may wait.
-        timeout_s: the longest wait.
-        shed_priority: requests of this priority or a less urgent one are refused as soon as others
-            wait; None disables this.
+        most: maximum number of waiting prompts.
+        timeout_s: the longest wait, in seconds.
+        shed_priority: the most urgent priority that is rejected while other requests wait, or
+            None to
+            reject none.
     """
 
     most: int = 1024
@@ -91,14 +92,17 @@ class Bounds:
 DEFAULT_BOUNDS: Final = Bounds()
 
 MOST_RETRY_S: Final = 3600.0
-"""The longest Retry-After.
+"""The longest Retry-After, in seconds.
 
-Clients take a longer one for an outage, and a forecast that far ahead depends on requests that have
-not arrived yet. A client that returns too early is refused again."""
+Clients would interpret a longer delay as an outage, and a longer forecast depends on requests that
+have not arrived yet. A client that returns too early is rejected again."""
 
 
 class AdmissionController:
-    """Admits requests and accounts for them. Use it on the event loop's thread."""
+    """Admits requests and accounts for them.
+
+    Use the object only on the thread of the event loop.
+    """
 
     def __init__(
         self,
@@ -127,8 +131,9 @@ class AdmissionController:
         """Admit a request and reserve its tokens until `settle`.
 
         Raises:
-            InvalidRequest: it can never fit into its quota.
-            QuotaExceeded, Overloaded: it is refused now; the error says when to retry.
+            InvalidRequest: the request can never fit into its quota.
+            QuotaExceeded, Overloaded: the request is rejected for now. The error has the retry
+                time.
         """
         now_s = self._now_s()
         self._reserve(ask, now_s)
@@ -144,19 +149,25 @@ class AdmissionController:
             raise
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
-        """Return one of a request's prompts for the queue, with a ticket of the current time."""
+        """Return a prompt of a request for the queue, with a ticket of the current time."""
         ask = entry.ask
         ticket = self._ticket(ask, entry.predicted.work_s / len(ask.needs), entry.since_s)
         return Waiting(f"{ask.request_id}-{index}", ticket, ask.needs[index])
 
     def answered(self, entry: Entry) -> None:
-        """Report the first delta of a request to the policy; ignore those of further prompts."""
+        """Report the first delta of a request to the policy.
+
+        First deltas of further prompts are ignored.
+        """
         if not entry.answered:
             entry.answered = True
             self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
-        """Charge what a request used and release the rest; learn its length if it completed."""
+        """Charge the used tokens of a request and release the rest.
+
+        The length of a completed request also improves the forecast.
+        """
         ask = entry.ask
         self.ledger.settle(ask.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == sum(need.sequences for need in ask.needs):
@@ -194,7 +205,11 @@ class AdmissionController:
         )
 
     def _queue_view(self, ask: Ask, work_s: float, now_s: float) -> QueueView:
-        """Return the queue as seen by a request with this much work."""
+        """Return the queue as seen by a request.
+
+        Args:
+            work_s: the work of the request, in seconds of the pool.
+        """
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if not len(queue):
             return QueueView(capacity=most)
@@ -215,10 +230,10 @@ class AdmissionController:
         return least is not None and priority >= least
 
     def _ticket(self, ask: Ask, work_s: float, since_s: float) -> Ticket:
-        """Return the ticket of one of a request's prompts.
+        """Return the ticket of a prompt.
 
         Args:
-            since_s: when the request was admitted, which is when its target starts.
+            since_s: time of the request's admission, when its target starts.
         """
         target_s = ask.service.ttft_s
         return Ticket(

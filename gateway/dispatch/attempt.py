@@ -1,4 +1,4 @@
-"""An attempt: one prompt on one worker, with a lease, a speculation plan and a watchdog."""
+"""An attempt to run one prompt on one worker, with a lease, a plan and a watchdog."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attempt:
     Attributes:
         placed: the worker and the speculation plan.
         deltas: the output of the worker.
-        waits: tells the watchdog that the reader waits for the next delta.
+        waits: informs the watchdog that the reader waits for the next delta.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class Attempts:
     ) -> AsyncIterator[Attempt]:
         """Run a prompt on the worker that was reserved for it (`CentralQueue.turn`).
 
-        Leaving the context cancels the request and releases its capacity.
+        The end of the block cancels the request and releases its capacity.
 
         Args:
-            request: the request of the prompt, or of the rest of it.
+            request: the request for the prompt, or for the rest of the prompt.
 
         Raises:
-            NoCapacity: other gateways have filled the workers; nothing was sent.
-            BackendFailed: the worker failed or stalled, on entering or while deltas are read.
+            NoCapacity: other gateways have filled the workers. The request was not sent.
+            BackendFailed: the worker failed or stalled.
         """
         async with self._booked(routed, run, index, request) as booked:
             worker = booked.routed.worker
@@ -131,20 +131,20 @@ class Attempts:
                     yield Attempt(run, placed, deltas, reading, spans, self._placer, first)
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
-        """Return the routing policy's view of a prompt, or of the rest of it."""
+        """Return the routing policy's view of a prompt, or of the rest of a prompt."""
         return self._placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
     @asynccontextmanager
     async def _booked(
         self, routed: Routed, run: Run, index: int, request: GenerationRequest
     ) -> AsyncIterator[_Booked]:
-        """Hold a lease on a worker within this context.
+        """Hold a lease on a worker until the block ends.
 
         The reservation may choose another worker than the router did, if other gateways have leased
         the first choice in the meantime.
 
         Raises:
-            NoCapacity: as in `on`.
+            NoCapacity: other gateways have filled the workers.
         """
         worker, request_id = routed.worker, request.request_id
         try:
@@ -170,7 +170,7 @@ class Attempts:
     def _decide(
         self, booked: _Booked, run: Run, index: int, request: GenerationRequest
     ) -> Placement:
-        """Decide how far a prompt may speculate on its worker, and record where it runs."""
+        """Decide how far a prompt may speculate on its worker, and record the placement."""
         with run.span.child("decide") as span:
             placed = self._placer.place(run.job, index, request, booked.routed, booked.reservation)
             describe_decision(span, placed.view, placed.load)
@@ -181,7 +181,7 @@ class Attempts:
     async def _sent(
         self, run: Run, placed: Placement, reservation: Reservation
     ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerSpans | None]]:
-        """Run a request on its worker within this context."""
+        """Run a request on its worker until the block ends."""
         request, lease = placed.request, reservation.lease
         with dispatch_span(run.span) as spans:
             if spans is not None:
@@ -194,8 +194,9 @@ class Attempts:
 def _lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
     """Return the tokens of KV memory that a request is expected to use.
 
-    This is not its limit, because clients that set no limit would each lease a whole context and
-    leave workers idle. A worker that becomes too full makes sequences wait; it does not fail.
+    The result is not the limit of the request. Clients without a limit would otherwise each lease a
+    whole context and leave workers idle. A worker that becomes too full delays sequences but does
+    not fail.
     """
     each = len(request.prompt_ids) + math.ceil(expected_tokens)
     return max(1, min(request.most_tokens, each * len(request.choices)))

@@ -1,7 +1,7 @@
-"""Recorded decisions about requests, with the inputs they were made from.
+"""Recorded decisions about requests, with their inputs.
 
-The latest decisions are kept in memory, and all are written to a file if one is configured, one
-JSON object per line. They contain what the policy saw and what it answered, but no text.
+The latest decisions are in memory. If a file is configured, all decisions are written to it as one
+JSON object per line. Decisions contain the inputs and the result of the policy, but no text.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from draftgate.policies.routing.types import Route
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
-"""Decisions kept in memory: a few minutes of a busy node, about a megabyte."""
+"""Maximum decisions in memory, which cover a few minutes of a busy node in about a megabyte."""
 
 MOST_UNWRITTEN: Final = 100_000
-"""Lines kept while the file cannot be written; older ones are dropped."""
+"""Maximum decisions kept while the file cannot be written. Older decisions are dropped."""
 
 
 class Decision(msgspec.Struct, frozen=True):
     """One decision.
 
     Attributes:
-        request_id: the id of the response. A request has one decision for each prompt, and one more
+        request_id: the id of the response. A request has one decision for each prompt, and
+            one more
             for each resume.
         decided_s: Unix time.
-        worker_id: the worker that the request goes to.
+        worker_id: the worker that gets the request.
         request, load: the inputs of the policy.
-        plan: the answer of the policy.
-        route: how the worker was chosen; None without a choice. If the reservation chose another
-            one of its offers, `worker_id` is that worker.
+        plan: the result of the policy.
+        route: the routing decision, or None without a choice. If the reservation chose
+            another one of
+            its offers, `worker_id` is that worker.
         load_age_s: age of the load in seconds.
-        degraded: whether the state store did not answer, so that recent requests of other gateways
+        degraded: whether the state store did not respond, so that recent requests of other
+            gateways
             were unknown.
     """
 
@@ -63,12 +66,16 @@ class DecisionList(msgspec.Struct):
 
 
 class Decisions:
-    """The decisions of a node. Use it on the event loop's thread, except for `write`."""
+    """The decisions of a node.
+
+    Use the object only on the thread of the event loop, except for `write`.
+    """
 
     def __init__(self, path: Path | None, now_s: Callable[[], float]) -> None:
-        """Keep the latest decisions, and append all of them to a file if `path` is given.
+        """Keep the latest decisions.
 
         Args:
+            path: the file for all decisions, or None.
             now_s: the clock, in Unix time.
         """
         self._latest: deque[Decision] = deque(maxlen=KEPT)
@@ -103,14 +110,16 @@ class Decisions:
 
     @property
     def unwritten(self) -> bool:
-        """Whether `write` has something to do."""
+        """Whether decisions wait to be written."""
         return bool(self._unwritten)
 
     def write(self) -> None:
-        """Append new decisions to the file. Blocks; call it in a thread.
+        """Append new decisions to the file.
+
+        The method blocks, so call it in a thread.
 
         Raises:
-            OSError: the file cannot be written; the decisions are kept.
+            OSError: the file cannot be written, and the decisions are kept.
         """
         taken = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
         if self._path is None or not taken:
@@ -127,8 +136,8 @@ def read_decisions(path: Path) -> Iterator[Decision]:
     """Yield the decisions in a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a line is not a decision; the message names the line.
+        OSError: the file cannot be read.
+        ValueError: a line is not a decision. The message names the line.
     """
     decoder = msgspec.json.Decoder(Decision)
     with path.open("rb") as file:

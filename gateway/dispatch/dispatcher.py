@@ -1,4 +1,4 @@
-"""The dispatcher: size a job, admit it, and run each of its prompts to the last delta."""
+"""The dispatcher, which sizes a job, admits it, and runs each of its prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 
 
 class Dispatcher:
-    """Runs jobs on the workers of a fleet and counts those in flight."""
+    """Runs jobs on the workers of a fleet and counts running client requests."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Dispatcher:
         admission: AdmissionController,
         most_resumes: int,
     ) -> None:
-        """Serve a fleet, which need not have started yet.
+        """Serve a fleet, which may start later.
 
         Args:
-            most_resumes: how often a prompt that loses its worker may continue on another one.
+            most_resumes: maximum number of times that a prompt may resume on another worker.
         """
         self.queue = queue
         self.admission = admission
@@ -55,15 +55,15 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Client requests that have arrived and not ended."""
+        """Number of client requests that have arrived and not ended."""
         return self._in_flight
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a client request as in flight within this context.
+        """Count a client request as in flight until the block ends.
 
         Raises:
-            Unavailable: the node accepts no requests now.
+            Unavailable: the node accepts no requests at present.
         """
         self._lifecycle.note_failure(self._fleet.failure)
         self._lifecycle.require_ready()
@@ -84,15 +84,15 @@ class Dispatcher:
     async def run(
         self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED
     ) -> AsyncIterator[Run]:
-        """Admit a job on entering; cancel the rest of it on leaving.
+        """Admit a job when the block begins, and cancel its remaining work when the block ends.
 
         Args:
             span: the parent of the spans of its stages.
-            watch: is notified where its prompts go.
+            watch: an observer of the placements of its prompts.
 
         Raises:
-            InvalidRequest, RequestRejected: the job can never run here.
-            Overloaded, QuotaExceeded: it is refused now; the error says when to retry.
+            InvalidRequest, RequestRejected: the job can never run on this node.
+            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
             BackendFailed: no worker is left.
         """
         with span.child("admit") as admit:

@@ -1,7 +1,7 @@
-"""Failover: continue a prompt on another worker when it loses its own.
+"""Failover, which continues a prompt on another worker after the loss of its own.
 
-`PartialOutput` holds the tokens that its choices have produced, from which the request for the rest
-is built. The prompt returns to the queue with its old ticket, and gets a new worker, lease and
+`PartialOutput` holds the tokens that the choices have produced, and builds the request for the
+rest. The prompt returns to the queue with its old ticket, and gets a new worker, lease and
 speculation plan. The reader of its deltas sees one stream. `policies.resilience.failover` decides
 when to give up.
 """
@@ -30,13 +30,13 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
 COMEBACK_S: Final = 15.0
-"""How long a prompt that lost its worker waits for another one if none is available.
+"""The longest wait of a prompt that lost its worker for another worker, in seconds.
 
-A broken link is reopened within 5 s, and a process restarts within a few more. (Chosen, not tuned;
-2026-11-22.)"""
+A broken link is reopened within 5 s, and a process restarts a few seconds later. (Chosen, not
+tuned, 2026-11-22.)"""
 
 CHECK_INTERVAL_S: Final = 0.1
-"""Interval of checks in that time; too short to notice in a stream that has stopped already."""
+"""Interval of checks during that wait, which is too short to notice in a stopped stream."""
 
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
@@ -57,18 +57,21 @@ class PartialOutput:
 
     @property
     def tokens(self) -> int:
-        """Tokens of output of all choices."""
+        """Number of output tokens of all choices."""
         return self._ended_tokens + sum(map(len, self._open.values()))
 
     def add(self, delta: Delta) -> None:
-        """Add a delta. Call it for every delta, in order."""
+        """Add a delta.
+
+        The caller must pass every delta, in order.
+        """
         if delta.finish_reason is None:
             self._open[delta.choice].extend(delta.token_ids)
         else:
             self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
 
     def rest(self, request_id: str) -> GenerationRequest:
-        """Return the request for the rest, if the output is not complete.
+        """Return the request for the rest of an incomplete output.
 
         Args:
             request_id: a new id, because the old request may still exist on a worker.
@@ -104,10 +107,10 @@ class Failover:
         attempts: Attempts,
         most_resumes: int,
     ) -> None:
-        """Serve a fleet, which need not have started yet.
+        """Serve a fleet, which may start later.
 
         Args:
-            most_resumes: how often a prompt may continue on another worker.
+            most_resumes: maximum number of times that a prompt may resume on another worker.
         """
         self._fleet = fleet
         self._queue = queue
@@ -116,11 +119,11 @@ class Failover:
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of one of a job's prompts until all of its choices have ended.
+        """Yield the deltas of a prompt until all of its choices have ended.
 
         Raises:
-            QueueTimeout: it waited too long for its first worker.
-            BackendFailed: it has lost its worker, or there was none, and cannot continue.
+            QueueTimeout: the prompt waited too long for its first worker.
+            BackendFailed: the prompt has no worker and cannot continue.
         """
         request, waiting = run.requests[index], self._admission.waiting(run.entry, index)
         output, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
@@ -164,10 +167,11 @@ class Failover:
         waiting: Waiting,
         lost: _Lost | None,
     ) -> Routed:
-        """Wait until a worker has capacity for a prompt, and reserve it.
+        """Wait until a worker has capacity for a prompt, and reserve the capacity.
 
         Raises:
-            QueueTimeout, BackendFailed: no worker had capacity in time, or none is left. A prompt
+            QueueTimeout, BackendFailed: no worker had capacity in time, or no worker is left. A
+                prompt
                 that has lost a worker always ends with `BackendFailed`.
         """
         with run.span.child("queue"):
@@ -190,7 +194,7 @@ class Failover:
         """Wait until a prompt that has lost its worker may continue.
 
         Raises:
-            BackendFailed: it is given up.
+            BackendFailed: the prompt cannot continue.
         """
         why = self._given_up(lost, losses, output)
         if why in _MAY_PASS and await self._comeback(
@@ -214,7 +218,11 @@ class Failover:
         return given_up(losses, self._most_resumes, len(self._fleet.open))
 
     async def _comeback(self, ready: Callable[[], bool]) -> bool:
-        """Wait for a condition while workers may join; return whether it holds in time."""
+        """Wait for a condition while workers may join.
+
+        Returns:
+            Whether the condition became true in time.
+        """
         for _ in range(round(COMEBACK_S / CHECK_INTERVAL_S)):
             if ready() or not self._fleet.may_grow:
                 break

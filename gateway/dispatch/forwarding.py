@@ -1,7 +1,7 @@
-"""Requests for upstreams: admitted and queued as all others, and passed on as bytes.
+"""The forwarding of requests to upstreams, with the same admission and queue as other requests.
 
-Until an upstream has answered, another one may be tried. After the first byte of an answer an error
-is final, since a server that takes text cannot resume another one's output.
+Until an upstream has responded, the gateway may try another one. An error after the first byte of a
+response is final, because a server that accepts text cannot resume the output of another server.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
 
 MOST_ATTEMPTS: Final = 3
-"""Of one request. More would multiply the load on the remaining upstreams while some are out."""
+"""Maximum attempts of one request. More would multiply the load on the remaining upstreams during
+an outage."""
 
 MOST_CALLS: Final = 2
-"""Of one request to one upstream: the first may have used a connection that was being closed."""
+"""Maximum calls of one request to one upstream. The first call may have used a closing
+connection."""
 
 _UNAVAILABLE: Final = 503
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardJob:
-    """A client's request for an upstream; its sizes are estimates made without a tokenizer.
+    """A client's request for an upstream.
+
+    The sizes are estimates made without a tokenizer.
 
     Attributes:
-        view: what a policy may know of it.
+        view: the speculation policy's view of the request.
     """
 
     ask: Ask
@@ -60,17 +64,17 @@ class ForwardJob:
 
     @property
     def need(self) -> CapacityNeed:
-        """What it takes of an upstream; there is one prompt."""
+        """The capacity that the request needs on an upstream, with one prompt."""
         (need,) = self.ask.needs
         return need
 
     @property
     def limits(self) -> TokenUsage:
-        """Estimated tokens of the prompt, and most tokens of all choices."""
+        """Estimated tokens of the prompt, and maximum tokens of all choices."""
         return TokenUsage(self.need.prompt_tokens, 0, self.need.sequences * self.ask.max_tokens)
 
     def route_view(self, expected_tokens: float) -> RouteView:
-        """Return what a routing policy may know of it."""
+        """Return the routing policy's view of the request."""
         need = self.need
         return RouteView(
             self.view, need.most_tokens, expected_tokens, need.sequences, self.ask.tenant
@@ -81,13 +85,17 @@ class _Place:
     """The capacity that a request holds, on one upstream at a time.
 
     Attributes:
-        pool: the decision about speculation; None where there was no choice.
+        pool: the decision about speculation, or None without a choice.
     """
 
     def __init__(
         self, waiting: Waiting | None, view: View, pool: PoolDecision | None = None
     ) -> None:
-        """Begin with no upstream; without `waiting` no capacity is needed."""
+        """Start without an upstream.
+
+        Args:
+            waiting: the queued request, or None for a request that needs no capacity.
+        """
         self.worker: FleetWorker | None = None
         self.view = view
         self.pool = pool
@@ -99,7 +107,7 @@ class _Place:
         return self._waiting is None or has_capacity(usage, self._waiting.need)
 
     def move(self, worker: FleetWorker | None) -> None:
-        """Give the capacity up, and reserve it on another upstream if there is one."""
+        """Release the capacity, and reserve it on another upstream if one is given."""
         if self._waiting is not None:
             if self.worker is not None:
                 self.worker.release(self._waiting.request_id)
@@ -120,10 +128,10 @@ class Forwarder:
         budget: RetryBudget,
         metrics: Metrics,
     ) -> None:
-        """Use a fleet of upstreams; it need not have started yet.
+        """Use a fleet of upstreams, which may start later.
 
         Args:
-            budget: of all requests that are sent again.
+            budget: the budget of retries of all requests.
         """
         self._fleet = fleet
         self._queue = queue
@@ -134,14 +142,14 @@ class Forwarder:
 
     @asynccontextmanager
     async def run(self, job: ForwardJob, span: Span = NO_SPAN) -> AsyncIterator[UpstreamAnswer]:
-        """Admit a job, queue it and forward it; leaving the context early cancels it.
+        """Admit a job, queue it and forward it, and cancel it if the block ends early.
 
-        Once it is sent its prompt is booked, whatever the outcome, unless the upstream refuses it
-        or reports another count.
+        A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
+        reports another count.
 
         Raises:
-            Overloaded, QuotaExceeded: not now; the error says when.
-            GatewayError: on entering: no upstream answers. The client has not been sent anything.
+            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
+            GatewayError: no upstream responds. The client has not received anything.
         """
         if not self._fleet.open:
             raise self._no_upstream()
@@ -157,7 +165,7 @@ class Forwarder:
                         yield answer
                     finally:
                         _book(entry, answer)
-        except (UpstreamBusy, UpstreamUnavailable):  # a refusal computed nothing
+        except (UpstreamBusy, UpstreamUnavailable):  # an upstream that refuses has computed nothing
             entry.prompt_tokens = 0
             raise
         finally:
@@ -165,10 +173,10 @@ class Forwarder:
 
     @asynccontextmanager
     async def run_uncounted(self, call: UpstreamCall) -> AsyncIterator[UpstreamAnswer]:
-        """Forward a call that generates nothing: no admission, no queue, no quota.
+        """Forward a call that generates nothing, without admission, queue and quota.
 
         Raises:
-            GatewayError: on entering: no upstream answers.
+            GatewayError: no upstream responds.
         """
         place = _Place(None, lambda: RouteView(RequestView(0, 0, 0.0), 0, 0.0))
         candidates = self._candidates([], place, again=False)
@@ -180,10 +188,10 @@ class Forwarder:
 
     @asynccontextmanager
     async def _turn(self, job: ForwardJob, entry: Entry, span: Span) -> AsyncIterator[_Place]:
-        """Wait until an upstream has capacity, and hold it while the context lasts.
+        """Wait until an upstream has capacity, and hold the capacity until the block ends.
 
         Raises:
-            UpstreamUnavailable: the last upstream went out.
+            UpstreamUnavailable: the last upstream became unavailable.
         """
         waiting = self._admission.waiting(entry, 0)
         view = partial(job.route_view, entry.expected_tokens)
@@ -206,10 +214,10 @@ class Forwarder:
             self._queue.pump()
 
     def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:
-        """Decide about speculation; None where there is no choice."""
-        if not job.ask.max_tokens:  # an embedding
+        """Return the decision about speculation, or None without a choice."""
+        if not job.ask.max_tokens:  # embeddings have no drafts
             return None
-        if len(self._queue):  # either pool may be the first with capacity when its turn comes
+        if len(self._queue):  # either pool may later be the first with capacity
             return self._pools.choose(job.view, lambda _: False)
         return self._pools.choose(job.view, partial(has_capacity, need=job.need))
 
@@ -217,10 +225,10 @@ class Forwarder:
     async def _answer(
         self, call: UpstreamCall, limits: TokenUsage, place: _Place
     ) -> AsyncIterator[UpstreamAnswer]:
-        """Send a call to the upstream of its place, and to others if that one does not answer.
+        """Send a call to the upstream of its place, and to others if it does not respond.
 
         Raises:
-            GatewayError, UpstreamFailed: no upstream answers.
+            GatewayError, UpstreamFailed: no upstream responds.
         """
         self._budget.count_request(_now_s())
         tried: list[str] = []
@@ -245,7 +253,7 @@ class Forwarder:
         yield refusal.to_client(self._retry_after_s())
 
     def _next(self, tried: list[str], place: _Place, *, refused: bool) -> FleetWorker | None:
-        """Return the upstream for the next attempt; None if there is none, or no budget."""
+        """Return the upstream for the next attempt, or None without an upstream or budget."""
         if len(tried) >= MOST_ATTEMPTS:
             return None
         candidates = self._candidates(tried, place, again=not refused)
@@ -259,11 +267,11 @@ class Forwarder:
     def _candidates(
         self, tried: list[str], place: _Place, *, again: bool
     ) -> list[tuple[FleetWorker, WorkerUsage]]:
-        """Return the upstreams that have capacity, with their usage.
+        """Return the upstreams with capacity, and their usage.
 
         Args:
-            tried: ids of upstreams that were called already, used only if no other is left.
-            again: whether they may be used at all.
+            tried: ids of upstreams that were already called, used only if no other is left.
+            again: whether upstreams that were already called may be used.
         """
         there = [(worker, worker.usage) for worker in self._fleet.open]
         there = [(worker, usage) for worker, usage in there if place.fits(usage)]
@@ -279,7 +287,7 @@ class Forwarder:
         return self._queue.router.choose(place.view, candidates, alone=alone).worker
 
     def _no_upstream(self) -> GatewayError:
-        """Return why no upstream may be called."""
+        """Return the error for a request without an available upstream."""
         retry_after_s = self._retry_after_s()
         pauses = [worker.upstream.pause for worker in self._fleet.workers]
         if any(pause is not None and pause.status == _UNAVAILABLE for pause in pauses):
@@ -287,7 +295,7 @@ class Forwarder:
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
     def _retry_after_s(self) -> int:
-        """Return the whole seconds until an upstream may be called again, 1 or more."""
+        """Return the whole seconds until an upstream may be called again, at least 1."""
         pauses = [worker.upstream.pause for worker in self._fleet.workers]
         return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
 
@@ -299,7 +307,7 @@ def _now_s() -> float:
 def _with_pool(
     answer: UpstreamAnswer, pool: PoolDecision | None, worker: FleetWorker
 ) -> UpstreamAnswer:
-    """Return an answer with the headers that show its client the decision about speculation."""
+    """Return a response with headers that show the decision about speculation."""
     if pool is None:
         return answer
     return replace(answer, headers={**answer.headers, **pool.headers(worker)}, plan=pool.plan)

@@ -14,21 +14,22 @@ class Job:
     """One client request.
 
     Attributes:
-        request_id: unique on this node.
-        prompts: token ids, at least one prompt.
-        sampling: as requested; `max_tokens` is set when the job is sized.
-        max_tokens: output limit per choice; None generates as much as fits.
+        request_id: an id that is unique on this node.
+        prompts: token ids of at least one prompt.
+        sampling: the requested parameters. Sizing the job sets `max_tokens`.
+        max_tokens: output limit per choice, or None to generate until the context is full.
         n: choices per prompt.
-        mode, max_draft_tokens: the speculation that the client asks for.
-        grammar: the grammar that every choice must match; None without one.
-        service: its latency targets and priority.
-        tenant: the owner; "" without API keys.
-        share: the tenant's share relative to the usual 1.
-        repetitions: how much each prompt repeats itself (`policies.speculation`); empty if unknown.
-        fingerprint: equal for a retry of the same request; 0 if unknown.
+        mode, max_draft_tokens: the requested speculation.
+        grammar: the grammar that every choice must match, or None.
+        service: the latency targets and priority of the request.
+        tenant: the owner, or an empty string without API keys.
+        share: the tenant's share relative to the default of 1.
+        repetitions: how much each prompt repeats itself (`policies.speculation`), empty if
+            unknown.
+        fingerprint: a hash that is equal for a retry of the same request, or 0 if unknown.
         traced: whether the response reports each step.
-        retries: the number of earlier attempts that the client reports; None without a report.
-        task: generate, or embed the prompts, with `max_tokens` 0 and no speculation plan.
+        retries: the number of earlier attempts that the client reports, or None.
+        task: whether to generate or embed. To embed, `max_tokens` is 0 and no plan is made.
     """
 
     request_id: str

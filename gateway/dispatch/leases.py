@@ -13,9 +13,9 @@ LEASE_S: Final = 30.0
 """A lease expires after this time without a renewal."""
 
 MOST_OFFERS: Final = 8
-"""Number of workers that a reservation may choose from, the best ones by the routing policy.
+"""Maximum workers that a reservation may choose from, which are the routing policy's best.
 
-More would hardly help: all eight would have to fill up between two reports."""
+More workers would hardly help, because all eight would have to fill up between two reports."""
 
 
 class NoCapacity(Exception):
@@ -29,21 +29,22 @@ class Leases:
         """Start without leases.
 
         Args:
-            shared: whether other gateways lease the same workers. If not, the queue knows the
-                capacity better than the store.
+            shared: whether other gateways lease the same workers. Otherwise the queue knows the
+                capacity
+                better than the store.
         """
         self._store = store
         self._shared = shared
         self._held: dict[str, Lease] = {}
 
     async def take(self, request_id: str, tokens: int, routed: Routed) -> Reservation:
-        """Reserve tokens of prompt and output for a request, until `give_back`.
+        """Reserve tokens of prompt and output for a request.
 
-        An earlier lease of the request ends in any case. If the store does not know the worker, or
-        knows another epoch of it, there is no lease, but the request may still run there.
+        Any earlier lease of the request ends. If the store does not know the worker, or knows
+        another epoch of it, the request gets no lease but may still run there.
 
         Raises:
-            NoCapacity: every offered worker is full; waiting helps.
+            NoCapacity: every offered worker is full, and the request should wait.
         """
         self._held.pop(request_id, None)
         choices = MOST_OFFERS if self._shared and self._store.outage is None else 1
@@ -56,18 +57,21 @@ class Leases:
         return found
 
     async def give_back(self, request_id: str) -> None:
-        """End a request's lease, even if `take` failed. Idempotent."""
+        """End the lease of a request, even after a failed reservation.
+
+        The method is idempotent.
+        """
         self._held.pop(request_id, None)
         await self._store.release((request_id,))
 
     async def renew(self) -> None:
-        """Renew all leases, and forget those of workers with a newer epoch."""
+        """Renew all leases, and forget leases of workers with a newer epoch."""
         for request_id in await self._store.renew(tuple(self._held.values()), LEASE_S):
             self._held.pop(request_id, None)
 
 
 def _offers(routed: Routed, most: int) -> Iterator[LeaseCandidate]:
-    """Yield the offers of a reservation, the routing policy's choice first."""
+    """Yield the offers of a reservation, with the routing policy's choice first."""
     if routed.route is None:
         yield LeaseCandidate(
             routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark

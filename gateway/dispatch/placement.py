@@ -1,4 +1,4 @@
-"""Placement: check that a request can run, and decide how far it may speculate on its worker."""
+"""Placement, which checks that a request can run and decides how far it may speculate."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ INLINE_PROMPTS: Final = 64
 INLINE_TOKENS: Final = 16 << 10
 """Jobs with more prompts or tokens are checked in a thread.
 
-At these limits the check takes 0.5 and 0.4 ms. Blocks of longer prompts are hashed there as well,
-at 1.8 us per block; shorter prompts are hashed only if the routing policy reads them (one core, AMD
-Zen 4, 2026-11-21)."""
+The check takes 0.5 and 0.4 ms at these limits. The thread also hashes the blocks of longer prompts,
+which takes 1.8 us per block. Shorter prompts are hashed only if the routing policy reads them (one
+core, AMD Zen 4, 2026-11-21)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ class Placement:
 
 
 def need_of(request: GenerationRequest) -> CapacityNeed:
-    """Return the capacity that a request needs; resumed output counts as prompt."""
+    """Return the capacity that a request needs.
+
+    Resumed output counts as prompt.
+    """
     kept = sum(len(choice.output_ids) for choice in request.resumed)
     prompt_tokens = len(request.prompt_ids) + kept
     return CapacityNeed(
@@ -69,7 +72,7 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
 
 
 class Placer:
-    """Sizes requests, makes their speculation plans, and records how their drafts were accepted."""
+    """Sizes requests, makes their speculation plans, and records the acceptance of their drafts."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Placer:
         """Place requests on the workers of a fleet, which serve the same model.
 
         Args:
-            reads_prompts: whether the routing policy looks at prompts.
+            reads_prompts: whether the routing policy reads prompts.
         """
         self._fleet = fleet
         self._policy = policy
@@ -94,12 +97,13 @@ class Placer:
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
         """Return a sized and checked request for each prompt of a job, without a plan.
 
-        Long work is done in a thread: compiling a grammar, checking and hashing long prompts.
+        A thread compiles grammars, and checks and hashes long prompts.
 
         Raises:
-            InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
-                the output limit.
-            RequestRejected: the job can never run here.
+            InvalidRequest: the workers do not have the requested proposer, or `min_tokens`
+                exceeds the
+                output limit.
+            RequestRejected: the job can never run on this node.
             BackendFailed: no worker is left.
         """
         workers = self._fleet.serving
@@ -118,7 +122,7 @@ class Placer:
         """Return the routing policy's view of one prompt of a job.
 
         Args:
-            expected_tokens: expected output of each of its sequences.
+            expected_tokens: expected output tokens of each sequence.
         """
         first = self._fleet.any.backend
         return RouteView(
@@ -141,8 +145,8 @@ class Placer:
     ) -> Placement:
         """Decide how far a sized request may speculate on its worker, and record the decision.
 
-        The decision uses the load that the worker will have when the leases of all gateways have
-        arrived. Embeddings need no decision.
+        The decision uses the load that the worker will have when the leased requests of all
+        gateways have arrived. Embeddings need no decision.
 
         Args:
             reservation: the reservation of the worker's capacity.
@@ -163,7 +167,7 @@ class Placer:
         return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
-        """Record how a choice's drafts were accepted, unless a grammar forced them."""
+        """Record the acceptance of a choice's drafts, unless a grammar forced them."""
         request = placed.request
         if request.grammar is None:
             self._history.add_choice(
@@ -175,7 +179,7 @@ class Placer:
             )
 
     def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
-        """Record the size of a request, to estimate those that other gateways have leased."""
+        """Record the size of a request, to estimate requests that other gateways have leased."""
         if reservation.lease is not None:
             self._usual.add_request(replace(need_of(request), most_tokens=reservation.lease.tokens))
 
@@ -206,7 +210,7 @@ def _all_sized(
     """Return a request for each prompt, after all workers have compiled its grammar.
 
     Args:
-        unhashed: prompts of at most this many tokens are not hashed.
+        unhashed: prompts with at most this number of tokens are not hashed.
     """
     for worker in workers[1:]:
         _sized(job, 0, worker)
@@ -227,18 +231,21 @@ def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationReques
 
 
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
-    """Return the checked request of one prompt; without `max_tokens` it may fill the context."""
+    """Return the checked request of one prompt.
+
+    Without `max_tokens`, the output may fill the context.
+    """
     prompt = job.prompts[index]
     if job.max_tokens is not None:
         return _checked(job, index, job.max_tokens, worker)
-    room = max(1, worker.backend.card.max_model_len - len(prompt))
+    limit = max(1, worker.backend.card.max_model_len - len(prompt))
     try:
-        return _checked(job, index, room, worker)
+        return _checked(job, index, limit, worker)
     except RequestRejected as error:
-        limit = error.limit_tokens
-        if limit is None or limit <= len(prompt):
+        context = error.limit_tokens
+        if context is None or context <= len(prompt):
             raise
-        return _checked(job, index, limit - len(prompt), worker)
+        return _checked(job, index, context - len(prompt), worker)
 
 
 def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> GenerationRequest:
@@ -269,17 +276,17 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
 
 
 def _check_proposer(mode: SpeculationMode, worker: FleetWorker) -> None:
-    """Check that a worker has the proposer that the client asks for.
+    """Check that a worker has the proposer that the client requests.
 
     Raises:
-        InvalidRequest: it does not; the message lists its proposers.
+        InvalidRequest: the worker lacks the proposer. The message lists its proposers.
     """
     if mode not in PROPOSER_MODES:
         return
     proposers = worker.backend.load().proposers
     if mode.value not in proposers:
-        there = ", ".join(proposers) or "nothing"
+        available = ", ".join(proposers) or "nothing"
         raise InvalidRequest(
-            f"this worker cannot draft with {mode.value!r}; it can draft with: {there}",
+            f"this worker cannot draft with {mode.value!r}; it can draft with: {available}",
             "speculation.mode",
         )

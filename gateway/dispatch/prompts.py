@@ -1,4 +1,4 @@
-"""Run several prompts of one request concurrently and merge their deltas."""
+"""The concurrent execution of several prompts of one request, whose deltas are merged."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.run import Run
 
 PROMPTS_AT_ONCE: Final = 64
-"""Prompts of one request that wait or run at the same time, as many as a default batch.
+"""Maximum prompts of one request that wait or run at the same time.
 
-A request with thousands of prompts must neither fill the queue nor block the event loop."""
+The number equals a default batch. A request with thousands of prompts must neither fill the queue
+nor block the event loop."""
 
 RunOne: TypeAlias = Callable[[Run, int], AsyncGenerator[Delta, None]]
-"""Runs one prompt of a job, given its index."""
+"""A function that runs one prompt of a job by its index."""
 
 _News: TypeAlias = "asyncio.Queue[Delta | Exception | None]"
 
 
 async def merged(run: Run, run_one: RunOne) -> AsyncGenerator[Delta, None]:
-    """Run a job's prompts in order, at most `PROMPTS_AT_ONCE` at a time, and merge their deltas."""
+    """Run a job's prompts in order and yield their merged deltas.
+
+    At most `PROMPTS_AT_ONCE` prompts run at a time.
+    """
     lanes = min(len(run.requests), PROMPTS_AT_ONCE)
     # The queue is short, because the backend's streams buffer and merge deltas for slow readers.
     news: _News = asyncio.Queue(lanes)
@@ -50,13 +54,13 @@ async def merged(run: Run, run_one: RunOne) -> AsyncGenerator[Delta, None]:
 
 
 async def _pump(run: Run, index: int, run_one: RunOne, news: _News) -> None:
-    """Put the deltas of one prompt into the queue, then None or the exception that ended it."""
+    """Put the deltas of one prompt into the queue, and then None or the final exception."""
     first_choice = index * run.job.n
     try:
         async with aclosing(run_one(run, index)) as deltas:
             async for delta in deltas:
                 await news.put(delta._replace(choice=first_choice + delta.choice))
-    except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+    except Exception as error:  # noqa: BLE001 - the reader raises the error
         await news.put(error)
     else:
         await news.put(None)

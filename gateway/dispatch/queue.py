@@ -1,9 +1,9 @@
-"""The central queue: admitted requests wait here until a worker has capacity.
+"""The central queue, in which admitted requests wait until a worker has capacity.
 
-Requests are bound to a worker late. While they wait, more urgent ones can overtake them, and they
-go to the first worker with capacity, by its current load; a worker gets no more than its next steps
-can take (`policies/capacity.py`). The ordering policy chooses the next request, and the routing
-policy its worker.
+Requests get their worker as late as possible. More urgent requests can overtake waiting requests.
+The first worker with capacity, by its current load, gets the next request. A worker gets only as
+many requests as its next steps can run (`policies/capacity.py`). The ordering policy chooses the
+next request, and the routing policy chooses its worker.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Waiting:
     """A queued request.
 
     Attributes:
-        avoid: ids of workers that it goes to only if no other is available.
-        since_s: start of its wait, for the timeout; None starts with the next `turn`.
+        avoid: ids of workers that run the request only if no other worker is available.
+        since_s: start of the wait, for the timeout. None means the next call of `turn`.
     """
 
     request_id: str
@@ -43,10 +43,10 @@ class Waiting:
         return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
     def on(self, since_s: float) -> Waiting:
-        """Return the request for another turn with the same place, because it was not sent.
+        """Return the request for another wait with the same place, because it was not sent.
 
         Args:
-            since_s: when the unsuccessful turn started.
+            since_s: time when the unsuccessful wait started.
         """
         begun_s = since_s if self.since_s is None else self.since_s
         return replace(self, ticket=replace(self.ticket, returning=True), since_s=begun_s)
@@ -62,17 +62,20 @@ class _Place:
 
 
 HELD_S: Final = 0.05
-"""Interval of asking for capacity that other gateways hold.
+"""Interval of retries for capacity that other gateways hold.
 
-A worker with 64 sequences of 200 tokens at 20 ms per token ends one every 60 ms. (Chosen, not
-tuned; 2026-11-22.)"""
+A worker with 64 sequences of 200 tokens at 20 ms per token ends a sequence every 60 ms. (Chosen,
+not tuned, 2026-11-22.)"""
 
 RETRY_TIMEOUT_S: Final = 5.0
-"""Retry-After following a timeout, when the forecast was wrong and there is no better one."""
+"""Retry-After for a request that timed out, because its forecast was wrong."""
 
 
 class CentralQueue:
-    """The queue of a node. Use it on the event loop's thread."""
+    """The queue of a node.
+
+    Use the object only on the thread of the event loop.
+    """
 
     def __init__(
         self,
@@ -85,10 +88,10 @@ class CentralQueue:
         """Start empty.
 
         Args:
-            ordering: chooses the next request; used by this queue only.
-            router: chooses among the workers with capacity.
+            ordering: chooses the next request, for this queue only.
+            router: chooses between the workers with capacity.
             now_s: the clock of the tickets.
-            timeout_s: the longest wait.
+            timeout_s: the longest wait, in seconds.
         """
         self.ordering = ordering
         self._fleet = fleet
@@ -104,16 +107,16 @@ class CentralQueue:
         return len(self._places)
 
     async def turn(self, waiting: Waiting, view: View) -> Routed:
-        """Wait for a worker with capacity and for this request's turn; reserve the capacity.
+        """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
-        The caller releases it on the worker and then calls `pump`.
+        The caller releases the capacity on the worker and then calls `pump`.
 
         Args:
-            view: the routing policy's view of the request.
+            view: a function that returns the routing policy's view of the request.
 
         Raises:
             BackendFailed: no worker is left.
-            QueueTimeout: it waited too long.
+            QueueTimeout: the request waited too long.
         """
         routed = None if self._places else self._routed(waiting, view)
         if routed is not None:
@@ -135,13 +138,16 @@ class CentralQueue:
             raise
 
     def pump(self) -> None:
-        """Dispatch requests that fit now. Call it whenever a worker may have capacity."""
+        """Dispatch requests that now fit.
+
+        Callers use this method whenever a worker may have capacity.
+        """
         if not self._places:
             return
         if not self._fleet.serving:
             self._fail_all()
             return
-        now_s = self.now_s()  # read once: at another time another request may be next
+        now_s = self.now_s()  # a constant time keeps the order of requests constant
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # cancelled, but its task has not run yet
@@ -154,7 +160,10 @@ class CentralQueue:
                 place.turn.set_result(routed)
 
     def hold(self) -> None:
-        """Dispatch nothing for `HELD_S`: workers seem free, but other gateways hold the leases."""
+        """Dispatch nothing for `HELD_S`.
+
+        Workers then seem free, but other gateways hold their leases.
+        """
         if not self._held:
             self._held = True
             asyncio.get_running_loop().call_later(HELD_S, self._go_on)
@@ -164,7 +173,7 @@ class CentralQueue:
         self.pump()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
-        """Choose a worker with capacity, reserve it and return it; None without one."""
+        """Reserve a worker with capacity and return it, or return None without such a worker."""
         if self._held:
             return None
         need, open_ = waiting.need, self._fleet.open
@@ -181,7 +190,7 @@ class CentralQueue:
         return routed
 
     def _left_s(self, waiting: Waiting) -> float | None:
-        """Return the remaining time to wait; None without a limit."""
+        """Return the remaining time to wait, or None without a limit."""
         if self._timeout_s is None or waiting.since_s is None:
             return self._timeout_s
         return max(0.0, waiting.since_s + self._timeout_s - self.now_s())
@@ -196,14 +205,14 @@ class CentralQueue:
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:
-        """Remove a request that stops waiting, perhaps at the same time as it gets a worker."""
+        """Remove a request that stops waiting, perhaps when it also gets a worker."""
         ticket, turn = place.waiting.ticket, place.turn
         if ticket.key in self._places:
             self.ordering.remove(ticket.key)
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             turn.result().worker.release(place.waiting.request_id)
-        self.pump()  # it may have blocked the requests after it
+        self.pump()  # the request may have blocked the requests after it
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""

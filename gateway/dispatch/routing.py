@@ -1,4 +1,4 @@
-"""Routing: choose one of the workers with capacity for a request."""
+"""Routing, which chooses one of the workers with capacity for a request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.routing.types import Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
-"""Returns the current view of a request; called only if there is a choice."""
+"""A function that returns the current view of a request, called only for the policy."""
 
 
 class Routed(NamedTuple):
-    """A request's worker.
+    """The worker of a request.
 
     Attributes:
-        route: the decision; None without a choice.
-        choices: the workers that may be leased, the chosen one first.
+        route: the decision, or None with only one worker to choose.
+        choices: the workers that may be leased, the chosen worker first.
     """
 
     worker: FleetWorker
@@ -28,10 +28,14 @@ class Routed(NamedTuple):
 
 
 class Router:
-    """Chooses workers by a policy, and tells the policy where requests went."""
+    """Chooses workers by a policy, and reports to the policy where requests were sent."""
 
     def __init__(self, policy: RoutingPolicy, draw: Draw) -> None:
-        """Use a policy exclusively; `draw` is its source of randomness."""
+        """Use a policy exclusively.
+
+        Args:
+            draw: the policy's source of randomness.
+        """
         self._policy = policy
         self._draw = draw
 
@@ -43,12 +47,12 @@ class Router:
         alone: bool,
         rivals: int = 0,
     ) -> Routed:
-        """Choose one of at least one worker for a request.
+        """Choose a worker for a request.
 
         Args:
-            usable: the workers with capacity, and their usage.
-            alone: the node has only one worker, so the policy is not asked.
-            rivals: other gateways whose requests to these workers are unknown.
+            usable: the workers with capacity, and their usage. At least one is required.
+            alone: whether the node has only one worker, so that the policy is not needed.
+            rivals: number of other gateways whose requests to these workers are unknown.
         """
         if alone:
             return Routed(usable[0][0])
@@ -65,5 +69,5 @@ class Router:
         return Routed(choices[0], route, choices)
 
     def moved(self, view: View, worker: FleetWorker) -> None:
-        """Tell the policy that a request went to another worker than the chosen one."""
+        """Report to the policy that another worker than the chosen worker got the request."""
         self._policy.placed(view(), worker.candidate(worker.usage))

@@ -21,9 +21,9 @@ class Resume:
 
     Attributes:
         index: index of the prompt.
-        lost: the placement that it lost.
-        placed: its new placement.
-        cause: how its worker was lost.
+        lost: the lost placement.
+        placed: the new placement.
+        cause: the cause of the loss.
         reason: the error message.
     """
 
@@ -35,7 +35,7 @@ class Resume:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of output that it continues from, of all choices that had not ended."""
+        """Output tokens that the prompt continues from, in all open choices."""
         return sum(len(choice.output_ids) for choice in self.placed.request.resumed)
 
     @property
@@ -50,29 +50,29 @@ class Watch(Protocol):
     """An observer of the placements of a job's prompts."""
 
     def placed(self, placed: Placement) -> None:
-        """Note that a prompt goes to its first worker."""
+        """Record that a prompt goes to its first worker."""
         ...
 
     def resumed(self, resume: Resume) -> None:
-        """Note that a prompt continues on another worker."""
+        """Record that a prompt continues on another worker."""
         ...
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Note that a prompt has lost its worker and is given up."""
+        """Record that a prompt has lost its worker and cannot continue."""
         ...
 
 
 class _NoWatch:
-    """Ignores everything."""
+    """An observer that ignores everything."""
 
     def placed(self, placed: Placement) -> None:
-        """See `Watch`."""
+        """Ignore a placement."""
 
     def resumed(self, resume: Resume) -> None:
-        """See `Watch`."""
+        """Ignore a resume."""
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """See `Watch`."""
+        """Ignore the end of a prompt."""
 
 
 UNWATCHED: Final[Watch] = _NoWatch()
@@ -83,12 +83,13 @@ class Run:
 
     Attributes:
         requests: a sized request for each prompt.
-        entry: its admission.
-        watch: observer of its placements.
-        placements: latest placement of each prompt; None before the first.
-        resumes: resumes of its prompts, in order.
-        pace: the pace that its workers are to keep.
-        deltas: deltas of all choices; choice c of prompt p has the number `p * n + c`. They end
+        entry: the admission of the job.
+        watch: the observer of its placements.
+        placements: the latest placement of each prompt, or None before the first.
+        resumes: the resumes of its prompts, in order.
+        pace: the pace that its workers must keep.
+        deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`.
+            They end
             when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
     """
 
@@ -126,7 +127,7 @@ class Run:
 
     @property
     def unread_tokens(self) -> int:
-        """Generated tokens that the client has not read."""
+        """Number of generated tokens that the client has not read."""
         return sum(
             placed.worker.generating.unread_tokens(placed.request.request_id)
             for placed in self.placements
@@ -134,14 +135,17 @@ class Run:
         )
 
     def set_pace(self, pace: Pace) -> None:
-        """Set the pace of all its sequences."""
+        """Set the pace of all sequences of the job."""
         self.pace = pace
         for placed in self.placements:
             if placed is not None:
                 placed.worker.generating.set_pace(placed.request.request_id, pace)
 
     def place(self, index: int, placement: Placement) -> None:
-        """Record a placement. The first one charges the prompt and notifies the observer."""
+        """Record a placement.
+
+        The first placement of a prompt charges the prompt and notifies the observer.
+        """
         first = self.placements[index] is None
         self.placements[index] = placement
         if first:

@@ -1,4 +1,4 @@
-"""The answer of an upstream: one that has begun, or a refusal."""
+"""The response of an upstream, which has either begun or is a refusal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _MOST_REASON_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """An answer of which the first bytes have arrived.
+    """A response whose first bytes have arrived.
 
     Attributes:
-        blocks: the body from its first byte; raises `BackendFailed` if the upstream breaks.
-        limits: estimated tokens of the prompt and most tokens of output, used where the answer
-            reports no usage.
-        plan: the decision about speculation; None where there was no choice.
+        blocks: the body from its first byte. The generator raises `BackendFailed` if the
+            upstream
+            fails.
+        limits: estimated prompt tokens and maximum output tokens, for a response without usage.
+        plan: the decision about speculation, or None without a choice.
     """
 
     worker_id: str
@@ -54,7 +55,10 @@ class UpstreamAnswer:
         return self.status >= FIRST_ERROR_STATUS
 
     def usage(self) -> TokenUsage:
-        """Return the tokens so far: reported, else estimated; an error has none."""
+        """Return the reported or estimated tokens so far.
+
+        An error has no tokens.
+        """
         if self.is_error:
             return NO_TOKENS
         usage = self.exchange.usage()
@@ -66,17 +70,21 @@ class UpstreamAnswer:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRefusal:
-    """An answer that says to try another upstream, or later: 429, 502 or 503."""
+    """A response with status 429, 502 or 503, after which another upstream may succeed."""
 
     worker: FleetWorker
     exchange: Exchange
     body: bytes
 
     def to_client(self, retry_after_s: int) -> UpstreamAnswer:
-        """Return a 429 as the client gets it.
+        """Return a response with status 429 as the client gets it.
+
+        Args:
+            retry_after_s: the client's retry delay, in seconds.
 
         Raises:
-            UpstreamUnavailable, UpstreamBroken: for 503 and 502, which do not concern the client.
+            UpstreamUnavailable, UpstreamBroken: the status is 503 or 502, which the client does
+                not get.
         """
         status = self.exchange.status
         if status == _TOO_MANY:
@@ -85,7 +93,7 @@ class UpstreamRefusal:
             headers["Retry-After"] = str(retry_after_s)
             worker_id = self.worker.worker_id
             return UpstreamAnswer(worker_id, self.exchange, headers, _once(self.body), NO_TOKENS)
-        message = f"the upstream answered {status}{_reason(self.body)}"
+        message = f"the upstream responded with status {status}{_reason(self.body)}"
         if status == _UNAVAILABLE:
             raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
         raise UpstreamBroken(message)
@@ -94,7 +102,7 @@ class UpstreamRefusal:
 async def begin_answer(
     stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, limits: TokenUsage
 ) -> UpstreamAnswer:
-    """Send a call and wait for the first bytes of its answer, which `stack` keeps open.
+    """Send a call and wait for the first bytes of the response, which `stack` keeps open.
 
     Raises:
         UpstreamFailed: no bytes arrived.
@@ -110,13 +118,13 @@ async def begin_answer(
 
 
 async def read_refusal(worker: FleetWorker, answer: UpstreamAnswer) -> UpstreamRefusal | None:
-    """Return an answer that is a refusal as such; None for any other answer.
+    """Return the refusal in a response, or None for any other response.
 
     Raises:
-        UpstreamBroken: it is an error of the upstream that another attempt would not avoid.
+        UpstreamBroken: the response is an error that another attempt would not avoid.
     """
     status = answer.status
-    # Neither a redirect nor an error of the upstream's own code means anything to our client.
+    # Redirects and internal errors of the upstream mean nothing to the client.
     broken = 300 <= status < FIRST_ERROR_STATUS or (status >= 500 and status not in {501, 502, 503})
     if not broken and status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE}:
         return None
@@ -126,7 +134,7 @@ async def read_refusal(worker: FleetWorker, answer: UpstreamAnswer) -> UpstreamR
         if len(body) > _MOST_REASON_BYTES:
             break
     if broken:
-        raise UpstreamBroken(f"the upstream answered {status}{_reason(body)}")
+        raise UpstreamBroken(f"the upstream responded with status {status}{_reason(body)}")
     return UpstreamRefusal(worker, answer.exchange, body)
 
 
@@ -142,7 +150,7 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an upstream's error after a colon, or nothing."""
+    """Return the message of an upstream's error after a colon, or an empty string."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Speculation with upstreams: whether a request goes to one that drafts or to one that does not."""
+"""Speculation with upstreams, which chooses between upstreams with and without drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class PoolDecision:
     """The decision for one request.
 
     Attributes:
-        request, load: what the policy saw; the load is that of an upstream that drafts.
+        request, load: the inputs of the policy. The load is that of an upstream that drafts.
+        plan: the speculation plan.
         avoid: ids of upstreams of the other pool, used only if no other is open.
     """
 
@@ -37,15 +38,15 @@ class PoolDecision:
     avoid: frozenset[str]
 
     def headers(self, worker: FleetWorker) -> Mapping[str, str]:
-        """Return headers that show the client the pool of its upstream, and the reason."""
-        # A policy may be anybody's, and a header holds one line of ASCII.
+        """Return headers that show the pool of the upstream, and the reason."""
+        # A third-party policy may return any text, but a header holds one line of ASCII.
         reason = " ".join(self.plan.reason.split()).encode("ascii", "replace").decode()
         pool = _pool_of(worker.backend.load())
         return {POOL_HEADER: pool.value, REASON_HEADER: reason}
 
 
 class UpstreamPools:
-    """Chooses between upstreams of both kinds, and records the decisions."""
+    """Chooses between upstreams with and without drafts, and records the decisions."""
 
     def __init__(
         self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions, metrics: Metrics
@@ -57,10 +58,10 @@ class UpstreamPools:
         self._metrics = metrics
 
     def choose(self, request: RequestView, has_capacity: _HasCapacity) -> PoolDecision | None:
-        """Return the pool for a request; None if all open upstreams are of one kind.
+        """Return the pool for a request, or None if all open upstreams are of one kind.
 
         Args:
-            has_capacity: whether an upstream with this usage can take the request now.
+            has_capacity: whether an upstream with this usage can run the request now.
         """
         there = [(worker, worker.usage) for worker in self._fleet.open]
         drafting = [pair for pair in there if _pool_of(pair[1].load) is ReplicaPool.SPECULATING]
@@ -80,7 +81,7 @@ class UpstreamPools:
     def record(
         self, request_id: str, worker: FleetWorker, decision: PoolDecision, route: Route | None
     ) -> None:
-        """Record the decision for a request that is about to be sent to an upstream."""
+        """Record the decision for a request before it is sent to an upstream."""
         plan = decision.plan
         self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
         self._decisions.record(
@@ -95,7 +96,7 @@ def _pool_of(load: WorkerLoad) -> ReplicaPool:
 def _state(
     workers: Sequence[tuple[FleetWorker, WorkerUsage]], has_capacity: _HasCapacity
 ) -> PoolState:
-    """Return the best upstream of a pool: with capacity, then by price, then by sequences."""
+    """Return the state of the best upstream of a pool, by capacity, price and sequences."""
     ranks = [
         (not has_capacity(at), at.load.price, at.load.running + at.load.waiting)
         for _, at in workers

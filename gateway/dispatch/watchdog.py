@@ -1,8 +1,8 @@
-"""The watchdog: detect workers and streams that make no progress, and end the wait for them.
+"""The watchdog, which detects workers and streams without progress and ends the wait for them.
 
-It checks all workers with open streams once a second; `policies.resilience.liveness` decides what
-is lost. It ignores a stream whose reader does not wait for the next delta, because that reader
-still has deltas or a slow client, and it ignores paused streams.
+The watchdog checks all workers with open streams once a second, and `policies.resilience.liveness`
+decides which are lost. It ignores paused streams. It also ignores a stream whose reader does not
+wait for the next delta, because that reader still has deltas or a slow client.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from draftgate.policies.types import WorkerLoad
 CHECK_INTERVAL_S: Final = 1.0
 """Interval of the checks.
 
-It is well below the time after which a worker counts as lost. A check of a worker costs about as
-much as one delta of each of its streams."""
+The interval is well below the time after which a worker counts as lost. A check of a worker costs
+about as much as one delta of each of its streams."""
 
 
 class Reading:
-    """The reading of one prompt's deltas from a worker.
+    """The state of reading one prompt's deltas from a worker.
 
     Attributes:
         deltas: number of deltas so far.
-        decodes: whether a choice has got its first token from this worker.
-        reader: the task that waits for the next delta; None while none waits.
+        decodes: whether a choice has its first token from this worker.
+        reader: the task that waits for the next delta, or None.
     """
 
     __slots__ = ("_run", "_silence", "_stalled", "decodes", "deltas", "reader")
@@ -50,7 +50,10 @@ class Reading:
         self._silence = StreamSilence()
 
     def waits(self) -> None:
-        """Record that the current task waits for the next delta. `Attempt.observe` clears it."""
+        """Record that the current task waits for the next delta.
+
+        `Attempt.observe` clears the record.
+        """
         self.reader = asyncio.current_task()
 
     @property
@@ -59,10 +62,10 @@ class Reading:
         return self.reader is not None and self._run.pace is not Pace.PAUSED
 
     def look(self, load: WorkerLoad) -> None:
-        """Wake the reader if its stream is lost although the worker makes progress."""
+        """Interrupt the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
         if self._silence.look(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
-            self.wake("the worker sent nothing more for a running stream")
+            self.wake("the worker sent no more deltas for a running stream")
 
     def wake(self, reason: str) -> None:
         """Make the waiting reader raise `WorkerStalled`."""
@@ -72,9 +75,9 @@ class Reading:
             reader.cancel()
 
     def stalled(self) -> WorkerStalled | None:
-        """Return the error for a reader that the watchdog has cancelled; None if it has not.
+        """Return the error for a reader that the watchdog has cancelled, or None.
 
-        As in `asyncio.timeout`, a simultaneous cancellation from elsewhere takes precedence.
+        A simultaneous cancellation from elsewhere takes precedence, as in `asyncio.timeout`.
         """
         task = asyncio.current_task()
         if self._stalled is None or task is None or task.uncancel() > 0:
@@ -92,11 +95,11 @@ class _Watched:
 
     @property
     def is_over(self) -> bool:
-        """Whether it need not be checked any more."""
+        """Whether the watchdog can stop checking the worker."""
         return not self.readings and not self.worker.hung
 
     def look(self) -> None:
-        if self.worker.backend.failure is not None:  # its streams get its error
+        if self.worker.backend.failure is not None:  # the streams of the worker get its error
             self.worker.hung, self._silence = False, WorkerSilence()
             return
         load, readings = self.worker.backend.load(), tuple(self.readings)
@@ -113,12 +116,15 @@ class _Watched:
         if hung and not self.worker.hung:
             log(logging.ERROR, "worker hangs", worker=self.worker.worker_id)
         elif self.worker.hung and not hung:
-            log(logging.INFO, "worker is used again", worker=self.worker.worker_id)
+            log(logging.INFO, "worker makes progress again", worker=self.worker.worker_id)
         self.worker.hung = hung
 
 
 class Watchdog:
-    """Checks the streams of a node. Use it on the event loop's thread."""
+    """Checks the streams of a node.
+
+    Use the object only on the thread of the event loop.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[FleetWorker, _Watched] = {}
@@ -126,7 +132,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, worker: FleetWorker, run: Run) -> Iterator[Reading]:
-        """Watch a stream of a worker within this context.
+        """Watch a stream of a worker until the block ends.
 
         Raises:
             WorkerStalled: the stream is lost.
@@ -160,5 +166,5 @@ class Watchdog:
     def _go_on(self) -> None:
         if self._watched and self._timer is None:
             loop = asyncio.get_running_loop()
-            # In an empty context, so that log lines carry no request id.
+            # An empty context keeps request ids out of the log lines.
             self._timer = loop.call_later(CHECK_INTERVAL_S, self._look, context=Context())

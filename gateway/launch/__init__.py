@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster: Ray places and restarts them, Redis makes them known.
+"""Workers as actors of a Ray cluster, which Ray places and restarts and Redis lists.
 
     draftgate ray start ──> launcher ──Ray──> actor (one per worker) ──pipes──> child: serve
 

@@ -1,7 +1,7 @@
-"""The actor of a worker: it starts the worker's process, reports its status, and exits with it.
+"""The actor of a worker, which starts the worker's process and reports its status.
 
-Ray restarts actors, not processes. Therefore the actor exits when its child has exited, and the
-child exits with the actor. Each restart of a worker is a new process with a new epoch.
+Ray restarts actors, not processes. Therefore the actor exits after its child, and the child exits
+after the actor. Each restart of a worker is a new process with a new epoch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from msgspec.structs import replace
 from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
 
 PAUSE_S: Final = 5.0
-"""Pause before Ray may restart a worker that failed to load, because Ray would restart at once and
-without limit. (Chosen: short compared with loading.)"""
+"""Pause before the restart of a worker that failed to load, in seconds. Ray would restart it
+immediately and without limit. (Chosen: short compared with loading.)"""
 
 DIED: Final = 1
 
 
 class WorkerActor:
-    """Runs one worker's process as its child. Ray calls its methods in threads."""
+    """An actor that runs one worker's process as its child.
+
+    Ray calls its methods in threads.
+    """
 
     def __init__(self, order: bytes) -> None:
-        """Start the child at the address of this Ray node, without waiting until it has loaded."""
+        """Start the child at the address of this Ray node, without waiting for its load."""
         given = Order.decoded(order)
         context = ray.get_runtime_context()
         self._host = str(ray.util.get_node_ip_address())
@@ -52,7 +55,7 @@ class WorkerActor:
     def stop(self) -> int:
         """Drain the worker, end its process, and return its exit status.
 
-        A second call during the first one stops the worker without draining.
+        A second call during the first call stops the worker without draining.
         """
         self._stopping = True
         self._child.terminate()
@@ -60,7 +63,7 @@ class WorkerActor:
         return self._child.wait()
 
     def _until_end(self) -> None:
-        """Read the child's notices; exit with it, unless it was stopped or could never start."""
+        """Read the child's notices until it ends, and then let Ray restart the worker."""
         assert self._child.stdout is not None
         for line in self._child.stdout:
             self._notice = msgspec.json.decode(line, type=Notice)
@@ -69,7 +72,7 @@ class WorkerActor:
         if self._stopping:
             return
         if not self._was_ready and not self._again:
-            # The order itself is wrong: report it to the launcher instead of letting Ray retry.
+            # The order itself is wrong, so report the failure instead of letting Ray retry.
             reason = self._notice.failure or f"exit status {status}"
             self._notice = Notice(failure=reason)
             return
@@ -81,7 +84,7 @@ class WorkerActor:
 
 
 def _was_restarted(context: Any) -> bool:
-    with warnings.catch_warnings():  # Ray's property uses a deprecated one
+    with warnings.catch_warnings():  # Ray's property uses a deprecated property
         warnings.simplefilter("ignore")
         return bool(context.was_current_actor_reconstructed)
 
@@ -89,9 +92,9 @@ def _was_restarted(context: Any) -> bool:
 def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """Start a child and send it its order."""
     environment = dict(os.environ)
-    if not gpus:  # Ray then leaves the variable unset, and the child would see all GPUs
+    if not gpus:  # without GPUs Ray leaves the variable unset, so the child would see all GPUs
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    # In its own session, so that signals to Ray's process group do not reach it.
+    # A session of its own protects the child from signals to Ray's process group.
     child = subprocess.Popen(
         [sys.executable, "-m", "draftgate.gateway.launch.child"],
         stdin=subprocess.PIPE,
@@ -100,7 +103,7 @@ def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
         start_new_session=True,
     )
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # it has exited already, which the watching thread notices
+    with suppress(BrokenPipeError):  # the child has exited, as the watching thread notices
         child.stdin.write(order.encoded() + b"\n")
         child.stdin.flush()
     return child

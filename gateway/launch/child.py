@@ -1,10 +1,11 @@
-"""A worker's process: `draftgate serve`, connected by pipes to its Ray actor.
+"""A worker's process, which is `draftgate serve` connected by pipes to its Ray actor.
 
-It is separate from the actor's process, so that no thread of Ray disturbs its event loop, signals
-work as usual, and the actor survives to report a crash. It reads its order as one line from stdin
-and writes notices as lines to stdout. The end of stdin means that the actor is gone and that Ray
-has given its cores and GPU away. The process then leaves the pool and stops at once; its streams
-continue on other workers.
+The process is separate from the actor's process, so that no thread of Ray disturbs its event loop.
+Signals work as usual, and the actor survives to report a crash.
+
+The process reads its order as one line from stdin and writes notices as lines to stdout. The end of
+stdin means that the actor is gone and that Ray has released its cores and GPU. The process then
+leaves the pool and stops immediately, and its streams continue on other workers.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from draftgate.gateway.telemetry.logs import configure
 FAILED: Final = 1
 
 LOOK_S: Final = 1.0
-"""Interval of checking the pool: that of the workers' reports."""
+"""Interval of checking the pool, which equals the interval of the workers' reports."""
 
 HURRY_S: Final = 10.0
-"""Time to stop after the actor is gone, before the process exits by force.
+"""Time to stop after the actor is gone, in seconds, before the process exits by force.
 
-Its GPU may already belong to another actor, and there are no streams to wait for. (Chosen, not
-tuned.)"""
+The GPU may already belong to another actor, and no streams are left. (Chosen, not tuned.)"""
 
 AGAIN_S: Final = 0.2
 
@@ -75,7 +75,7 @@ def _check_reachable(config: ServeConfig) -> None:
     """Check that other nodes may use this worker.
 
     Raises:
-        StartError: they may not.
+        StartError: other nodes have no access.
     """
     keys = bool(config.api_keys or config.api_keys_file)
     if peer_access(config, keys=keys) is None:
@@ -83,7 +83,7 @@ def _check_reachable(config: ServeConfig) -> None:
 
 
 async def _report(where: Listening, notices: _NoticeWriter) -> None:
-    """Report the node's URL, and whether its pool lists it, whenever they change."""
+    """Report the node's URL and its membership of the pool, whenever they change."""
     joined = False
     while True:
         joined = await _is_joined(where.node, joined)
@@ -95,7 +95,7 @@ async def _is_joined(node: Node, before: bool) -> bool:
     """Return whether the pool lists this node's worker in its current epoch.
 
     Args:
-        before: the previous answer, which is kept if the store does not answer.
+        before: the previous result, which is returned if the store does not respond.
     """
     snapshot = await node.store.snapshot()
     if snapshot.degraded:
@@ -113,22 +113,22 @@ class _NoticeWriter:
         self._last: Notice | None = None
 
     def write(self, notice: Notice) -> None:
-        """Write a notice, unless it equals the last one."""
+        """Write a notice, unless it equals the last notice."""
         if notice == self._last:
             return
         self._last = notice
         try:
             self._out.write(msgspec.json.encode(notice).decode() + "\n")
-        except OSError:  # the actor is gone; stdin ends as well
+        except OSError:  # the actor is gone, so stdin also ends
             return
 
 
 def _end_with_actor() -> None:
-    """Wait for the end of stdin, then stop this process, if necessary by force."""
-    # Not sys.stdin: a thread that waits there holds a lock that the interpreter needs to exit.
+    """Wait for the end of stdin, and then stop this process, if necessary by force."""
+    # A thread that reads sys.stdin would hold a lock that the interpreter needs to exit.
     while os.read(0, 64):
         pass
-    # The second signal skips draining. Two signals at once would count as one.
+    # The second signal skips draining. Two simultaneous signals would count as one.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(AGAIN_S)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Start, find, query and end the actors of a pool in a Ray cluster."""
+"""Functions that start, find, query and end the actors of a pool in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ NAMESPACE: Final = "draftgate"
 """The Ray namespace of the actors' names."""
 
 CALLS: Final = 4
-"""Concurrent calls of an actor: a status besides two calls that wait for the worker to stop."""
+"""Concurrent calls of an actor, for a status and for two calls that wait for the worker to stop."""
 
 ANSWER_S: Final = 5.0
 """Timeout of a connection to the head of a Ray cluster, as in Ray's own first attempt."""
 
 
 class NoCluster(Exception):
-    """No Ray cluster was found; the message is one line."""
+    """No Ray cluster was found.
+
+    The message is one line.
+    """
 
 
 class NameTaken(Exception):
-    """A worker of that name already runs in the cluster; the message is one line."""
+    """A worker with the same name already runs in the cluster.
+
+    The message is one line.
+    """
 
 
 def connect(address: str) -> None:
-    """Connect to the Ray cluster at an address; `auto` finds the one on this machine.
+    """Connect to the Ray cluster at an address, or on this machine with `auto`.
 
     Raises:
         NoCluster: no cluster was found.
@@ -66,7 +72,7 @@ class Actor:
         self._handle = handle
 
     async def status(self) -> WorkerStatus:
-        """Return its status, once Ray has placed it.
+        """Return the status of the actor, once Ray has placed it.
 
         Raises:
             Restarting, WorkerGone: the actor has exited.
@@ -75,7 +81,9 @@ class Actor:
         return status
 
     async def stop(self) -> int:
-        """Drain its worker, or stop it at once on the second call; return the exit status.
+        """Drain the worker and return its exit status.
+
+        A second call stops the worker immediately.
 
         Raises:
             Restarting, WorkerGone: the actor has exited.
@@ -84,7 +92,10 @@ class Actor:
         return code
 
     def end(self) -> None:
-        """End the actor without a restart. Idempotent."""
+        """End the actor without a restart.
+
+        The method is idempotent.
+        """
         ray.kill(self._handle, no_restart=True)
 
 
@@ -98,13 +109,13 @@ async def _answer(call: Awaitable[Any]) -> Any:
 
 
 def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
-    """Create an actor for each worker; Ray places them as resources become available.
+    """Create an actor for each worker, which Ray places as resources become available.
 
     Args:
         orders: the order of each worker, by its name.
 
     Raises:
-        NameTaken: a worker of that name exists; none has been started.
+        NameTaken: a worker of that name exists. No worker has been started.
     """
     actors: list[Actor] = []
     for name, order in orders.items():
@@ -125,7 +136,7 @@ def _start(name: str, order: Order, need: Need) -> Actor:
         max_restarts=need.restarts,
         max_concurrency=CALLS,
         lifetime="detached" if need.detached else None,
-        # Over as many machines as possible, so that the loss of one ends few workers.
+        # Spread over many machines, so that the loss of a machine ends few workers.
         scheduling_strategy="SPREAD",
     )
     return Actor(name, options.remote(order.encoded()))
@@ -139,7 +150,10 @@ def found(pool: str) -> dict[int, Actor]:
 
 
 def disconnect() -> None:
-    """Disconnect from the cluster. Actors that are not detached exit."""
+    """Disconnect from the cluster.
+
+    Actors that are not detached exit.
+    """
     ray.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Follow the workers of a pool, print their state, and drain them at the end."""
+"""Functions that follow the workers of a pool, print their state, and drain them at the end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from draftgate.gateway.app import Signals, until_signal
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 
 LOOK_S: Final = 1.0
-"""Interval of asking a worker for its status."""
+"""Interval of reading a worker's status."""
 
 ANSWER_S: Final = 5.0
-"""Timeout of a status. Actors answer within milliseconds, so one that does not has not been placed.
-(Chosen, not tuned.)"""
+"""Timeout of a status. Actors respond within milliseconds, so an actor without a response has not
+been placed. (Chosen, not tuned.)"""
 
 LAST_S: Final = 15.0
-"""Time for workers to stop after the second signal; their processes take at most 10 s."""
+"""Time for workers to stop after the second signal. Their processes take at most 10 s."""
 
 FINE: Final = frozenset({0, -signal.SIGTERM})
-"""Exit statuses of a stopped worker; the second one if it did not listen yet."""
+"""Exit statuses of a stopped worker. A worker that did not listen yet has the second status."""
 
 
 class State(StrEnum):
@@ -44,12 +44,15 @@ OVER: Final = frozenset({State.FAILED, State.LOST, State.STOPPED})
 
 
 class Actor(Protocol):
-    """A worker's actor; `gateway.launch.cluster.Actor` is the implementation on Ray."""
+    """A worker's actor.
+
+    The class `gateway.launch.cluster.Actor` implements the protocol on Ray.
+    """
 
     name: str
 
     async def status(self) -> WorkerStatus:
-        """Return its status.
+        """Return the status of the worker.
 
         Raises:
             Restarting, WorkerGone: the actor has exited.
@@ -57,7 +60,9 @@ class Actor(Protocol):
         ...
 
     async def stop(self) -> int:
-        """Drain the worker, or stop it at once on the second call; return the exit status.
+        """Drain the worker and return its exit status.
+
+        A second call stops the worker immediately.
 
         Raises:
             Restarting, WorkerGone: the actor has exited.
@@ -65,12 +70,15 @@ class Actor(Protocol):
         ...
 
     def end(self) -> None:
-        """End the actor without a restart. Idempotent."""
+        """End the actor without a restart.
+
+        The method is idempotent.
+        """
         ...
 
 
 class LaunchedWorker:
-    """A worker with the state that the launcher last saw and printed."""
+    """A worker with the state that the launcher last read and printed."""
 
     def __init__(self, actor: Actor, show: Callable[[str], None]) -> None:
         self.actor = actor
@@ -80,7 +88,7 @@ class LaunchedWorker:
         self._shown = ""
 
     async def look(self) -> None:
-        """Ask for its status; waits until Ray has placed it."""
+        """Read the status of the worker, after waiting until Ray has placed it."""
         try:
             status = await self.actor.status()
         except Restarting:
@@ -108,7 +116,7 @@ class LaunchedWorker:
         self.actor.end()
 
     async def hurry(self) -> None:
-        """Stop waiting for the streams of a worker that drains."""
+        """Stop waiting for the streams of a draining worker."""
         if self.state not in OVER:
             with suppress(Restarting, WorkerGone):
                 await self.actor.stop()
@@ -128,20 +136,23 @@ class LaunchedWorker:
 
 
 class Launcher:
-    """All workers of a pool. Call its methods one after another, on one event loop."""
+    """All workers of a pool.
+
+    Call its methods one after another, on one event loop.
+    """
 
     def __init__(self, actors: Sequence[Actor], show: Callable[[str], None]) -> None:
         """Manage workers in any state.
 
         Args:
-            show: prints a line.
+            show: a function that prints a line.
         """
         self.workers = [LaunchedWorker(actor, show) for actor in actors]
         self._looked = asyncio.Event()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Ask all workers for their status repeatedly within this context."""
+        """Read the status of all workers repeatedly until the block ends."""
         tasks = [asyncio.create_task(self._follow(worker)) for worker in self.workers]
         try:
             yield
@@ -151,7 +162,11 @@ class Launcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def all_joined(self) -> bool:
-        """Wait until all workers have joined, or one has ended; return whether all have joined."""
+        """Wait until all workers have joined, or a worker has ended.
+
+        Returns:
+            Whether all workers have joined.
+        """
         await self._until(lambda: self._are({State.JOINED}) or self._any_over())
         return not self._any_over()
 
@@ -160,7 +175,10 @@ class Launcher:
         await self._until(lambda: self._are(OVER))
 
     async def look_once(self) -> None:
-        """Ask all workers once; those that Ray has not placed do not answer."""
+        """Read the status of all workers once.
+
+        Workers that Ray has not placed do not respond.
+        """
 
         async def look(worker: LaunchedWorker) -> None:
             with suppress(TimeoutError):
@@ -170,10 +188,10 @@ class Launcher:
         await asyncio.gather(*map(look, self.workers))
 
     async def stop(self, hurry: asyncio.Event) -> bool:
-        """Drain all workers concurrently; return whether all stopped cleanly.
+        """Drain all workers concurrently, and return whether all stopped cleanly.
 
         Args:
-            hurry: once set, open streams are no longer waited for.
+            hurry: an event that ends the wait for open streams.
         """
         tasks = {asyncio.create_task(worker.stop()) for worker in self.workers}
         hurried = asyncio.create_task(hurry.wait())
@@ -214,9 +232,10 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 
 
 async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detached: bool) -> bool:
-    """Follow new workers until a signal, then drain them; return whether all went well.
+    """Follow new workers until a signal and drain them, and return whether all succeeded.
 
-    Detached workers keep running once all have joined. If one cannot start, the others are stopped.
+    Detached workers keep running once all have joined. If a worker cannot start, the others are
+    stopped.
     """
     signals = Signals()
     launcher = Launcher(actors, show)
@@ -239,7 +258,7 @@ async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detach
 
 
 async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
-    """Drain running workers; return whether all stopped cleanly."""
+    """Drain running workers, and return whether all stopped cleanly."""
     signals = Signals()
     launcher = Launcher(actors, show)
     await launcher.look_once()
@@ -247,7 +266,7 @@ async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
 
 
 async def look(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
-    """Print the state of workers; return whether all have joined."""
+    """Print the state of workers, and return whether all have joined."""
     launcher = Launcher(actors, show)
     await launcher.look_once()
     for worker in launcher.workers:
@@ -257,7 +276,7 @@ async def look(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
 
 
 def state_of(status: WorkerStatus) -> State:
-    """Return the state that a status stands for."""
+    """Return the state of a worker from its status."""
     notice = status.notice
     if notice.failure and not status.again:
         return State.FAILED
@@ -267,11 +286,11 @@ def state_of(status: WorkerStatus) -> State:
 
 
 def line_of(name: str, state: State, status: WorkerStatus | None, reason: str = "") -> str:
-    """Return the line that is printed about a worker.
+    """Return the printed line about a worker.
 
     Args:
-        status: its last status; None before the first.
-        reason: why it ended; a failure in `status` takes precedence.
+        status: the last status of the worker, or None before the first.
+        reason: the reason why the worker ended. A failure in `status` takes precedence.
     """
     words = [f"{name:12} {state.value:22}"]
     if status is not None:

@@ -1,4 +1,4 @@
-"""Messages between launcher, actor and child."""
+"""The messages between launcher, actor and child."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ class Restarting(Exception):
 
 
 class WorkerGone(Exception):
-    """A worker has exited for good; the message has the reason that Ray gives."""
+    """A worker has exited permanently.
+
+    The message has the reason that Ray reports.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,9 @@ class Need:
     """The resources that Ray reserves for each worker.
 
     Attributes:
-        cpus: cores.
-        gpus: 1, a fraction if several workers share one, or 0.
-        restarts: how often Ray may restart a worker; -1 is unlimited.
+        cpus: number of cores.
+        gpus: 1, a fraction if several workers share a GPU, or 0.
+        restarts: maximum number of restarts of a worker by Ray, or -1 without limit.
         detached: whether workers outlive the launcher.
     """
 
@@ -37,11 +40,11 @@ class Need:
 class Order(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The configuration of a child.
 
-    It travels as an actor's argument and through a pipe, because command lines and environments of
-    actors are visible in Ray's state.
+    The order is an actor's argument and passes through a pipe, because Ray's state shows the
+    command lines and environments of actors.
 
     Attributes:
-        secret: the value of `config.peer_secret_env`; None if the worker's machine has it.
+        secret: the value of `config.peer_secret_env`, or None if the worker's machine has it.
     """
 
     config: ServeConfig
@@ -56,18 +59,18 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         """Decode a line.
 
         Raises:
-            msgspec.DecodeError: it is not an order, or has settings of another version.
+            msgspec.DecodeError: the line is not an order, or has settings of another version.
         """
         return msgspec.json.decode(line, type=Order)
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """The status that a child reports, one line each.
+    """The status that a child reports as one line.
 
     Attributes:
-        url: the URL that it listens on; "" while it loads.
+        url: the URL of the child, or an empty string while it loads.
         joined: whether the pool lists its worker.
-        failure: why it exited; "" without a failure.
+        failure: the reason why the child exited, or an empty string.
     """
 
     url: str = ""
@@ -84,6 +87,7 @@ class WorkerStatus:
         gpus: the GPUs that Ray assigned.
         pid: process id of the child.
         again: whether Ray has restarted the actor.
+        notice: the last notice of the child.
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""The order of each worker, derived from the settings that all share."""
+"""The order of each worker, derived from the common settings."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ _DECIDED: Final = {
     "no_worker": "a gateway does not need Ray: start it with `draftgate serve --no-worker --join`",
     "upstream": "a node with upstreams is a gateway and has no worker for other nodes",
 }
-"""Settings that the launcher does not accept, and why."""
+"""Settings that the launcher does not accept, with the reason."""
 
 LAST_PORT: Final = 65535
 
 
 def name_of(pool: str, number: int) -> str:
-    """Return the name of an actor; names of pools contain no slash."""
+    """Return the name of an actor.
+
+    Names of pools contain no slash.
+    """
     return f"{pool}/{number}"
 
 
 def number_in(pool: str, name: str) -> int | None:
-    """Return the number in the name of an actor of this pool; None for other names."""
+    """Return the number in the name of an actor of this pool, or None for other names."""
     of, _, number = name.rpartition("/")
     return int(number) if of == pool and number.isdecimal() else None
 
@@ -38,11 +41,11 @@ def orders_of(
     """Return the order of each worker, by the name of its actor.
 
     Ports count up from `--port`, so that a worker keeps its id when it restarts on the same
-    machine; without `--port` each start takes a free one. Each worker uses as many threads as Ray
-    gives it cores, so that all workers have one numerics class.
+    machine. Without `--port`, each start uses a free port. Each worker uses as many threads as Ray
+    reserves cores, so that all workers have one numerics class.
 
     Args:
-        numbers: numbers of the workers in the pool, increasing.
+        numbers: numbers of the workers in the pool, in increasing order.
         cpus: cores per worker.
         environ: environment variables that may hold the peer secret.
 

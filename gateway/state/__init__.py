@@ -1,1 +1,1 @@
-"""The state that the nodes of a pool share: worker reports and leases, in memory or in Redis."""
+"""The state that the nodes of a pool share, which is worker reports and leases."""

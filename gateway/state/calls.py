@@ -1,8 +1,8 @@
-"""Bounded calls to a server that may be slow or unavailable, behind a circuit breaker.
+"""Bounded calls to a server that may be slow or unavailable, with a circuit breaker.
 
-No caller waits longer than the deadline, and none waits while the breaker is open. A call that
-misses its deadline continues in the background, so that its connection stays in order and a late
-success is noticed.
+No caller waits longer than the deadline, and no caller waits while the breaker is open. A call that
+misses its deadline continues in the background, so that its connection stays in order. A late
+success still counts.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ Call = Callable[[], Coroutine[Any, Any, T]]
 DEADLINE_S: Final = 0.02
 """Deadline of a call.
 
-A round trip with a script takes less than a millisecond in a data centre, and a few more while the
-server forks. A request can lose 20 ms unnoticed before its first token, which takes ten times as
-long. (Chosen, not tuned; 2026-11-22.)"""
+A round trip with a script takes less than a millisecond in a data centre, and a few milliseconds
+while the server forks. A delay of 20 ms is a tenth of the usual time to first token. (Chosen, not
+tuned, 2026-11-22.)"""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0)
-"""When the breaker opens, and how often it probes.
+"""The limits at which the breaker opens, and the pauses between its probes.
 
-Two seconds of timeouts cost each request 20 ms. Opening without need costs all requests what other
-gateways know. A probe is cheap, and a failover takes some seconds. (Chosen, not tuned;
+Two seconds of timeouts cost each request 20 ms. An unnecessary opening hides the data of other
+gateways from all requests. A probe is cheap, and a failover takes some seconds. (Chosen, not tuned,
 2026-11-22.)"""
 
 MOST_CALLS: Final = 64
 """Maximum calls in flight, including those that missed their deadline.
 
-At a millisecond per call that is 64,000 calls a second, so only a stuck server reaches it. Further
-calls fail at once."""
+At a millisecond per call the limit is 64,000 calls a second, so only a hung server reaches it.
+Further calls fail immediately."""
 
 JITTER: Final = 0.5
-"""Pauses are extended by a random share up to this, so that gateways do not return all at once."""
+"""Maximum random extension of pauses, as a share, so that gateways do not return together."""
 
 _STALL_S: Final = 0.005
-"""A timer that fires this late shows that the event loop stalled: no callback may take 5 ms."""
+"""Delay of a timer that shows a stall of the event loop, since no callback may take 5 ms."""
 
 
 class GuardedCalls:
-    """Calls a server while it answers, and probes it in the background while it does not."""
+    """Calls a server while it responds.
+
+    A background task probes the server during an outage.
+    """
 
     def __init__(
         self,
@@ -66,10 +69,12 @@ class GuardedCalls:
         """Start with a closed breaker.
 
         Args:
-            probe: the call that tests whether the server is back.
-            back: called once the server is back.
-            clock: monotonic seconds.
-            uniform: draws from [0, 1), for jitter.
+            probe: the call that tests whether the server has recovered.
+            back: a callback after the server has recovered.
+            clock: a monotonic clock, in seconds.
+            uniform: a function that draws from [0, 1), for jitter.
+            patience: the limits of the breaker.
+            deadline_s: deadline of a call, in seconds.
         """
         self._probe = probe
         self._back = back
@@ -83,14 +88,14 @@ class GuardedCalls:
 
     @property
     def outage(self) -> str | None:
-        """Why the breaker is open; None while it is closed."""
+        """The reason why the breaker is open, or None while it is closed."""
         return self._breaker.reason
 
     async def ask(self, call: Call[T], when_late: Callable[[], None] = lambda: None) -> T:
-        """Return the answer to a call.
+        """Return the result of a call.
 
         Args:
-            when_late: called if the call succeeds after its deadline.
+            when_late: a callback for a call that succeeds after its deadline.
 
         Raises:
             StoreError: the call failed, or did not finish in time.
@@ -102,7 +107,10 @@ class GuardedCalls:
         return await self._ask(call, when_late)
 
     async def close(self) -> None:
-        """Cancel all calls. Idempotent."""
+        """Cancel all calls.
+
+        The method is idempotent.
+        """
         ending = [*self._calls, *([self._returning] if self._returning else [])]
         for task in ending:
             task.cancel()
@@ -120,7 +128,7 @@ class GuardedCalls:
         if end is _Wait.STALLED:
             raise StoreError("the event loop stalled")
         if end is _Wait.TIMED_OUT:
-            reason = f"no answer within {self._deadline_s * 1e3:g} ms"
+            reason = f"no response within {self._deadline_s * 1e3:g} ms"
             self._failed(reason, timeout=True)
             raise StoreError(reason)
         try:
@@ -134,11 +142,11 @@ class GuardedCalls:
     def _failed(self, reason: str, *, timeout: bool) -> None:
         self._breaker.failed(reason, self._clock(), timeout=timeout)
         if self.outage is not None and self._returning is None:
-            # In an empty context, so that log lines carry no request id.
+            # An empty context keeps request ids out of the log lines.
             self._returning = asyncio.create_task(self._return(), context=Context())
 
     async def _return(self) -> None:
-        """Wait until the server is back, then call `back`; repeat while the breaker opens again."""
+        """Wait until the server has recovered, and then call `back`."""
         try:
             while self.outage is not None:
                 await self._outlast()
@@ -147,15 +155,15 @@ class GuardedCalls:
             self._returning = None
 
     async def _outlast(self) -> None:
-        """Probe until the server answers."""
+        """Probe until the server responds."""
         since_s = self._clock()
-        log(logging.WARNING, "state store is out", reason=self.outage)
+        log(logging.WARNING, "state store is unavailable", reason=self.outage)
         while self.outage is not None:
             pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
             await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
             with suppress(StoreError):
                 await self._ask(self._probe, lambda: None)
-        log(logging.INFO, "state store is back", after_s=round(self._clock() - since_s, 3))
+        log(logging.INFO, "state store recovered", after_s=round(self._clock() - since_s, 3))
 
 
 def _came_late(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:
@@ -164,24 +172,24 @@ def _came_late(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:
 
 
 class _Wait(Enum):
-    """How a wait ended."""
+    """The outcome of a wait."""
 
     ANSWERED = auto()
     TIMED_OUT = auto()
     STALLED = auto()
-    """The event loop stalled, so the answer may be unread in a socket."""
+    """The event loop stalled, so the response may be unread in a socket."""
 
 
 async def _wait_for_answer(
     call: asyncio.Task[Any], deadline_s: float, clock: Callable[[], float]
 ) -> _Wait:
-    """Wait for a call without cancelling it, not even when the waiting task is cancelled.
+    """Wait for a call without cancelling it, even if the waiting task is cancelled.
 
-    If the event loop stalls during the wait, the call gets its time again, once. A second stall is
-    not the server's fault either.
+    If the event loop stalls during the wait, the wait is repeated once. A second stall is not the
+    server's fault either.
 
     Args:
-        clock: monotonic seconds, which advance while the event loop stalls.
+        clock: a monotonic clock in seconds, which advances while the event loop stalls.
     """
     for _ in range(2):
         begin_s = clock()

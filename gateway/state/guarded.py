@@ -1,9 +1,9 @@
-"""A store that wraps a remote one and always answers in time.
+"""A store that wraps a remote store and always responds in time.
 
-It keeps a *mirror*: the latest reports, and the leases of this gateway. While the remote store does
-not answer, the mirror does, and its answers are marked `degraded`: reports grow old, and this
-gateway uses only its share of the capacity of workers that others reach as well. When the remote
-store is back, this gateway renews its leases there and releases those that have ended.
+The wrapper keeps a *mirror* with the latest reports and the leases of this gateway. The mirror
+responds while the remote store does not, and marks its results as `degraded`. Reports then grow
+old, and this gateway uses only its share of the capacity of workers that others also reach. After
+an outage, this gateway renews its leases in the remote store and releases ended leases.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from draftgate.policies.resilience.breaker import Patience
 AT_ONCE: Final = 200
 """Leases per call of renew or release.
 
-Such a call takes 1.0 ms, or 2.6 ms if the store has lost the leases: an eighth of the deadline
-(Redis 6.2 on the same machine, AMD Zen 5, 2026-11-22)."""
+Such a call takes 1.0 ms, or 2.6 ms if the store has lost the leases. That is an eighth of the
+deadline (Redis 6.2 on the same machine, AMD Zen 5, 2026-11-22)."""
 
 _FORGETFUL: Final = frozenset({Refusal.UNKNOWN, Refusal.STALE})
 """Refusals of a store that has just started or was unavailable.
 
-Workers report again within a heartbeat; until then the mirror knows more."""
+Workers report again within a heartbeat. Until then, the mirror has more data."""
 
 
 class GuardedStore:
-    """Implements `Store` and never raises `StoreError`."""
+    """A `Store` that never raises `StoreError`."""
 
     def __init__(
         self,
@@ -61,11 +61,13 @@ class GuardedStore:
         patience: Patience = PATIENCE,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Wrap a store, which is closed together with this one.
+        """Wrap a store, which is closed together with this store.
 
         Args:
-            clock: monotonic seconds.
-            uniform: draws from [0, 1), for jitter.
+            clock: a monotonic clock, in seconds.
+            uniform: a function that draws from [0, 1), for jitter.
+            patience: the limits of the circuit breaker.
+            deadline_s: deadline of a call, in seconds.
         """
         self._remote = remote
         self._clock = clock
@@ -84,11 +86,11 @@ class GuardedStore:
 
     @property
     def outage(self) -> str | None:
-        """See `Store`."""
+        """The reason why the remote store is not used, or None while it works."""
         return self._calls.outage
 
     async def publish(self, report: WorkerReport) -> bool:
-        """See `Store`."""
+        """Replace a worker's report, as `Store.publish` describes."""
         known = await self._mirror.publish(report)
         try:
             return await self._calls.ask(partial(self._remote.publish, report))
@@ -96,7 +98,7 @@ class GuardedStore:
             return known
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """See `Store`."""
+        """Remove a worker from the pool, as `Store.withdraw` describes."""
         await self._mirror.withdraw(worker_id, epoch, seq)
         try:
             await self._calls.ask(partial(self._remote.withdraw, worker_id, epoch, seq))
@@ -104,7 +106,10 @@ class GuardedStore:
             return
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`. Workers that the remote store has lost stay listed for `STALE_S`."""
+        """Return the live workers, as `Store.snapshot` describes.
+
+        Workers that the remote store has lost remain listed for `STALE_S`.
+        """
         try:
             found = await self._calls.ask(self._remote.snapshot)
         except StoreError:
@@ -119,7 +124,7 @@ class GuardedStore:
     async def reserve(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
-        """See `Store`."""
+        """Lease tokens of an offered worker, as `Store.reserve` describes."""
         self._owed.pop(request_id, None)
         await self._mirror.release((request_id,))
         call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s)
@@ -135,7 +140,7 @@ class GuardedStore:
         return found
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """See `Store`."""
+        """Extend leases, as `Store.renew` describes."""
         self._ttl_s = ttl_s
         await self._mirror.renew(leases, ttl_s)
         try:
@@ -146,12 +151,18 @@ class GuardedStore:
         return fenced
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """See `Store`. Releases are sent in batches in the background, and repeated on failure."""
+        """End the leases of requests, as `Store.release` describes.
+
+        A background task sends releases in batches, and repeats them after a failure.
+        """
         await self._mirror.release(request_ids)
         self._owe_unless_held(request_ids)
 
     async def close(self) -> None:
-        """See `Store`. Sends pending releases if the remote store answers."""
+        """Close all connections.
+
+        Pending releases are sent first, if the remote store responds.
+        """
         self._settle_soon()
         if self._settling is not None:
             await self._settling
@@ -173,7 +184,7 @@ class GuardedStore:
         return frozenset(fenced)
 
     async def _missing_from(self, found: Snapshot) -> list[WorkerView]:
-        """Return workers that have reported lately but are missing from a snapshot."""
+        """Return workers that have reported recently but are missing from a snapshot."""
         present = {view.worker_id for view in found.workers}
         mirrored = await self._mirror.snapshot()
         return [
@@ -183,14 +194,14 @@ class GuardedStore:
         ]
 
     def _owe_unless_held(self, request_ids: Collection[str]) -> None:
-        """Schedule the release of requests that hold no lease here."""
+        """Schedule the release of requests that hold no lease in the mirror."""
         now_s = self._clock()
         for request_id in request_ids:
             if not self._mirror.holds(request_id):
-                self._owed.pop(request_id, None)  # re-insert, to keep the order by time
+                self._owed.pop(request_id, None)  # insert again, to keep the order by time
                 self._owed[request_id] = now_s + self._ttl_s
         while self._owed and next(iter(self._owed.values())) <= now_s:
-            del self._owed[next(iter(self._owed))]  # the lease has expired by itself
+            del self._owed[next(iter(self._owed))]  # the lease has expired
         self._settle_soon()
 
     def _settle_soon(self) -> None:
@@ -198,7 +209,7 @@ class GuardedStore:
             self._settling = asyncio.create_task(self._settle())
 
     async def _settle(self) -> None:
-        """Release all pending requests in batches; after a failure, leave the rest for later."""
+        """Release all pending requests in batches, until a call fails."""
         try:
             while self._owed:
                 await self._calls.ask(self._release_owed)
@@ -219,17 +230,17 @@ class GuardedStore:
         await self._remote.renew((), self._ttl_s)
 
     async def _give_back(self) -> None:
-        """Bring the remote store up to date with the leases of this gateway."""
+        """Update the remote store with the leases of this gateway."""
         self._settle_soon()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
 
 
 def open_store(join: str | None, pool: str) -> Store:
-    """Return the store of a node, not yet connected.
+    """Return the store of a node, which is not connected yet.
 
     Args:
-        join: address of a Redis server (`gateway.state.redis.url`); None for a node without a pool.
+        join: address of a Redis server (`gateway.state.redis.url`), or None without a pool.
         pool: name of the pool on that server.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A store in dictionaries, for a node without a pool. No call suspends."""
+"""A store in dictionaries, for a node without a pool, whose calls never suspend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ from draftgate.gateway.state.store import (
 
 @dataclass(slots=True)
 class _Worker:
-    """One epoch of a worker. `seq` is -1 before the first report; `report` is None once it left."""
+    """One epoch of a worker.
+
+    Attributes:
+        epoch: the epoch.
+        touched_s: time of the last call that named the worker.
+        seq: number of the last report, or -1 before the first.
+        report: the last report, or None after the worker has left.
+        heard_s: time of the last report.
+        leases: leases by request id.
+    """
 
     epoch: str
     touched_s: float
@@ -38,7 +47,7 @@ class _Worker:
 
 
 class MemoryStore:
-    """Implements `Store` in this process; the reference for every other implementation.
+    """A `Store` in this process, which is the reference for every other implementation.
 
     Attributes:
         gateways: number of gateways that share the capacity of workers with an address.
@@ -52,7 +61,7 @@ class MemoryStore:
         """Start empty.
 
         Args:
-            clock: monotonic seconds.
+            clock: a monotonic clock, in seconds.
             stale_s: replaces `STALE_S`.
         """
         self.gateways = 1
@@ -60,16 +69,16 @@ class MemoryStore:
         self._stale_s = stale_s
         self._workers: dict[str, _Worker] = {}
         self._leases: dict[str, Lease] = {}
-        self._until_s: dict[str, float] = {}  # when a request's lease expires
+        self._until_s: dict[str, float] = {}  # expiry of each request's lease
         self._expiries: list[tuple[float, str]] = []  # a heap with the first expiry of each lease
         self._number = 0
 
     async def publish(self, report: WorkerReport) -> bool:
-        """See `Store`."""
+        """Replace a worker's report, as `Store.publish` describes."""
         return self.learn(report, 0.0)
 
     def learn(self, report: WorkerReport, age_s: float) -> bool:
-        """Publish a report that was made `age_s` seconds ago."""
+        """Publish a report with an age of `age_s` seconds."""
         worker = self._entered(report.worker_id, report.epoch)
         if worker is None or report.seq <= worker.seq:
             return False
@@ -79,13 +88,13 @@ class MemoryStore:
         return True
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """See `Store`."""
+        """Remove a worker from the pool, as `Store.withdraw` describes."""
         worker = self._entered(worker_id, epoch)
         if worker is not None and seq > worker.seq:
             worker.seq, worker.report = seq, None
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`."""
+        """Return the live workers, as `Store.snapshot` describes."""
         now_s = self._clock()
         self._prune(now_s)
         self._forget(now_s)
@@ -104,7 +113,7 @@ class MemoryStore:
     async def reserve(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
-        """See `Store`."""
+        """Lease tokens of an offered worker, as `Store.reserve` describes."""
         now_s = self._clock()
         self._prune(now_s)
         self._drop(request_id)
@@ -122,7 +131,7 @@ class MemoryStore:
         return Reservation(lease, behind_tokens=behind[best])
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """See `Store`."""
+        """Extend leases, as `Store.renew` describes."""
         now_s = self._clock()
         self._prune(now_s)
         fenced = set[str]()
@@ -137,12 +146,12 @@ class MemoryStore:
         return frozenset(fenced)
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """See `Store`."""
+        """End the leases of requests, as `Store.release` describes."""
         for request_id in request_ids:
             self._drop(request_id)
 
     async def close(self) -> None:
-        """See `Store`."""
+        """Do nothing, because the store has no connections."""
 
     def holds(self, request_id: str) -> bool:
         """Return whether a request has a lease."""
@@ -154,7 +163,10 @@ class MemoryStore:
         return list(self._leases.values())
 
     def _entered(self, worker_id: str, epoch: str) -> _Worker | None:
-        """Return the worker in this epoch, or None if a newer epoch is known; end older leases."""
+        """Return the worker in this epoch, or None if a newer epoch is known.
+
+        Leases of older epochs end.
+        """
         worker = self._workers.get(worker_id)
         if worker is not None and worker.epoch > epoch:
             return None
@@ -181,7 +193,7 @@ class MemoryStore:
         return None
 
     def _capacity(self, report: WorkerReport) -> int:
-        """Return this gateway's share of a worker's capacity in tokens; 0 if unknown."""
+        """Return this gateway's share of a worker's capacity in tokens, or 0 if unknown."""
         if not report.address or not report.capacity_tokens:
             return report.capacity_tokens
         return max(1, report.capacity_tokens // self.gateways)
@@ -194,7 +206,7 @@ class MemoryStore:
         self._set_expiry(lease.request_id, until_s)
 
     def _set_expiry(self, request_id: str, until_s: float) -> None:
-        # A later expiry needs no new entry: `_prune` finds the old one and pushes it back.
+        # A later expiry needs no new entry, because `_prune` updates the old entry.
         if until_s < self._until_s.get(request_id, math.inf):
             heapq.heappush(self._expiries, (until_s, request_id))
         self._until_s[request_id] = until_s
@@ -214,11 +226,11 @@ class MemoryStore:
                 continue
             if until_s <= now_s:
                 self._drop(request_id)
-            else:  # renewed since
+            else:  # the lease was renewed
                 heapq.heappush(self._expiries, (until_s, request_id))
 
     def _forget(self, now_s: float) -> None:
-        """Forget workers without leases that have not been mentioned for `FORGET_S`."""
+        """Forget workers without leases that no call has named for `FORGET_S`."""
         for worker_id, worker in tuple(self._workers.items()):
             if now_s - worker.touched_s > FORGET_S and not worker.leases:
                 del self._workers[worker_id]

@@ -1,12 +1,13 @@
-"""The contract of the state store: reports of workers, and leases on their capacity.
+"""The contract of the state store, for reports of workers and leases on their capacity.
 
-The store keeps the time (memory: the given clock; Redis: the server's), so that callers need not
-agree on one. Every store passes the tests in `tests/gateway/store_contract.py`.
+The store has the clock, so that callers need not agree on the time. In memory it is the given
+clock, and in Redis it is the server's clock. Every store passes the tests in
+`tests/gateway/store_contract.py`.
 
-A worker's *epoch* is one life of it. A newer epoch ends the leases of the older one, and late
-reports of the older one are dropped. Each lease has an increasing *number*, so a report can name
-the leases that its figures include by one number, its *watermark*. Leases with higher numbers are
-on their way to the worker and are added to the figures of the report.
+A worker's *epoch* is one life of the worker. A newer epoch ends the leases of older epochs, whose
+late reports are dropped. Each lease has an increasing *number*. The *watermark* of a report is the
+number of the last lease that its values include. Leases with higher numbers are on their way to the
+worker, and are added to the values of the report.
 """
 
 from __future__ import annotations
@@ -17,31 +18,34 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 STALE_S: Final = 3.0
-"""A worker without a report for this long gets no leases: three heartbeats of 1 s are missing.
+"""A worker without a report for this time gets no leases, because it missed three heartbeats.
 
-With two, a worker whose event loop stalls for a second would sometimes be skipped. (Chosen, not
-tuned; 2026-11-22.)"""
+With two heartbeats, a worker whose event loop stalls for a second would sometimes be skipped.
+(Chosen, not tuned, 2026-11-22.)"""
 
 FORGET_S: Final = 60.0
-"""A worker without a report for this long is forgotten, with its epoch.
+"""A worker without a report for this time is forgotten, with its epoch.
 
-It is twice the life of a lease that is not renewed, and the longest lease."""
+The time is also the longest lease, and twice the life of a lease without a renewal."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker publishes about itself.
+    """A report that a worker publishes about itself.
 
-    Its load is not part of the report: links to the worker carry that (`backends.remote_worker`).
+    The load is not part of the report, because links to the worker carry it
+    (`backends.remote_worker`).
 
     Attributes:
-        epoch: from `new_epoch`; later epochs compare greater as text.
-        seq: increases with each report of an epoch; reports out of order are dropped.
-        capacity_tokens: tokens of prompts and outputs that its KV memory holds; 0 if unknown.
-        watermark: number of the last lease whose request had reached it; 0 before the first.
-        address: URL at which other nodes reach it; "" if only its own gateway does.
-        model_id: the name clients use.
-        max_model_len: the longest sequence, prompt and output together, in tokens.
+        epoch: the result of `new_epoch`. Later epochs compare greater as text.
+        seq: a number that increases with each report of an epoch. Reports out of order are
+            dropped.
+        capacity_tokens: tokens of prompts and outputs that its KV memory holds, or 0 if
+            unknown.
+        watermark: number of the last lease whose request had reached the worker, initially 0.
+        address: URL at which other nodes reach the worker, or an empty string without access.
+        model_id: the name that clients use.
+        max_model_len: the longest sequence of prompt and output, in tokens.
     """
 
     worker_id: str
@@ -59,10 +63,10 @@ class WorkerView:
     """A worker as the store knows it.
 
     Attributes:
-        report: the latest one.
+        report: the latest report.
         age_s: seconds since the report.
-        leased_tokens: tokens of prompt and output in all living leases.
-        behind_tokens: the part of them behind the report's watermark.
+        leased_tokens: tokens of prompt and output in all live leases.
+        behind_tokens: tokens in live leases after the report's watermark.
     """
 
     report: WorkerReport
@@ -81,10 +85,11 @@ class Snapshot:
     """All workers of a pool at one time.
 
     Attributes:
-        workers: sorted by id; the reader decides which are too old.
-        gateways: nodes that renewed leases within `STALE_S`, this one included.
-        degraded: whether the store did not answer, so that these are the last known reports and
-            the leases of this gateway only.
+        workers: the workers, sorted by id. The reader decides which are too old.
+        gateways: number of nodes that renewed leases within `STALE_S`, including this node.
+        degraded: whether the store did not respond. The snapshot then has the last known
+            reports and
+            only the leases of this gateway.
     """
 
     workers: tuple[WorkerView, ...]
@@ -94,12 +99,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCandidate:
-    """A worker that a request may go to, scored by a routing policy.
+    """A worker that may get a request, with the score of a routing policy.
 
     Attributes:
-        epoch, watermark: of the report that the score was computed from.
-        score: cost in the policy's own unit, without leases after the watermark; the lowest wins,
-            the first of equals.
+        epoch, watermark: values of the report that determined the score.
+        score: cost in the policy's own unit, without leases after the watermark. The lowest
+            cost
+            wins, and the first of equal costs.
         score_per_token: increase of the score for each token leased after the watermark.
     """
 
@@ -112,7 +118,7 @@ class LeaseCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A claim on a worker's capacity for one request, with all that is needed to rebuild it."""
+    """A claim on a worker's capacity for one request, with all data needed to rebuild it."""
 
     request_id: str
     worker_id: str
@@ -122,29 +128,29 @@ class Lease:
 
 
 class Refusal(StrEnum):
-    """Why no worker was chosen: the first reason, in this order, that applies to any offer."""
+    """The reason why no worker was chosen, which is the first in this order for any offer."""
 
     FULL = "full"
-    """It has no capacity for these tokens now. Waiting helps."""
+    """The worker has no capacity for these tokens now, so the request should wait."""
     STALE = "stale"
-    """It has not reported for `STALE_S`."""
+    """The worker has not reported for `STALE_S`."""
     UNKNOWN = "unknown"
-    """It has never reported, or the store has lost its memory."""
+    """The worker has never reported, or the store has lost its data."""
     FENCED = "fenced"
-    """The offer names another epoch than the worker's current one."""
+    """The offer names another epoch than the worker's current epoch."""
     GONE = "gone"
-    """It has left the pool."""
+    """The worker has left the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The answer to `Store.reserve`.
+    """The result of `Store.reserve`.
 
     Attributes:
-        lease: the new lease; None if every offer was refused.
-        refusal: the reason in that case.
+        lease: the new lease, or None if every offer was refused.
+        refusal: the reason if every offer was refused.
         behind_tokens: tokens leased after the offer's watermark, without this lease.
-        degraded: whether this gateway decided alone, because the store did not answer.
+        degraded: whether this gateway decided alone, because the store did not respond.
     """
 
     lease: Lease | None
@@ -154,7 +160,10 @@ class Reservation:
 
 
 class StoreError(Exception):
-    """The store did not answer. It may still have done what was asked."""
+    """The store did not respond.
+
+    The store may still have executed the call.
+    """
 
 
 class Store(Protocol):
@@ -166,18 +175,19 @@ class Store(Protocol):
 
     @property
     def outage(self) -> str | None:
-        """Why the store is currently not asked; None while it works."""
+        """The reason why the store is not used at present, or None while it works."""
         ...
 
     async def publish(self, report: WorkerReport) -> bool:
-        """Replace a worker's report; return False for a late or fenced one."""
+        """Replace a worker's report, and return False for a late report or an old epoch."""
         ...
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """Remove a worker from the pool; a late or fenced call has no effect.
+        """Remove a worker from the pool.
 
-        Its leases stay until they are released, because its streams may still end. A later report
-        of the same epoch adds it again.
+        A late call or a call for an old epoch has no effect. The leases of the worker stay until
+        they are released, because its streams may still end. A later report of the same epoch adds
+        the worker again.
         """
         ...
 
@@ -188,14 +198,14 @@ class Store(Protocol):
     async def reserve(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
-        """Lease `tokens` of one of the offered workers to a request, in one atomic step.
+        """Lease tokens of one of the offered workers to a request, in one atomic step.
 
-        Among live workers of the offered epoch with enough capacity, the lowest
-        `score + score_per_token * tokens leased after the watermark` wins. A worker has enough
+        The store considers live workers of the offered epoch with enough capacity. The lowest value
+        of `score + score_per_token * tokens leased after the watermark` wins. A worker has enough
         capacity if all its leases fit into `capacity_tokens`, or if it has no lease yet.
 
-        An earlier lease of the request ends in any case, on any worker. The new lease ends at
-        `release`, or by itself after `ttl_s` seconds (at most `FORGET_S`).
+        Any earlier lease of the request ends, on any worker. The new lease ends at `release`, or
+        after `ttl_s` seconds (at most `FORGET_S`).
         """
         ...
 
@@ -203,27 +213,35 @@ class Store(Protocol):
         """Extend leases to `ttl_s` seconds from now, and count this gateway as live.
 
         The store adopts a lease that it does not know, or knows differently, even beyond the
-        worker's capacity: the lease exists, and the store has lost it. Therefore pass all leases
-        that are held, also when there are none.
+        worker's capacity. Such a lease exists, but the store has lost it. Therefore pass all held
+        leases, even if none exist.
 
         Returns:
-            The requests whose worker has a newer epoch: their leases have ended.
+            The ids of requests whose leases have ended, because the worker has a newer epoch.
         """
         ...
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests. Unknown requests are ignored."""
+        """End the leases of requests.
+
+        Unknown requests are ignored.
+        """
         ...
 
     async def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections.
+
+        The method is idempotent.
+        """
         ...
 
 
 def new_epoch(now_s: float, nonce: str) -> str:
-    """Return the epoch of a worker that starts at `now_s`, in Unix time; epochs compare as text.
+    """Return the epoch of a worker that starts at `now_s`, in Unix time.
+
+    Epochs compare as text.
 
     Args:
-        nonce: distinguishes workers that start in the same microsecond.
+        nonce: a text that distinguishes workers that start in the same microsecond.
     """
     return f"{round(now_s * 1e6):016d}-{nonce}"

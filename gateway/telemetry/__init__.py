@@ -1,1 +1,1 @@
-"""The telemetry of a node: metrics, logs, traces, and the samples of the live page."""
+"""The telemetry of a node, with metrics, logs, traces, and the samples of the live page."""

@@ -1,6 +1,6 @@
-"""What the live page shows: values of the last minute's requests, and a sample each second.
+"""The data of the live page, namely values of the last minute's requests and samples.
 
-The samples of the last minutes are kept for pages that open.
+The node takes a sample each second, and keeps those of the last minutes for pages that open.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from draftgate.backends.types import SpeculationOutcome
 from draftgate.policies.types import WorkerLoad
 
 Loads = Callable[[], Sequence[WorkerLoad | None]]
-"""Returns the load of every worker in order, None for a failed one; empty before the start."""
+"""A function that returns the load of every worker in order, or None for a failed worker. The
+result is empty before the start."""
 
 WINDOW_S: Final = 60.0
-"""Older values are dropped."""
+"""Age in seconds at which values are dropped."""
 
 MOST_KEPT: Final = 2048
-"""Values of each kind; in a busier minute the latest are kept. Sorting them takes under 1 ms."""
+"""Maximum values of each kind. Sorting them takes less than 1 ms."""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ class _Window(Generic[T]):
 
 
 def percentiles(values: Sequence[float]) -> LatencyPercentiles | None:
-    """Return the nearest-rank percentiles of some values; None of no values."""
+    """Return the nearest-rank percentiles of some values, or None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -68,27 +69,33 @@ def percentiles(values: Sequence[float]) -> LatencyPercentiles | None:
 
 
 class Recent:
-    """Values of the last minute's requests, in bounded memory. Use on the event loop's thread.
+    """Values of the last minute's requests, in bounded memory.
+
+    Use the object only on the thread of the event loop.
 
     Attributes:
         requests: number of requests that have ended since the start.
-        tokens: number of tokens generated since the start; callers increase it.
+        tokens: number of tokens generated since the start. Callers increase it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty; `clock` returns seconds from any origin."""
+        """Start empty.
+
+        Args:
+            clock: a clock that returns seconds from any origin.
+        """
         self.requests = 0
         self.tokens = 0
         self._ttft_s = _Window[float](clock)
         self._tpot_s = _Window[float](clock)
-        self._steps = _Window[tuple[int, int]](clock)  # decode steps, and tokens they drafted
+        self._steps = _Window[tuple[int, int]](clock)  # decode steps, and their drafted tokens
 
     def add_ttft(self, seconds: float) -> None:
         """Add a time to first token."""
         self._ttft_s.add(seconds)
 
     def add_ended(self, tpot_s: float | None, tokens: int, outcome: SpeculationOutcome) -> None:
-        """Add a request that has ended: its TPOT, output tokens and speculation outcome."""
+        """Add the TPOT, output tokens and speculation outcome of an ended request."""
         self.requests += 1
         if tpot_s is not None:
             self._tpot_s.add(tpot_s)
@@ -98,15 +105,15 @@ class Recent:
             self._steps.add((steps, outcome.num_drafted_tokens))
 
     def ttft_s(self) -> LatencyPercentiles | None:
-        """Return the percentiles of the times to first token; None without requests."""
+        """Return the percentiles of the times to first token, or None without requests."""
         return percentiles(self._ttft_s.values())
 
     def tpot_s(self) -> LatencyPercentiles | None:
-        """Return the percentiles of the requests' TPOT; None without requests."""
+        """Return the percentiles of the requests' TPOT, or None without requests."""
         return percentiles(self._tpot_s.values())
 
     def chosen_k(self) -> float | None:
-        """Return the mean draft tokens per step of ended requests; None without one."""
+        """Return the mean draft tokens per step of ended requests, or None without requests."""
         found = self._steps.values()
         if not found:
             return None
@@ -116,29 +123,31 @@ class Recent:
 SAMPLE_S: Final = 1.0
 
 KEPT: Final = 300
-"""Samples that are kept, for five minutes; a page that opens loads 100 KB."""
+"""Maximum samples, which cover five minutes. A page that opens loads 100 KB."""
 
 RATE_S: Final = 5
-"""Window of the rates; over a shorter one they flicker when requests take about a second."""
+"""Window of the rates in seconds. A shorter window flickers with requests of about a second."""
 
 
 class NodeSample(msgspec.Struct, frozen=True):
-    """The state of a node at one instant.
+    """The state of a node at one time.
 
-    Counts are summed over the workers, price and acceptance are averaged. Failed workers are left
-    out.
+    Counts are sums over the workers, while price and acceptance are means. Failed workers are
+    excluded.
 
     Attributes:
         at_s: Unix time.
         price: the survival that makes a draft slot worth verifying.
-        chosen_k: mean draft tokens per step over the last minute's requests; None without one.
+        chosen_k: mean draft tokens per step over the last minute's requests, or None without
+            any.
         acceptance: running share of draft tokens that are accepted.
-        running, waiting: sequences in the workers' batches, and in their queues.
+        running, waiting: sequences in the workers' batches and in their queues.
         queued: requests in the gateway's queue.
         kv_usage: share of the KV blocks in use, 0 to 1.
-        ttft_s, tpot_s: percentiles over the last minute's requests; None without one.
-        requests_per_s: requests that ended, including refused ones, over the last `RATE_S` seconds.
-        tokens_per_s: tokens generated over the same time.
+        ttft_s, tpot_s: percentiles over the last minute's requests, or None without any.
+        requests_per_s: rate of ended requests, including rejected requests, over `RATE_S`
+            seconds.
+        tokens_per_s: rate of generated tokens over the same time.
         workers: number of workers that have not failed.
     """
 
@@ -158,7 +167,10 @@ class NodeSample(msgspec.Struct, frozen=True):
 
 
 class Live:
-    """The samples of a node as JSON, numbered from 1. Use on the event loop's thread."""
+    """The samples of a node as JSON, numbered from 1.
+
+    Use the object only on the thread of the event loop.
+    """
 
     def __init__(
         self,
@@ -170,9 +182,9 @@ class Live:
         """Start without samples.
 
         Args:
-            loads: the loads of the workers.
+            loads: a function that returns the loads of the workers.
             recent: the requests of the last minute.
-            queued: returns the number of requests in the gateway's queue.
+            queued: a function that returns the number of requests in the gateway's queue.
             now_s: the clock, in Unix time.
         """
         self._loads = loads
@@ -206,10 +218,10 @@ class Live:
         self._wake()
 
     async def after(self, number: int) -> tuple[int, list[bytes]]:
-        """Wait for samples after a number; return the number of the last one, and their JSON.
+        """Wait for samples after a number, and return the last number with their JSON.
 
-        The list is empty once the samples have been closed. A reader that fell behind by more
-        than `KEPT` samples misses some.
+        The list is empty once the samples have been closed. A reader that is more than `KEPT`
+        samples late misses some.
         """
         while self._taken <= number and not self._closed:
             await self._changed.wait()

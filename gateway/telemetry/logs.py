@@ -1,7 +1,7 @@
-"""Logs: one line per event, with the id of the request it concerns, and never a prompt's text.
+"""Logs, with one line per event and never the text of a prompt.
 
-Every line logged while a request is handled carries the fields of that request (`about_request`):
-its id and its trace. Callers of `log` need not pass them.
+Every line that is logged during a request has the fields of that request, namely its id and its
+trace (`about_request`). Callers of `log` need not pass them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 
 _OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
-"""Libraries whose warnings are logged too, such as an exporter that cannot reach its collector."""
+"""Libraries whose warnings are also logged, such as the exporter of traces."""
 
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO request id=... status=200`."""
+    """A formatter of lines such as `2026-01-31T12:00:00.123Z INFO request id=... status=200`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, followed by the lines of a traceback if the record has one."""
+        """Return the line, followed by the traceback if the record has one."""
         pairs = [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
         event = " ".join(record.getMessage().split())
         line = " ".join([_moment(record), record.levelname, event, *pairs])
@@ -41,10 +41,10 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time": "...", "level": "INFO", "event": "request", "id": "...", "status": 200}`."""
+    """A formatter of JSON such as `{"time": "...", "level": "INFO", "event": "request"}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object on one line; its `traceback` holds the record's traceback, if any."""
+        """Return the object on one line, with the record's traceback as `traceback`, if any."""
         fields = {
             **{key: _plain(value) for key, value in _fields(record).items()},
             "time": _moment(record),
@@ -60,7 +60,14 @@ FORMATTERS: Final = {"line": LineFormatter, "json": JsonFormatter}
 
 
 def configure(level: str, form: str = "line") -> None:
-    """Log to stderr, in one of the `FORMATTERS`; from libraries, only warnings and errors."""
+    """Log to stderr.
+
+    Libraries log only warnings and errors.
+
+    Args:
+        level: minimum level of Draftgate's own lines.
+        form: one of the `FORMATTERS`.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[form]())
     for name in (LOGGER, *_OTHERS):
@@ -73,7 +80,7 @@ def configure(level: str, form: str = "line") -> None:
 
 @contextmanager
 def about_request(**fields: object) -> Iterator[None]:
-    """Add fields to every line logged in this context and in tasks created in it."""
+    """Add fields to every line that the block and its tasks log."""
     token = _REQUEST.set(fields)
     try:
         yield
@@ -89,7 +96,7 @@ def add_about_request(**fields: object) -> None:
 
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
-    """Log an event with its fields, leaving out those that are None."""
+    """Log an event with its fields, except fields that are None."""
     logger = logging.getLogger(LOGGER)
     if logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
@@ -97,8 +104,8 @@ def log(level: int, event: str, *, error: BaseException | None = None, **fields:
 
 
 def _is_not_malformed_http(record: logging.LogRecord) -> bool:
-    # Bytes that are not HTTP are answered with 400. Any port scanner could fill the log with
-    # their tracebacks.
+    # The server responds with 400 to bytes that are not HTTP. Port scanners could otherwise fill
+    # the log with tracebacks.
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

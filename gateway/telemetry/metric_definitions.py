@@ -1,10 +1,10 @@
 """The definition of every metric of `/metrics`.
 
-Code records a metric under its `draftgate_*` name. Where others define the same metric, it also
-appears under their names: vLLM's, for existing dashboards, benchmarks and schedulers, and those of
-OpenTelemetry's GenAI conventions (`gen_ai_server_*` in Prometheus' spelling).
+The code records a metric under its `draftgate_*` name. A metric that vLLM or OpenTelemetry's GenAI
+conventions define also appears under their names. vLLM's names serve existing dashboards,
+benchmarks and schedulers.
 
-To add a metric, define it here and call `Metrics.add`, `observe` or `set` where it changes.
+To add a metric, define it here and call `Metrics.add`, `observe` or `set` where its value changes.
 `docs/reference/metrics.md` is generated from these definitions.
 """
 
@@ -30,16 +30,18 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricDefinition:
-    """One metric. Every metric has the label `model_name` besides its own labels.
+    """One metric.
+
+    Every metric has the label `model_name` in addition to its own labels.
 
     Attributes:
-        name: without the `_total` that counters have on the page.
-        text: its help text.
-        unit: of its values.
+        name: the name without the `_total` that counters have on the page.
+        text: the help text.
+        unit: the unit of the values.
         labels: names of its own labels. `Metrics` bounds the values of each.
-        buckets: upper bounds of a histogram, ascending, without infinity.
+        buckets: upper bounds of a histogram, in ascending order, without infinity.
         aliases: further names, also without `_total`.
-        of_worker: reads the metric from a worker's load; such a metric has the label `worker`.
+        of_worker: reads the metric from a worker's load. Such a metric has the label `worker`.
     """
 
     name: str
@@ -66,7 +68,7 @@ def _define(
     buckets: tuple[float, ...] = (),
     of_worker: Callable[[WorkerLoad], float] | None = None,
 ) -> MetricDefinition:
-    """Define a metric; by default the last word of its name is its unit."""
+    """Define a metric, whose unit is by default the last word of its name."""
     unit = unit or name.rpartition("_")[2]
     if kind is Kind.HISTOGRAM and not buckets:
         buckets = _PHASE_S if unit == "seconds" else _LENGTHS
@@ -84,18 +86,18 @@ _TTFT_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
     7.5, 10.0, 20.0, 40.0,
 )  # fmt: skip
-"""The bounds of the GenAI conventions, with more in between and beyond."""
+"""The bounds of the GenAI conventions, with additional bounds between and above them."""
 
 _TPOT_S: Final = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15,
     0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 )  # fmt: skip
-"""The bounds of the GenAI conventions, and finer ones: theirs begin at 10 ms, within usual SLOs."""
+"""The bounds of the GenAI conventions, with finer bounds below 10 ms for usual SLOs."""
 
 _DURATION_S: Final = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84,
 )  # fmt: skip
-"""The bounds of the GenAI conventions, and one beyond."""
+"""The bounds of the GenAI conventions, with one more above them."""
 
 _PHASE_S: Final = (0.001, 0.0025, 0.005, *_DURATION_S)
 
@@ -106,7 +108,7 @@ _LENGTHS: Final = (
 
 
 def _kv_usage(load: WorkerLoad) -> float:
-    if not load.kv_blocks_total:  # the upstream does not report it
+    if not load.kv_blocks_total:  # the upstream does not report KV blocks
         return 0.0
     return 1 - load.kv_blocks_free / load.kv_blocks_total
 
@@ -148,7 +150,7 @@ TPOT: Final = _histogram(
 )
 GAPS: Final = _histogram(
     "draftgate_inter_token_latency_seconds",
-    "Time between two deliveries of a choice, each of one or more tokens",
+    "Time between two deliveries of one or more tokens of a choice",
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
     buckets=_TPOT_S,
@@ -201,14 +203,14 @@ MAX_TOKENS: Final = _histogram(
 # --- admission, queue, failover -------------------------------------------------------------------
 
 REFUSED: Final = _counter(
-    "draftgate_refused_requests", "Requests refused with status 429, by reason", labels=("kind",)
+    "draftgate_refused_requests", "Requests rejected with status 429, by reason", labels=("kind",)
 )
 QUEUED: Final = _gauge(
     "draftgate_queued_requests", "Prompts in the gateway's queue for a worker", unit="prompts"
 )
 WAITING: Final = _gauge(
     "draftgate_waiting_requests",
-    "Prompts in the gateway's queue, and sequences in the queues of its workers",
+    "Prompts in the gateway's queue plus sequences in the queues of its workers",
     "vllm:num_requests_waiting",
 )
 TO_WORKER: Final = _histogram(
@@ -218,13 +220,13 @@ TO_WORKER: Final = _histogram(
 )
 RESUMES: Final = _counter(
     "draftgate_resumes",
-    "Prompts that lost their worker, by cause and by where they were resumed, if they were",
+    "Prompts that lost their worker, by cause and outcome",
     labels=("cause", "outcome"),
 )
 RETRIES: Final = _counter(
     "draftgate_upstream_retries",
-    "Requests that an upstream refused or failed and another upstream could take, by whether the "
-    "retry budget allowed a retry",
+    "Failed or refused upstream requests that another upstream could run, by cause and by the "
+    "decision of the retry budget",
     unit="requests",
     labels=("cause", "outcome"),
 )
@@ -275,7 +277,7 @@ _gauge(
 )
 _gauge(
     "draftgate_others_sequences",
-    "Running and waiting sequences of an upstream that other clients sent",
+    "Running and waiting sequences of an upstream that belong to other clients",
     of_worker=attrgetter("others"),
 )
 _gauge(
@@ -296,7 +298,7 @@ _gauge(
 )
 _gauge(
     "draftgate_price_tokens",
-    "Price of a draft slot: the survival that makes it worth verifying",
+    "Price of a draft slot, which is the survival that makes it worth verifying",
     of_worker=attrgetter("price"),
 )
 _gauge(
@@ -314,16 +316,17 @@ _gauge(
 
 STORE_OUT: Final = _gauge(
     "draftgate_state_store_out",
-    "1 while the state store is unavailable and this node decides by its own state, else 0",
+    "1 while the state store is unavailable and this node uses its own state, else 0",
     unit="outages",
 )
 OPEN_WORKERS: Final = _gauge(
-    "draftgate_open_workers", "Workers this node may send requests to, including peers' workers"
+    "draftgate_open_workers",
+    "Workers to which this node may send requests, including workers of peers",
 )
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks",
-    "Tasks of the event loop: a few, and one per connection with a request",
+    "Tasks of the event loop, including one per connection with a request",
 )
 BUILD: Final = _gauge(
-    "draftgate_build_info", "Always 1; the version is a label", labels=("version", "python")
+    "draftgate_build_info", "Always 1, with the version as a label", labels=("version", "python")
 )

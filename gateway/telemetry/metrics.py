@@ -1,7 +1,7 @@
-"""The values of the metrics, and the page that Prometheus reads.
+"""The values of the metrics, and the page for Prometheus.
 
-Recording is plain arithmetic without locks on the event loop's thread, because some metrics are
-recorded for every delta. The metric families and text formats are prometheus-client's.
+Recording is plain arithmetic without locks on the thread of the event loop, because every delta
+changes some metrics. The package prometheus-client provides the metric families and text formats.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from draftgate.gateway.telemetry.live import Loads, Recent
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 
 Labels = tuple[str, ...]
-"""Values of a metric's own labels, without the model's name."""
+"""Values of a metric's own labels, without the name of the model."""
 
 MOST_VALUES: Final = 100
-"""Values that a label keeps. A histogram has some 20 samples for each value. Prometheus expects a
-few thousand samples per scrape, not a million."""
+"""Maximum values of a label. A histogram has about 20 samples for each value, and Prometheus
+expects a few thousand samples per scrape."""
 
 OTHER: Final = "other"
-"""What further values of a label are counted as. Some values, such as tenants, are chosen by
-others; this keeps memory and the page small."""
+"""The label value that replaces further values. Operators choose some values, such as tenants, so a
+limit keeps memory and the page small."""
 
 _GEN_AI: Final = {"model_name": "gen_ai_request_model", "operation": "gen_ai_operation_name"}
 _VLLM: Final = {"finish_reason": "finished_reason"}
-"""Labels that have other names in the conventions and in vLLM."""
+"""Labels whose names differ in OpenTelemetry's conventions and in vLLM."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class HistogramSeries:
     """One series of a histogram.
 
     Attributes:
-        counts: values in each bucket, not cumulative; the last bucket has no upper bound.
+        bounds: upper bounds of the buckets, without infinity.
+        counts: values in each bucket, not cumulative. The last bucket has no upper bound.
+        total: sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -62,7 +64,7 @@ class HistogramSeries:
     total: float = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value into its bucket."""
+        """Count a value in its bucket."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -76,7 +78,9 @@ Rows = list[tuple[Labels, Scalar | HistogramSeries]]
 
 
 class Metrics:
-    """The metrics of a node. Use on the event loop's thread only.
+    """The metrics of a node.
+
+    Use the object only on the thread of the event loop.
 
     Attributes:
         recent: values of the last minute, for the live page.
@@ -86,8 +90,8 @@ class Metrics:
         """Start at zero.
 
         Args:
-            loads: the loads of the workers, called on each scrape.
-            model: the model's name, empty until it is known; called on each scrape.
+            loads: a function that returns the loads of the workers, called on each scrape.
+            model: a function that returns the name of the model, empty while unknown.
         """
         self._loads = loads
         self._model = model
@@ -99,7 +103,10 @@ class Metrics:
         )
 
     def scalar(self, metric: MetricDefinition, *labels: str) -> Scalar:
-        """Return a series of a counter or gauge; hot paths keep it."""
+        """Return a series of a counter or gauge.
+
+        Hot paths keep the series.
+        """
         series = self._scalars[metric]
         found = series.get(labels)
         if found is None:
@@ -107,7 +114,10 @@ class Metrics:
         return found
 
     def histogram(self, metric: MetricDefinition, *labels: str) -> HistogramSeries:
-        """Return a series of a histogram; hot paths keep it."""
+        """Return a series of a histogram.
+
+        Hot paths keep the series.
+        """
         series = self._histograms[metric]
         found = series.get(labels)
         if found is None:
@@ -124,11 +134,11 @@ class Metrics:
         self.scalar(metric, *labels).value = value
 
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
-        """Count a value into a histogram."""
+        """Count a value in a histogram."""
         self.histogram(metric, *labels).observe(value)
 
     def page(self, accept: str = "") -> tuple[Callable[[], bytes], str]:
-        """Take a snapshot; return the function that renders it, and its content type.
+        """Take a snapshot, and return the function that renders it with its content type.
 
         Rendering is slow and may run in another thread.
 
@@ -139,12 +149,12 @@ class Metrics:
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
-        # Our names need no escaping, and the default escaping replaces the colon of vllm:*.
+        # The names need no escaping, and the default escaping replaces the colon of vllm:*.
         write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
         return write, openmetrics.CONTENT_TYPE_LATEST
 
     def _bounded(self, metric: MetricDefinition, values: Labels) -> Labels:
-        """Return label values, with `OTHER` for each that would be one too many."""
+        """Return label values, with `OTHER` for each value beyond the limit."""
         bounded = []
         for label, value in zip(metric.labels, values, strict=True):
             known = self._known_values[label]
@@ -173,7 +183,7 @@ class Metrics:
 
 
 class _Page:
-    """A snapshot of all metrics in the form prometheus-client's encoders take."""
+    """A snapshot of all metrics in the form that prometheus-client's encoders accept."""
 
     def __init__(self, model: str, snapshot: list[tuple[MetricDefinition, Rows]]) -> None:
         self._model = model
@@ -185,7 +195,7 @@ class _Page:
                 yield self._family(metric, name, rows)
 
     def _family(self, metric: MetricDefinition, name: str, rows: Rows) -> Metric:
-        # OpenMetrics demands that the name of a metric with a unit ends with it.
+        # OpenMetrics requires that the name of a metric ends with its unit.
         unit = metric.unit if name.endswith("_" + metric.unit) else ""
         family = Metric(name, metric.text, metric.kind.value, unit)
         for values, value in rows:
@@ -197,11 +207,11 @@ class _Page:
 
 
 def _translated(name: str, labels: dict[str, str]) -> dict[str, str] | None:
-    """Return labels as they are called beside a metric's name; None leaves the series out."""
+    """Return labels with the names for a metric's prefix, or None to omit the series."""
     names: Mapping[str, str] = {}
     if name.startswith("vllm:"):
         if labels.get("error_type"):
-            return None  # vLLM's durations are of finished requests only
+            return None  # vLLM's durations cover only finished requests
         names = _VLLM
     elif name.startswith("gen_ai_"):
         names = _GEN_AI

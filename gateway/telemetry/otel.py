@@ -1,7 +1,7 @@
-"""Traces through OpenTelemetry; imported only by nodes that export traces.
+"""Traces through OpenTelemetry.
 
-The SDK itself reads the standard variables: sampler, limits, batches, headers, compression,
-certificates, resource attributes.
+Only nodes that export traces import this module. The SDK itself reads the standard variables for
+sampler, limits, batches, headers, compression, certificates and resource attributes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from draftgate.gateway.errors import as_gateway_error
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span, Tracing, is_server_error
 
 TRACES_PATH: Final = "/v1/traces"
-"""Path at which an OTLP/HTTP collector accepts spans."""
+"""The path at which an OTLP/HTTP collector accepts spans."""
 
 
 class _HeaderGetter(Getter[Mapping[str, str]]):
-    """Reads single headers; the default getter would copy all of them."""
+    """A getter of single headers.
+
+    The default getter would copy all headers.
+    """
 
     def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
         found = carrier.get(key)
@@ -47,7 +50,10 @@ _HEADERS: Final = _HeaderGetter()
 
 
 class OtelTracing(Tracing):
-    """Records traces with a provider of its own; OpenTelemetry's global state is left alone."""
+    """Tracing that records with a provider of its own.
+
+    OpenTelemetry's global state does not change.
+    """
 
     def __init__(self, processor: SpanProcessor) -> None:
         """Pass ended spans to the processor."""
@@ -58,7 +64,7 @@ class OtelTracing(Tracing):
         self._tracer = self._provider.get_tracer("draftgate", __version__)
 
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
-        """Start a SERVER span below the client's, if it sent one; `NO_SPAN` if not sampled."""
+        """Start a child span of the client's span, or return `NO_SPAN` if not sampled."""
         start_ns = time.time_ns()
         offset_ns = start_ns - time.monotonic_ns()
         parent = extract(headers, getter=_HEADERS)
@@ -68,14 +74,14 @@ class OtelTracing(Tracing):
         return OtelSpan(self._tracer, span, offset_ns) if span.is_recording() else NO_SPAN
 
     def shutdown(self) -> None:
-        """Export the remaining spans; blocks."""
+        """Export the remaining spans, and block until this is done."""
         self._provider.shutdown()
 
 
 class OtelSpan(Span):
-    """A span that is recorded.
+    """A recorded span.
 
-    All instants of a trace come from one monotonic clock, shifted to the wall clock of the trace's
+    All times of a trace come from one monotonic clock, shifted to the wall clock at the trace's
     start. A step of the wall clock therefore cannot make a span end before it starts or outlive its
     parent.
     """
@@ -83,11 +89,15 @@ class OtelSpan(Span):
     recording = True
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, offset_ns: int) -> None:
-        """Wrap a span; the offset is from the monotonic clock to the wall clock."""
+        """Wrap a span.
+
+        Args:
+            offset_ns: the offset from the monotonic clock to the wall clock, in nanoseconds.
+        """
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns
-        self._context: Context | None = None  # of its children
+        self._context: Context | None = None  # the context of its children
 
     @property
     def trace_id(self) -> str:
@@ -105,7 +115,7 @@ class OtelSpan(Span):
         self._span.add_event(name, dict(attributes or {}), self._wall_ns(at_s))
 
     def fail(self, error: BaseException) -> None:
-        """Set the error; the description is the message that a client may see."""
+        """Set the error, with the message for the client as the description."""
         self._span.set_attribute("error.type", type(error).__name__)
         if isinstance(error, Exception) and is_server_error(error):
             self._span.set_status(trace.StatusCode.ERROR, as_gateway_error(error).message)
@@ -113,7 +123,7 @@ class OtelSpan(Span):
     def child(
         self, name: str, attributes: Attributes | None = None, start_s: float | None = None
     ) -> OtelSpan:
-        """Start an INTERNAL span below this one."""
+        """Start an INTERNAL child span."""
         if self._context is None:
             self._context = trace.set_span_in_context(self._span, Context())
         span = self._tracer.start_span(
@@ -131,7 +141,10 @@ class OtelSpan(Span):
         return carrier
 
     def end(self, at_s: float | None = None) -> None:
-        """End the span. Idempotent."""
+        """End the span.
+
+        The method is idempotent.
+        """
         if self._span.is_recording():
             self._span.end(self._wall_ns(at_s))
 
@@ -141,7 +154,11 @@ class OtelSpan(Span):
 
 
 def otlp_tracing(endpoint: str | None) -> OtelTracing:
-    """Return tracing to an OTLP/HTTP collector; None uses the one that the environment names."""
+    """Return tracing to an OTLP/HTTP collector.
+
+    Args:
+        endpoint: address of the collector, or None for the address in the environment.
+    """
     if endpoint is not None:
         base = endpoint.rstrip("/")
         endpoint = base if base.endswith(TRACES_PATH) else base + TRACES_PATH

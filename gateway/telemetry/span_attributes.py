@@ -1,4 +1,4 @@
-"""The attributes that spans carry about a request, its decisions and its outcome."""
+"""The attributes of spans for a request, its decisions and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
 def job_attributes(job: Job) -> Attributes:
-    """Return what a client asked for, without any of its text."""
+    """Return the parameters of a request, without any of its text."""
     found: dict[str, AttributeValue] = {
         "draftgate.tenant": job.tenant,
         "draftgate.priority": job.service.priority,
@@ -27,7 +27,7 @@ def job_attributes(job: Job) -> Attributes:
         found |= {
             "gen_ai.request.temperature": job.sampling.temperature,
             "gen_ai.request.top_p": job.sampling.top_p,
-            "gen_ai.request.seed": str(job.sampling.seed),  # exceeds an attribute's int64
+            "gen_ai.request.seed": str(job.sampling.seed),  # a seed may exceed an attribute's int64
             "gen_ai.request.choice.count": job.n,
             "draftgate.speculation.mode": job.mode.value,
         }
@@ -44,7 +44,7 @@ def decision_attributes(placed: Placement) -> Attributes:
 
 
 def plan_attributes(plan: SpeculationPlan) -> Attributes:
-    """Return a speculation plan."""
+    """Return the attributes of a speculation plan."""
     found: dict[str, AttributeValue] = {
         "draftgate.policy": plan.policy,
         "draftgate.proposer": plan.proposer or "none",
@@ -55,7 +55,7 @@ def plan_attributes(plan: SpeculationPlan) -> Attributes:
 
 
 def admission_attributes(entry: Entry) -> Attributes:
-    """Return what was predicted for a request that was admitted."""
+    """Return the predictions for an admitted request."""
     return {
         "draftgate.predicted_wait_s": entry.predicted.wait_s,
         "draftgate.predicted_ttft_s": entry.predicted.ttft_s,
@@ -64,7 +64,7 @@ def admission_attributes(entry: Entry) -> Attributes:
 
 
 def describe_route(span: Span, routed: Routed) -> None:
-    """Set the chosen worker on a span, and the candidates if there was a choice."""
+    """Set the chosen worker on a span, and the candidates if several were available."""
     if not span.recording:
         return
     span.set({"draftgate.worker_id": routed.worker.worker_id})
@@ -88,7 +88,7 @@ def describe_route(span: Span, routed: Routed) -> None:
 
 
 def describe_reservation(span: Span, found: Reservation) -> None:
-    """Set the lease on a span, or why the store refused one."""
+    """Set the lease on a span, or the reason for the store's refusal."""
     if not span.recording:
         return
     attributes: dict[str, str | int] = {
@@ -122,7 +122,7 @@ def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
 
 
 def resume_attributes(resume: Resume) -> Attributes:
-    """Return where a prompt ran, where it continues, and with how many tokens."""
+    """Return the old and new worker of a prompt, and the number of kept tokens."""
     return {
         "draftgate.prompt": resume.index,
         "draftgate.resume.cause": resume.cause.value,
@@ -134,7 +134,7 @@ def resume_attributes(resume: Resume) -> Attributes:
 
 
 def outcome_attributes(outcome: SpeculationOutcome) -> Attributes:
-    """Return what speculation did."""
+    """Return the outcome of speculation."""
     return {
         "draftgate.spec_steps": outcome.num_spec_steps,
         "draftgate.drafted_tokens": outcome.num_drafted_tokens,

@@ -1,4 +1,4 @@
-"""Where traces are sent, by setting or by OpenTelemetry's environment variables."""
+"""The destination of traces, from a setting or from OpenTelemetry's environment variables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ PROTOCOL: Final = "http/protobuf"
 
 
 def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
-    """Return tracing to an OTLP collector, or tracing that records nothing if none is configured.
+    """Return tracing to an OTLP collector, or tracing that records nothing without a collector.
 
     Args:
         endpoint: address of the collector, such as `http://127.0.0.1:4318`. None uses
             `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`. The other
-            standard variables (headers, sampler, limits, batches) apply in both cases.
-        environ: the environment. `OTEL_SDK_DISABLED` turns tracing off.
+            standard
+            variables (headers, sampler, limits, batches) apply in both cases.
+        environ: the environment. `OTEL_SDK_DISABLED` disables tracing.
     """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     configured = any(environ.get(name) for name in names)
@@ -34,7 +35,7 @@ def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
     )
     if protocol != PROTOCOL:
         log(logging.WARNING, "unsupported OTLP protocol", asked=protocol, used=PROTOCOL)
-    # Importing the SDK takes 0.15 s, which nodes without an exporter do not pay.
+    # The import of the SDK takes 0.15 s, which nodes without an exporter avoid.
     from draftgate.gateway.telemetry.otel import otlp_tracing
 
     return otlp_tracing(endpoint)

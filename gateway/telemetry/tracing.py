@@ -1,10 +1,11 @@
-"""Spans and where they come from; the classes here record nothing, `otel` has those that do.
+"""The interfaces of spans and tracing, whose base classes here record nothing.
 
-A node without an exporter therefore pays only for method calls that return at once.
+The module `otel` has subclasses that record. A node without an exporter therefore pays only for
+method calls that return immediately.
 
-A request has one trace: an HTTP SERVER span, below it a span for each hop, and below `dispatch` the
-spans of the worker (`worker_spans`). Tokens have no spans. A span is a context manager and ends
-however its block is left. Instants are seconds of `time.monotonic`.
+A request has one trace. An HTTP SERVER span is the parent of a span for each hop, and `dispatch` is
+the parent of the worker's spans (`worker_spans`). Tokens have no spans. A span is a context manager
+that ends when its block ends. Times are seconds of `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ Attributes: TypeAlias = Mapping[str, AttributeValue]
 
 
 class Span:
-    """A running span. Leaving its block ends it; an exception that leaves it is passed to `fail`.
+    """A running span.
+
+    The span ends when its block ends. An exception in the block is passed to `fail`.
 
     Attributes:
-        recording: whether the span will be exported. Check it before computing costly attributes.
+        recording: whether the span will be exported. Check it before computing costly
+            attributes.
     """
 
     recording = False
 
     @property
     def trace_id(self) -> str | None:
-        """The W3C trace id, 32 hexadecimal digits; None without a trace."""
+        """The W3C trace id with 32 hexadecimal digits, or None without a trace."""
         return None
 
     def set(self, attributes: Attributes) -> None:
@@ -41,7 +45,7 @@ class Span:
     def event(
         self, name: str, attributes: Attributes | None = None, at_s: float | None = None
     ) -> None:
-        """Add an event that happens now, or at the given instant."""
+        """Add an event at the given time, or now."""
 
     def fail(self, error: BaseException) -> None:
         """Set `error.type`, and status ERROR if the error is a server error."""
@@ -49,7 +53,7 @@ class Span:
     def child(
         self, name: str, attributes: Attributes | None = None, start_s: float | None = None
     ) -> Span:
-        """Start a span below this one, now or at an earlier instant."""
+        """Start a child span now, or at an earlier time."""
         return self
 
     def propagation(self) -> dict[str, str]:
@@ -57,7 +61,10 @@ class Span:
         return {}
 
     def end(self, at_s: float | None = None) -> None:
-        """End the span, now or at an earlier instant. Idempotent."""
+        """End the span now, or at an earlier time.
+
+        The method is idempotent.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -77,18 +84,18 @@ NO_SPAN: Final = Span()
 
 
 class Tracing:
-    """Starts the traces of requests."""
+    """The source of the traces of requests."""
 
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Start a SERVER span whose parent is in the `traceparent` of the headers, if any."""
         return NO_SPAN
 
     def shutdown(self) -> None:
-        """Export the remaining spans; blocks."""
+        """Export the remaining spans, and block until this is done."""
 
 
 def is_server_error(error: BaseException) -> bool:
-    """Return whether an error is the server's: neither a bad request nor a client that left."""
+    """Return whether an error is the server's fault, not the client's."""
     if isinstance(error, ConnectionResetError) or not isinstance(error, Exception):
         return False
     return as_gateway_error(error).status >= 500

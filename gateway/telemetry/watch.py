@@ -1,4 +1,4 @@
-"""One request observed from its arrival to its last byte: its metrics, span and log line."""
+"""The observation of one request, for its metrics, span and log line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from draftgate.policies.types import SpeculationPlan
 
 
 class Ending(StrEnum):
-    """How a request ended, in metrics and logs."""
+    """The way a request ended, in metrics and logs."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -38,12 +38,14 @@ class Ending(StrEnum):
 
 
 class RequestWatch:
-    """Records what happens to a request. `end` must be called; only its first call counts.
+    """An observer of one request, from its arrival to its last byte.
+
+    The caller must call `end`, and only the first call counts.
 
     Attributes:
-        workers: ids of the workers it ran on, in order.
+        workers: ids of the workers that ran the request, in order.
         plan: the speculation plan of its first prompt.
-        outcome: what speculation did, summed over its choices.
+        outcome: the outcome of speculation, summed over its choices.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class RequestWatch:
         """Record a request that arrives now.
 
         Args:
-            endpoint: its path.
+            endpoint: path of the endpoint.
             operation: `gen_ai.operation.name`.
             clock: the clock of the spans.
         """
@@ -77,21 +79,21 @@ class RequestWatch:
         self._operation = operation
         self._clock = clock
         self._arrival_s = clock()
-        self._last_s = self._arrival_s  # of the last output
+        self._last_s = self._arrival_s  # time of the last output
         self._ttft_s: float | None = None
-        self._latest_s: dict[int, float] = {}  # last output, by choice
-        self._first_token_s: dict[int, float] = {}  # as the worker recorded it, by choice
+        self._latest_s: dict[int, float] = {}  # time of the last output, by choice
+        self._first_token_s: dict[int, float] = {}  # recorded by the worker, by choice
         self._generates = False
         self._n = 1  # choices per prompt
-        self._choices = 0  # of all prompts; 0 before dispatch
-        self._output_events = 0  # of an upstream
+        self._choices = 0  # choices of all prompts, 0 before dispatch
+        self._output_events = 0  # output events of an upstream
         self._resumes = 0
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException | None] | None = None
         self._ended = False
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
-        """Record what the client asked for."""
+        """Record the parameters of the request."""
         self._generates = job.task is Task.GENERATE
         self._n = job.n
         self._choices = job.n * len(job.prompts)
@@ -109,19 +111,26 @@ class RequestWatch:
             )
 
     def forwarding(self, model: str, tenant: str, choices: int, *, stream: bool) -> None:
-        """Record what the client asks an upstream for; an embedding request has 0 choices."""
+        """Record the parameters of a request for an upstream.
+
+        Args:
+            choices: number of choices, or 0 for an embedding request.
+        """
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
         self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
-        """Record which upstream answers, and the speculation plan if there was a choice."""
+        """Record the upstream that responds, and the speculation plan, if any."""
         self.workers, self.plan = [worker_id], plan
         if plan is not None and self.span.recording:
             self.span.set(plan_attributes(plan))
 
     def placed(self, placed: Placement) -> None:
-        """Record the first worker of a prompt. Span and log show the first prompt's plan."""
+        """Record the first worker of a prompt.
+
+        Span and log show the plan of the first prompt.
+        """
         request, plan = placed.request, placed.request.speculation
         tokens = len(request.prompt_ids)
         self._metrics.observe(metric.PROMPT_LENGTH, tokens)
@@ -139,7 +148,7 @@ class RequestWatch:
                 self.span.set(decision_attributes(placed))
 
     def resumed(self, resume: Resume) -> None:
-        """Record that a prompt lost its worker and continues on another."""
+        """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
         self._add_worker(resume.placed)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
@@ -162,7 +171,10 @@ class RequestWatch:
         self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
 
     def observe(self, delta: Delta) -> None:
-        """Record a delta on its way to the client. Called for every delta: keep it cheap."""
+        """Record a delta on its way to the client.
+
+        This method must be cheap, because it runs for every delta.
+        """
         now_s = self._clock()
         choice = delta.choice
         tokens = len(delta.token_ids)
@@ -181,10 +193,10 @@ class RequestWatch:
             self._finish_choice(delta, delta.finish_reason, now_s)
 
     def progressed(self, output_events: int) -> None:
-        """Record that bytes of an upstream's answer pass to the client.
+        """Record that bytes of an upstream's response pass to the client.
 
         Args:
-            output_events: events with output so far.
+            output_events: number of events with output so far.
         """
         if not self._generates:
             return
@@ -195,7 +207,7 @@ class RequestWatch:
             self._first_output(self._last_s)
 
     def settled(self, usage: TokenUsage) -> None:
-        """Record the tokens of an upstream's answer, once, when it is over."""
+        """Record the tokens of an upstream's response, once, after its end."""
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
         self._metrics.add(metric.PROMPT_TOKENS, usage.prompt)
         self._metrics.add(metric.CACHED_TOKENS, usage.cached)
@@ -203,11 +215,14 @@ class RequestWatch:
         self._recent.tokens += max(usage.output - self._output_events, 0)
 
     def fail(self, ending: Ending, status: int, error: BaseException | None) -> None:
-        """Keep the first failure for `end`, which follows after the client has been informed."""
+        """Keep the first failure for `end`, which is called after the client has been informed."""
         self._failure = self._failure or (ending, status, error)
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
-        """Record the end, at the last byte, a cancel or an error; a kept failure takes precedence.
+        """Record the end of the request.
+
+        The request ends with its last byte, a cancel or an error. A failure kept by `fail` takes
+        precedence.
 
         Args:
             status: the HTTP status.
@@ -240,7 +255,7 @@ class RequestWatch:
         metrics = self._metrics
         metrics.observe(metric.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
         metrics.observe(metric.PREFILL, phases.first_token_s - phases.scheduled_s)
-        # A resumed choice has phases on each of its workers: decoding began on the first.
+        # A resumed choice has phases on each of its workers. Its decoding began on the first.
         self._first_token_s.setdefault(choice, phases.first_token_s)
 
     def _finish_choice(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
@@ -269,7 +284,7 @@ class RequestWatch:
             metrics.add(metric.TENANT_TOKENS, used, self.tenant)
         metrics.observe(metric.DURATION, seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
-        # The finish reasons of an upstream's choices are not known here if the request finished.
+        # The finish reasons of a finished request at an upstream are unknown here.
         if unfinished > 0 and ending is not Ending.FINISHED:
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(metric.CHOICES, unfinished, reason)
@@ -290,7 +305,7 @@ class RequestWatch:
         self._metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
         beyond = sum(outcome.acceptance_histogram)
         for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
-            beyond -= steps  # now the steps that accepted more than `position` tokens
+            beyond -= steps  # number of steps that accepted more than `position` tokens
             self._metrics.add(metric.ACCEPTED_AT, beyond, str(position))
 
     def _tpot_s(self) -> float | None:
@@ -338,6 +353,6 @@ class RequestWatch:
             accepted=self.outcome.num_accepted_tokens,
             error_type=None if error is None else type(error).__name__,
             param=getattr(error, "param", None),
-            # The message of a refusal may quote the request, which must not get into the log.
+            # The message of a rejection may quote the request, which must not appear in the log.
             reason=str(error) if ending is Ending.FAILED else None,
         )

@@ -1,10 +1,12 @@
-"""The spans of a request on its worker: `worker.queue`, `prefill` and `decode` of each choice.
+"""The worker's spans for each choice, namely `worker.queue`, `prefill` and `decode`.
 
-They are children of the `dispatch` span and use the instants that the worker recorded. The first
-token of a choice carries those instants (`Delta.phases`), so all three spans are created when it
-arrives. `decode` ends with the choice, or with `dispatch` if that ends first. A worker that resumes
-a request has a `dispatch` span of its own. A worker on another node has already created its spans
-there, below the `peer.generate` span, and none are created here (`Phases.recorded`).
+The spans are children of the `dispatch` span and use the times that the worker recorded. The first
+token of a choice carries these times (`Delta.phases`), so its arrival creates all three spans. The
+span `decode` ends with the choice, or with `dispatch` if that ends first. A worker that resumes a
+request has its own `dispatch` span.
+
+A worker on another node has already created its spans there, as children of `peer.generate`. This
+node then creates none (`Phases.recorded`).
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from draftgate.gateway.telemetry.span_attributes import outcome_attributes
 from draftgate.gateway.telemetry.tracing import Span
 
 MOST_CHOICES: Final = 8
-"""Choices of a request that have spans. With more, `draftgate.traced_choices` is set."""
+"""Maximum choices with spans per request. With more, `draftgate.traced_choices` is set."""
 
 MOST_CHUNKS: Final = 32
-"""Prefill chunks that have an event: the first 16k tokens in steps of 512. The attribute
-`draftgate.prefill.chunks` counts all. (The SDK's own limit is 128 events.)"""
+"""Maximum prefill chunks with an event, which cover 16k tokens in steps of 512. The attribute
+`draftgate.prefill.chunks` counts all chunks. (The SDK's own limit is 128 events.)"""
 
 
 @contextmanager
 def dispatch_span(parent: Span) -> Iterator[WorkerSpans | None]:
-    """Run a block in a `dispatch` span; yields the spans below it, None if not recorded."""
+    """Run a block in a `dispatch` span, and yield its child spans, or None if not recorded."""
     with parent.child("dispatch") as span:
         if not span.recording:
             yield None
@@ -41,11 +43,11 @@ def dispatch_span(parent: Span) -> Iterator[WorkerSpans | None]:
 
 
 class WorkerSpans:
-    """The spans below one recorded `dispatch` span."""
+    """The child spans of one recorded `dispatch` span."""
 
     def __init__(self, dispatch: Span) -> None:
         self._dispatch = dispatch
-        self._decodes: dict[int, Span] = {}  # running ones, by choice
+        self._decodes: dict[int, Span] = {}  # running spans, by choice
         self._traced_choices = 0
 
     def carried(self, request: GenerationRequest) -> GenerationRequest:
@@ -53,7 +55,10 @@ class WorkerSpans:
         return replace(request, trace_context=tuple(self._dispatch.propagation().items()))
 
     def observe(self, delta: Delta) -> None:
-        """Start and end spans by a delta. Every delta must pass here."""
+        """Start and end spans for a delta.
+
+        The caller must pass every delta.
+        """
         if delta.phases is not None:
             self._begin(delta.choice, delta.phases)
         if delta.finish_reason is not None:

@@ -261,9 +261,9 @@ async def test_workers_with_another_model_are_ignored(
             assert len(where.node.fleet.workers) == 1
     told = [record.draftgate_fields["why"] for record in caplog.records]
     assert sorted(told) == [
-        *["it serves 'another', not 'draftgate-demo'"] * 2,  # from two nodes
-        "it serves 'draftgate-demo', not 'another'",
-        "its context is 100 tokens, not 8192",
+        *["the worker serves 'another', not 'draftgate-demo'"] * 2,  # from two nodes
+        "the worker serves 'draftgate-demo', not 'another'",
+        "the worker's context is 100 tokens, not 8192",
     ]
 
 

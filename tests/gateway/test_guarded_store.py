@@ -128,7 +128,10 @@ async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> No
         remote.failure = None
         await asyncio.sleep(BACK_S)
         told = [(record.levelname, record.message) for record in caplog.records]
-        assert told == [("WARNING", "state store is out"), ("INFO", "state store is back")]
+        assert told == [
+            ("WARNING", "state store is unavailable"),
+            ("INFO", "state store recovered"),
+        ]
         assert caplog.records[0].draftgate_fields == {"reason": "refused"}
 
 
@@ -142,7 +145,7 @@ async def test_timeouts_open_the_breaker_only_after_two_seconds() -> None:
             assert store.outage is None
         await asyncio.sleep(0.2)
         await reserve(store, "r")
-        assert store.outage == "no answer within 20 ms"
+        assert store.outage == "no response within 20 ms"
 
 
 @in_virtual_time

@@ -215,7 +215,7 @@ async def test_node_is_not_ready_while_all_upstreams_are_out(
             assert (await http.get("/ready")).status_code == 200
             assert (await answered(where))[0] == 200
     messages = [record.getMessage() for record in caplog.records]
-    assert messages.count("worker failed") == messages.count("worker is back") == 1
+    assert messages.count("worker failed") == messages.count("worker recovered") == 1
     failed = caplog.records[messages.index("worker failed")]
     assert there.url in str(vars(failed)), "operators are told which one"
 

@@ -1,1 +1,1 @@
-"""The state store in Redis: Lua scripts that run on the server, and their client."""
+"""The state store in Redis, with Lua scripts that run on the server and their client."""

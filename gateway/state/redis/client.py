@@ -19,12 +19,12 @@ from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 CONNECT_S: Final = 1.0
 """Timeout of a connection, with TLS and name resolution.
 
-No request waits for it, because calls have their own deadline (`gateway.state.calls`)."""
+No request waits for this timeout, because calls have their own deadline (`gateway.state.calls`)."""
 
 ANSWER_S: Final = 1.0
-"""Timeout of an answer, after which the connection is closed.
+"""Timeout of a response, after which the connection is closed.
 
-It bounds the calls that a stuck server collects to those of one second."""
+The timeout limits the calls that a hung server accumulates to the calls of one second."""
 
 RETRIES: Final = 1
 """Immediate retries on a new connection, because the server may have restarted.
@@ -32,20 +32,20 @@ RETRIES: Final = 1
 Every script may run twice."""
 
 BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, RuntimeError)
-"""Errors of a broken connection. uvloop's transports raise RuntimeError when written to after a
+"""Errors of a broken connection. uvloop's transports raise RuntimeError in a write after a
 reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A client, and what to close with it, in this order."""
+    """A client, and the functions that close it, in order."""
 
     client: Redis | RedisCluster
     closing: tuple[Callable[[], Awaitable[None]], ...]
 
 
 def open_client(address: str) -> Connected:
-    """Return a client for an address (`gateway.state.redis.url`); it connects on first use.
+    """Return a client for an address (`gateway.state.redis.url`), which connects on first use.
 
     Raises:
         ValueError: the address is invalid, or an option is unknown.
@@ -53,23 +53,26 @@ def open_client(address: str) -> Connected:
     url = read_redis_url(address)
     try:
         return _OPENERS[url.topology](url)
-    except TypeError:  # redis-py raises it for an unknown option
+    except TypeError:  # redis-py raises TypeError for an unknown option
         raise ValueError("the address of the state store has an unknown option") from None
 
 
 def _options() -> dict[str, Any]:
-    """Options of all connections. RESP2 has no push messages beside the answers."""
+    """Return the options of all connections.
+
+    RESP2 has no push messages.
+    """
     return {
         "decode_responses": True,
         "protocol": 2,
         "socket_connect_timeout": CONNECT_S,
         "socket_timeout": ANSWER_S,
-        "retry": Retry(NoBackoff(), RETRIES, BROKEN),  # type: ignore[arg-type] # it takes any
+        "retry": Retry(NoBackoff(), RETRIES, BROKEN),  # type: ignore[arg-type] # every exception is accepted
     }
 
 
 def _given(url: RedisUrl) -> dict[str, Any]:
-    """User, password, database, TLS and options of the address."""
+    """Return user, password, database, TLS and options of the address."""
     given: dict[str, Any] = {**parse_url(url.plain)}
     if given.pop("connection_class", None) is SSLConnection:
         given["ssl"] = True
@@ -97,7 +100,7 @@ def _sentinel(url: RedisUrl) -> Connected:
 
 
 def _try_options(client: Redis) -> None:
-    """Build a connection as the pool will, without connecting, to raise TypeError early."""
+    """Build a connection as the pool does, without connecting, to raise TypeError early."""
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)
 

@@ -1,4 +1,4 @@
-"""The state store in Redis: each call of the contract is one script and one round trip.
+"""The state store in Redis, with one script and one round trip for each call.
 
 docs/guide/cluster.md describes the keys.
 """
@@ -33,7 +33,7 @@ _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
 
 class RedisStore:
-    """Implements `Store`."""
+    """A `Store` in Redis."""
 
     outage = None
 
@@ -41,8 +41,8 @@ class RedisStore:
         """Use a client, which is closed with this store.
 
         Args:
-            pool: name of the pool; a prefix of all keys.
-            gateway_id: the name of this node among those that renew leases.
+            pool: name of the pool, which is part of the prefix of all keys.
+            gateway_id: the id of this node among the nodes that renew leases.
             clock: Lua source that replaces `lua/clock.lua`.
         """
         self._client = connected.client
@@ -64,18 +64,21 @@ class RedisStore:
         return cls(open_client(address), pool, gateway_id)
 
     async def publish(self, report: WorkerReport) -> bool:
-        """See `Store`."""
+        """Replace a worker's report, as `Store.publish` describes."""
         head = (report.worker_id, report.epoch, report.seq)
         body = msgspec.json.encode(report)
         found = await self._run("report", (*head, report.capacity_tokens, report.watermark, body))
         return bool(found)
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """See `Store`."""
+        """Remove a worker from the pool, as `Store.withdraw` describes."""
         await self._run("withdraw", (worker_id, epoch, seq))
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`. Reports that this version cannot read are left out."""
+        """Return the live workers, as `Store.snapshot` describes.
+
+        Reports that this version cannot read are omitted.
+        """
         gateways, *fields = await self._run("snapshot", (_us(FORGET_S), _us(STALE_S)))
         rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
         views = (_view(*row) for row in rows)
@@ -85,7 +88,7 @@ class RedisStore:
     async def reserve(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
-        """See `Store`."""
+        """Lease tokens of an offered worker, as `Store.reserve` describes."""
         args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S)]
         for offer in offers:
             args += (offer.worker_id, offer.epoch, offer.watermark)
@@ -99,19 +102,19 @@ class RedisStore:
         return Reservation(lease, behind_tokens=behind_tokens)
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """See `Store`."""
+        """Extend leases, as `Store.renew` describes."""
         args: list[object] = [self._gateway_id, _us(ttl_s)]
         for lease in leases:
             args += (lease.request_id, lease.worker_id, lease.epoch, lease.tokens, lease.number)
         return frozenset(await self._run("renew", args))
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """See `Store`."""
+        """End the leases of requests, as `Store.release` describes."""
         if request_ids:
             await self._run("release", request_ids)
 
     async def close(self) -> None:
-        """See `Store`."""
+        """Close all connections."""
         for close in self._closing:
             await close()
 
@@ -119,7 +122,7 @@ class RedisStore:
         """Run a script.
 
         Raises:
-            StoreError: the server did not answer, or answered with an error.
+            StoreError: the server did not respond, or responded with an error.
         """
         try:
             return await self._scripts[name]((self._pool,), args)

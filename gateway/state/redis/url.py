@@ -1,13 +1,13 @@
-"""Addresses of Redis: a single server, a service of Sentinels, or a Redis Cluster.
+"""Addresses of Redis, for a single server, a service of Sentinels, or a Redis Cluster.
 
     redis://[[USER]:PASSWORD@]HOST[:6379][/DB]
     unix://[[USER]:PASSWORD@]/PATH[?db=DB]
     redis+sentinel://[[USER]:PASSWORD@]HOST[:26379][,HOST[:26379]...]/SERVICE[/DB]
     redis+cluster://[[USER]:PASSWORD@]HOST[:6379][,HOST[:6379]...]
 
-`rediss` in place of `redis` enables TLS. Options of redis-py's connections follow `?`, such as
-`ssl_ca_certs=FILE`; `sentinel_username` and `sentinel_password` are for Sentinels with their own
-password.
+The scheme `rediss` instead of `redis` enables TLS. Options of redis-py's connections follow `?`,
+such as `ssl_ca_certs=FILE`. The options `sentinel_username` and `sentinel_password` are for
+Sentinels with their own password.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 
 class Topology(StrEnum):
-    """How the servers of a store are arranged."""
+    """The arrangement of the servers of a store."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"
@@ -39,10 +39,11 @@ class RedisUrl:
     """A parsed address.
 
     Attributes:
-        plain: URL in redis-py's form, with scheme, user, password, database and options; its host
-            is the first of `hosts`.
-        hosts: hosts and ports of servers or Sentinels; empty for a Unix socket.
-        service: the service name of the Sentinels; otherwise "".
+        plain: URL in redis-py's form, with scheme, user, password, database and options. Its
+            host is
+            the first of `hosts`.
+        hosts: hosts and ports of servers or Sentinels, empty for a Unix socket.
+        service: the service name of the Sentinels, or an empty string.
     """
 
     topology: Topology
@@ -55,7 +56,9 @@ def read_redis_url(text: str) -> RedisUrl:
     """Parse an address.
 
     Raises:
-        ValueError: it is invalid. The message does not quote it, because it may contain a password.
+        ValueError: the address is invalid. The message does not quote it, because it may
+            contain a
+            password.
     """
     try:
         return _read(text)
