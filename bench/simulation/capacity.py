@@ -84,7 +84,7 @@ class Setting:
         """Simulate a rate in requests per second."""
         planned = self.drawn.planned(rate_rps, Slo(tpot_s=self.slo_s))
         cluster = SimulatedCluster(self.config, 1, SimEnvironment(self.drawn.seed))
-        return measured(rate_rps, simulate(cluster, planned, to_job=self.drawn.job))
+        return point_of(rate_rps, simulate(cluster, planned, to_job=self.drawn.job))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Capacity:
     rates: int
 
 
-def measured(rate_rps: float, records: Sequence[Record]) -> Point:
+def point_of(rate_rps: float, records: Sequence[Record]) -> Point:
     """Return the metrics of a run in which every request completed.
 
     Raises:

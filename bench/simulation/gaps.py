@@ -38,11 +38,11 @@ DECODED, ANSWERED = 700, 16
 """Output tokens of decodes and of long prompts. The charted decode lasts until 12 s or later."""
 
 
-def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
+def simulate_decodes(config: WorkerConfig, slo_s: float) -> list[Record]:
     """Simulate the decodes and the later long prompts."""
     short = TraceRow(0.0, SLO_CONTEXT, DECODED)
-    longs = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
-    drawn = Drawn((short,) * SLO_SEQUENCES + tuple(longs), seed=0)
+    long_prompts = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
+    drawn = Drawn((short,) * SLO_SEQUENCES + tuple(long_prompts), seed=0)
     planned = [
         PlannedRequest(one.index, row.at_s, one.request)
         for one, row in zip(drawn.planned(1.0, Slo(tpot_s=slo_s)), drawn.rows, strict=True)
@@ -50,12 +50,12 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
     return simulate(SimulatedCluster(config, 1, SimEnvironment()), planned, to_job=drawn.job)
 
 
-def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
+def watched_gaps(records: Sequence[Record]) -> list[tuple[float, float]]:
     """Return time and gap of each token of the last decode around the long prompts, in seconds."""
     record = records[SLO_SEQUENCES - 1]
     ends_s = [chunk.at_s for chunk in record.chunks][1:]
-    told = zip(ends_s, chunk_gaps_s(record), strict=True)
-    return [(round(at_s, 4), round(gap_s, 5)) for at_s, gap_s in told if FROM_S <= at_s <= TO_S]
+    pairs = zip(ends_s, chunk_gaps_s(record), strict=True)
+    return [(round(at_s, 4), round(gap_s, 5)) for at_s, gap_s in pairs if FROM_S <= at_s <= TO_S]
 
 
 def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_num_seqs=256,
             max_step_tokens=LONG_TOKENS,
         )
-        records = records_of(config, slo_s)
-        series[batching] = watched(records)
+        records = simulate_decodes(config, slo_s)
+        series[batching] = watched_gaps(records)
         firsts_s = [ttft_s(record) for record in records[SLO_SEQUENCES:]]
         longest_s = max(gap_s for _, gap_s in series[batching])
         rows.append({"batching": batching, "longest_gap_s": longest_s, "prompt_ttft_s": firsts_s})

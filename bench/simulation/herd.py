@@ -28,9 +28,9 @@ POLICIES: Final = (
     "power_of_two",
     "prefix_affinity",
     "weighted:load=1",
-    "price",
+    "least_cost",
 )
-OURS: Final = "price"
+LEAST_COST: Final = "least_cost"
 AGES_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 
@@ -55,10 +55,10 @@ def _row(bursts: Bursts, ages: Ages, seeds: int, *, leased: bool) -> dict[str, A
         for policy, samples in found.items()
     }
     best = min(
-        (policy for policy in POLICIES if policy != OURS),
+        (policy for policy in POLICIES if policy != LEAST_COST),
         key=lambda policy: means[policy]["backlog"]["mean"],
     )
-    ours, theirs = ([one.backlog for one in found[policy]] for policy in (OURS, best))
+    ours, theirs = ([one.backlog for one in found[policy]] for policy in (LEAST_COST, best))
     return {
         "age_s": ages.mean_s,
         "staggered": ages.staggered,
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _shown(row: dict[str, Any]) -> list[str]:
-    told = [row["policies"][policy]["backlog"]["mean"] for policy in POLICIES]
+    means = [row["policies"][policy]["backlog"]["mean"] for policy in POLICIES]
     difference = row["to_best_other"]
     half = ""
     if difference["interval"] is not None:
@@ -134,7 +134,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
         f"{row['age_s'] * 1e3:g}",
         "staggered" if row["staggered"] else "alike",
         "with" if row["leases"] else "without",
-        *(f"{mean:.3f}" for mean in told),
+        *(f"{mean:.3f}" for mean in means),
         row["best_other"],
         f"{difference['mean']:+.3f}{half}",
     ]
@@ -149,7 +149,14 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
         for leased in (False, True)
     ]
     yield f'<div class="charts">{"".join(map(html_chart, charts))}</div>'
-    head = ["age, ms", "ages", "leases", *POLICIES, "best of others", f"{OURS} to it"]
+    head = [
+        "age, ms",
+        "ages",
+        "leases",
+        *POLICIES,
+        "best other policy",
+        f"{LEAST_COST} - best other policy",
+    ]
     yield html_table(head, list(map(_shown, results["rows"])), __doc__ or "")
 
 
@@ -161,7 +168,7 @@ def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: b
             "type": "scatter",
             "mode": "lines+markers",
             "name": policy,
-            "line": {"color": FAILED if policy == OURS else COLOURS[place]},
+            "line": {"color": FAILED if policy == LEAST_COST else COLOURS[place]},
             "marker": {"symbol": SYMBOLS[place]},
             "x": [row["age_s"] * 1e3 for row in shown],
             "y": [row["policies"][policy][figure]["mean"] for row in shown],

@@ -101,12 +101,12 @@ class Backlog:
     tokens: list[float] = field(
         default_factory=lambda: [0.0]
     )  # backlog after the arrival at that time
-    came: list[int] = field(default_factory=lambda: [0])  # cumulative tokens
+    arrived: list[int] = field(default_factory=lambda: [0])  # cumulative tokens
 
     def add(self, now_s: float, tokens: int) -> None:
         """Add the tokens of a request."""
         self.tokens.append(self.at(now_s) + tokens)
-        self.came.append(self.came[-1] + tokens)
+        self.arrived.append(self.arrived[-1] + tokens)
         self.at_s.append(now_s)
 
     def at(self, at_s: float) -> float:
@@ -116,9 +116,9 @@ class Backlog:
             return 0.0
         return max(self.tokens[place] - (at_s - self.at_s[place]) * self.tokens_per_s, 0.0)
 
-    def came_until(self, at_s: float) -> int:
+    def arrived_until(self, at_s: float) -> int:
         """Return the number of tokens that had arrived by a time."""
-        return self.came[max(bisect_right(self.at_s, at_s) - 1, 0)]
+        return self.arrived[max(bisect_right(self.at_s, at_s) - 1, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +165,20 @@ class Gateway:
         now_s, tokens = arrival.at_s, arrival.tokens
         request = RouteView(RequestView(tokens, 1, 0.0), tokens, 0.0)
         age_s = {name: ages.at(now_s, number) for number, name in enumerate(workers)}
-        seen = {
+        views = {
             name: self._candidate(name, backlog, now_s, age_s[name], leased=leased)
             for name, backlog in workers.items()
         }
-        candidates = Candidates(tuple(seen.values()), 0 if leased else self._rivals)
+        candidates = Candidates(tuple(views.values()), 0 if leased else self._rivals)
         route = self._policy.route(request, candidates, self._draw)
         chosen = route.worker_id
         if leased:
-            behind = {
-                name: backlog.came_until(now_s) - backlog.came_until(now_s - age_s[name])
+            loads = {
+                name: backlog.arrived_until(now_s) - backlog.arrived_until(now_s - age_s[name])
                 for name, backlog in workers.items()
             }
-            chosen = least_with_leases(route, behind)
-        self._policy.placed(request, seen[chosen])
+            chosen = least_with_leases(route, loads)
+        self._policy.placed(request, views[chosen])
         self._sent.setdefault(chosen, []).append((now_s, tokens))
         return chosen
 
@@ -189,7 +189,7 @@ class Gateway:
         tokens = round(backlog.at(now_s - age_s))
         if leased:
             read_s = now_s - min(SNAPSHOT_S, age_s)
-            unreported = backlog.came_until(read_s) - backlog.came_until(now_s - age_s)
+            unreported = backlog.arrived_until(read_s) - backlog.arrived_until(now_s - age_s)
         else:
             unreported = self._unreported(name, now_s - age_s)
         load = WorkerLoad(
@@ -252,7 +252,7 @@ def imbalances(
         chosen.add(one.at_s, one.tokens)
     for number, end_s in enumerate(bursts.ends_s):
         begin_s = end_s - bursts.length_s
-        placed = [w.came_until(end_s) - w.came_until(begin_s) for w in workers.values()]
+        placed = [w.arrived_until(end_s) - w.arrived_until(begin_s) for w in workers.values()]
         first = number * bursts.requests
         yield Imbalance(
             _unequal([w.at(end_s) for w in workers.values()]),

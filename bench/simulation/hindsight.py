@@ -37,7 +37,7 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
     """
     order = deque(sorted(range(len(stays)), key=lambda index: stays[index].at_s))
     waiting: dict[int, deque[int]] = {stay.priority: deque() for stay in stays}
-    free, found, takings, now_s = [0.0] * seats, [0.0] * len(stays), 0, 0.0
+    free, found, starts, now_s = [0.0] * seats, [0.0] * len(stays), 0, 0.0
     for _ in stays:
         now_s = max(now_s, free[0])
         if not any(waiting.values()):
@@ -46,17 +46,17 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
             index = order.popleft()
             waiting[stays[index].priority].append(index)
         classes = [priority for priority in sorted(waiting) if waiting[priority]]
-        index = waiting[classes[min(_behind(takings), len(classes) - 1)]].popleft()
+        index = waiting[classes[min(_skipped_classes(starts), len(classes) - 1)]].popleft()
         found[index] = now_s
-        takings += stays[index].service_s > 0
+        starts += stays[index].service_s > 0
         heapq.heapreplace(free, now_s + stays[index].service_s)
     return found
 
 
-def _behind(takings: int) -> int:
+def _skipped_classes(starts: int) -> int:
     """Return the number of classes that the next start skips."""
-    behind = 0
-    while takings % OVERDUE_EVERY == OVERDUE_EVERY - 1:
-        takings //= OVERDUE_EVERY
-        behind += 1
-    return behind
+    skipped = 0
+    while starts % OVERDUE_EVERY == OVERDUE_EVERY - 1:
+        starts //= OVERDUE_EVERY
+        skipped += 1
+    return skipped

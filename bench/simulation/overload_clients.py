@@ -110,7 +110,7 @@ class Overload:
         while len(client.told) < PATIENCE:
             now_s = loop.time()
             try:
-                await self._ask(dispatcher, client, job, environment)
+                await self._send_request(dispatcher, client, job, environment)
             except TooMany as refusal:
                 if client.told:
                     client.came.append((now_s, False))
@@ -120,7 +120,7 @@ class Overload:
             else:
                 return
 
-    async def _ask(
+    async def _send_request(
         self, dispatcher: Dispatcher, client: Client, job: Job, environment: SimEnvironment
     ) -> None:
         """Send the request once, and wait for its end if it is admitted.

@@ -24,7 +24,7 @@ from draftgate.gateway.cli.simulate.report import compared, estimates
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 
-PROMISED: Final = {
+SERVICE_LEVELS: Final = {
     "code": Slo(0.5, 0.03),
     "chat": Slo(2.0, 0.1),
     "long_document": Slo(10.0, 0.1),
@@ -52,7 +52,7 @@ FIXED: Final = ("fixed:1", "fixed:2", "fixed:4", "fixed:8")
 OTHERS: Final = ("smartspec", f"threshold_by_batch:{BATCH_TIERS}", "adaptive_verification")
 POLICIES: Final = ("off", *FIXED, *OTHERS, "auto", "oracle")
 
-JUDGED: Final = "latency_s.mean"
+COMPARED_METRIC: Final = "latency_s.mean"
 """The metric by which policies are compared."""
 
 WITHIN: Final = 0.02
@@ -73,9 +73,9 @@ class Study:
 
     def cell(self, workload: str, rate_rps: float) -> dict[str, Any]:
         """Simulate all policies under a load, and compare their metrics with `auto`."""
-        setup = self._setup(workload, rate_rps, POLICIES, self.seeds, PROMISED[workload])
+        setup = self._setup(workload, rate_rps, POLICIES, self.seeds, SERVICE_LEVELS[workload])
         outcomes = run_experiment(setup).outcomes
-        by_name = {_named(outcome.policy): outcome for outcome in outcomes}
+        by_name = {_short_name(outcome.policy): outcome for outcome in outcomes}
         return {
             "workload": workload,
             "rate_rps": rate_rps,
@@ -83,7 +83,7 @@ class Study:
             "auto": findings(by_name),
         }
 
-    def highest_rps(self, workload: str) -> float:
+    def saturated_rps(self, workload: str) -> float:
         """Return the throughput without speculation, in requests per second."""
         results = run_experiment(self._setup(workload, BURST_RPS, ("off",), 1, Slo()))
         run = results.outcomes[0].run
@@ -105,11 +105,11 @@ def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
     of this difference to the mean of that length. `at_envelope` is true if the ratio is at most
     `WITHIN`, or if the interval of the difference contains 0.
     """
-    means = {name: estimates(outcome)[JUDGED].mean for name, outcome in outcomes.items()}
+    means = {name: estimates(outcome)[COMPARED_METRIC].mean for name, outcome in outcomes.items()}
     best = min(FIXED, key=means.__getitem__)
     auto = outcomes["auto"]
     differences = {
-        name: compared(auto, outcomes[name])[JUDGED] for name in outcomes if name != "auto"
+        name: compared(auto, outcomes[name])[COMPARED_METRIC] for name in outcomes if name != "auto"
     }
     gain = means["off"] - means["oracle"]
     return {
@@ -131,7 +131,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
     return {figure: value.as_dict() for figure, value in estimates(outcome).items()}
 
 
-def _named(policy: str) -> str:
+def _short_name(policy: str) -> str:
     """Return the name of a policy without the folder of its file."""
     name, _, argument = policy.partition(":")
     return f"{name}:{Path(argument).name}" if "/" in argument else policy
@@ -140,9 +140,9 @@ def _named(policy: str) -> str:
 def cells(study: Study, workloads: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Simulate all loads, and print a line for each load."""
     for workload in workloads:
-        highest_rps = study.highest_rps(workload)
+        saturated_rps = study.saturated_rps(workload)
         for share in SHARES:
-            cell = {"share": share, **study.cell(workload, share * highest_rps)}
+            cell = {"share": share, **study.cell(workload, share * saturated_rps)}
             print(workload, share, _line(cell["auto"]), flush=True)
             yield cell
 
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "requests": {name: int(args.requests * many) for name, many in REQUESTS.items()},
             "seeds": args.seeds,
             "proposer": args.proposer,
-            "promised": {name: [slo.ttft_s, slo.tpot_s] for name, slo in PROMISED.items()},
+            "promised": {name: [slo.ttft_s, slo.tpot_s] for name, slo in SERVICE_LEVELS.items()},
         },
         "cells": list(cells(study, args.workloads.split(","))),
     }

@@ -96,9 +96,10 @@ def _row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def _difference(told: dict[str, Any]) -> str:
-    text = f"{told['relative']:+.1%}"
-    if told["interval"] is None:
+def _difference(difference: dict[str, Any]) -> str:
+    text = f"{difference['relative']:+.1%}"
+    if difference["interval"] is None:
         return text
-    half = (told["interval"][1] - told["interval"][0]) / 2
-    return f"{text} ± {abs(half / told['mean'] * told['relative']) if told['mean'] else 0:.1%}"
+    half = (difference["interval"][1] - difference["interval"][0]) / 2
+    relative = difference["relative"] / difference["mean"] if difference["mean"] else 0.0
+    return f"{text} ± {abs(half * relative):.1%}"

@@ -47,9 +47,9 @@ POLICIES: Final = (
     "least_loaded",
     "power_of_two",
     "prefix_affinity",
-    "price",
+    "least_cost",
 )
-OURS: Final = "price"
+LEAST_COST: Final = "least_cost"
 
 
 class Kind(NamedTuple):
@@ -68,8 +68,8 @@ CLUSTERS: Final = {
 MAX_MODEL_LEN: Final = 131_072
 """Maximum tokens of a request. Longer requests of a trace are left out."""
 
-AT_ONCE: Final = 400
-AT_ONCE_RPS: Final = 1e5
+BURST_REQUESTS: Final = 400
+BURST_RPS: Final = 1e5
 """Requests per second at which all requests arrive practically simultaneously. The worker's batch
 is then full until most requests are done."""
 
@@ -94,8 +94,8 @@ class Study:
     @cache  # noqa: B019 - a study lives as long as the process
     def sustained_rps(self, kind: Kind) -> float:
         """Return the throughput of a worker when all requests arrive simultaneously."""
-        window = self.recorded.cut(0, AT_ONCE)
-        records = self._run("least_loaded", 1, (kind,), window, AT_ONCE_RPS)
+        window = self.recorded.cut(0, BURST_REQUESTS)
+        records = self._run("least_loaded", 1, (kind,), window, BURST_RPS)
         return len(records) / max(record.end_s for record in records)
 
     def cell(self, workers: int, mix: str, share: float) -> dict[str, Any]:
@@ -122,11 +122,11 @@ class Study:
             "share": share,
             "rate_rps": rate_rps,
             "requests": count,
-            "policies": {policy: _told(runs) for policy, runs in found.items()},
+            "policies": {policy: _mean_metrics(runs) for policy, runs in found.items()},
             "to_ours": {
-                policy: _difference(found[OURS], runs)
+                policy: _difference(found[LEAST_COST], runs)
                 for policy, runs in found.items()
-                if policy != OURS
+                if policy != LEAST_COST
             },
         }
 
@@ -143,10 +143,10 @@ class Study:
         return records
 
 
-def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
+def _mean_metrics(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
     """Return the means of a policy's metrics over the windows, and the metrics of each window."""
     windows = [figures(records) for records in runs]
-    means = {name: fmean(told[name] for told in windows) for name in windows[0]}
+    means = {name: fmean(results[name] for results in windows) for name in windows[0]}
     return {**means, "windows": windows}
 
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = [int(text) for text in args.workers.split(",")]
     shares = [float(text) for text in args.shares.split(",")]
     rows = read_trace(args.trace)
-    needed = max(max(counts) * args.requests * args.windows, AT_ONCE)
+    needed = max(max(counts) * args.requests * args.windows, BURST_REQUESTS)
     recorded = Recorded.of(rows, min(needed, len(rows)), MAX_MODEL_LEN)
     slo = Slo.of_ms(args.slo_ttft_ms, args.slo_tpot_ms)
     study = Study(recorded, args.requests, config, slo, args.seed, args.windows)

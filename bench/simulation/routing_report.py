@@ -26,19 +26,19 @@ SHOWN: Final = (
 
 def line(cell: dict[str, Any], policy: str) -> list[str]:
     """Return the table row of a policy."""
-    told = cell["policies"][policy]
-    times = [told[key] * 1e3 for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")]
+    metrics = cell["policies"][policy]
+    times = [metrics[key] * 1e3 for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")]
     return [
         cell["cluster"],
         str(cell["workers"]),
         f"{cell['share']:g}",
         policy,
         *(f"{value:.4g}" if value < 1e4 else f"{value:.0f}" for value in times),
-        f"{told['latency_mean_s']:.3f}",
-        f"{told['goodput_rps']:.2f}",
-        percent(told["attainment"]),
-        percent(told["cached"]),
-        f"{told['imbalance']:.2f}",
+        f"{metrics['latency_mean_s']:.3f}",
+        f"{metrics['goodput_rps']:.2f}",
+        percent(metrics["attainment"]),
+        percent(metrics["cached"]),
+        f"{metrics['imbalance']:.2f}",
     ]
 
 

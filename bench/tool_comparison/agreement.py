@@ -26,7 +26,7 @@ from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
 from bench.tool_comparison.cases import CASES, RATE
 from bench.tool_comparison.rivals import python_of
 from bench.tool_comparison.tools import (
-    OURS,
+    DRAFTGATE,
     Figures,
     Tool,
     aiperf_command,
@@ -70,7 +70,7 @@ def agreement(environments: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def _mock_tools(environments: Path) -> list[Tool]:
-    return [tool for tool in tools(environments) if tool.name in {OURS, "aiperf"}]
+    return [tool for tool in tools(environments) if tool.name in {DRAFTGATE, "aiperf"}]
 
 
 def _real_tools(environments: Path) -> list[Tool]:
@@ -95,19 +95,19 @@ def _real_tools(environments: Path) -> list[Tool]:
             *("--extra-inputs", f"max_tokens:{TOKENS}", "--extra-inputs", "temperature:0"),
         ]
 
-    return [Tool(OURS, ours, read_ours), Tool("aiperf", aiperf, read_aiperf)]
+    return [Tool(DRAFTGATE, ours, read_ours), Tool("aiperf", aiperf, read_aiperf)]
 
 
 def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
-        _asked(pair[0], url, cores.ours)  # the first run warms the server up and is not compared
+        _run_tool(pair[0], url, cores.ours)  # the first run warms the server up and is not compared
         for number in range(rounds):
             order = pair if number % 2 else pair[::-1]
-            said = {tool.name: _asked(tool, url, cores.ours) for tool in order}
-            rows.append(said)
-            print(server, json.dumps(differ(said["aiperf"], said[OURS])), flush=True)
-    found = [differ(said["aiperf"], said[OURS]) for said in rows]
+            metrics = {tool.name: _run_tool(tool, url, cores.ours) for tool in order}
+            rows.append(metrics)
+            print(server, json.dumps(differ(metrics["aiperf"], metrics[DRAFTGATE])), flush=True)
+    found = [differ(metrics["aiperf"], metrics[DRAFTGATE]) for metrics in rows]
     differs = {name: median(one[name] for one in found) for name in PAIRS}
     return {
         "server": server,
@@ -119,7 +119,7 @@ def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> d
     }
 
 
-def _asked(tool: Tool, url: str, core: int | None) -> Figures:
+def _run_tool(tool: Tool, url: str, core: int | None) -> Figures:
     with tempfile.TemporaryDirectory() as results, on_core(core):
         folder = Path(results)
         case = replace(CASES["plain"], requests=REQUESTS)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.tool_comparison.tools import OURS, Tool
+from bench.tool_comparison.tools import DRAFTGATE, Tool
 
 MOCK_COMMAND: Final = (sys.executable, "-m", "bench.tool_comparison.mock")
 """Command of the mock, without case and port."""
@@ -29,18 +29,18 @@ All other tools use the hub if it is not set."""
 
 
 def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
-    """Run a tool to its end, and write its output to `said.log` in the folder.
+    """Run a tool to its end, and write its output to `output.log` in the folder.
 
     Raises:
         subprocess.SubprocessError: the tool failed or took too long. Broken streams and late
             sending are not errors, because the metrics of the tool report them.
     """
-    fine = {0, 1, 3} if tool.name == OURS else {0}
+    accepted_codes = {0, 1, 3} if tool.name == DRAFTGATE else {0}
     kept = {name: value for name, value in os.environ.items() if name != _HUB_OFFLINE}
     variables = {**kept, "OMP_NUM_THREADS": "1", **tool.variables}
-    with (folder / "said.log").open("wb") as log:
+    with (folder / "output.log").open("wb") as log:
         done = subprocess.run(  # noqa: S603 - commands of this study
             command, stdout=log, stderr=log, env=variables, timeout=PATIENCE_S, check=False
         )
-    if done.returncode not in fine:
+    if done.returncode not in accepted_codes:
         raise subprocess.CalledProcessError(done.returncode, command[:2])

@@ -18,7 +18,7 @@ class Case:
     """The timing and content of each response.
 
     Attributes:
-        tells: description of the case in the table.
+        description: description for the table.
         tokens, per_chunk: number of tokens, and tokens per chunk.
         ttft_s: seconds from the request's arrival to its first chunk with text.
         token_s: seconds per token, so chunks are `token_s * per_chunk` apart.
@@ -30,7 +30,7 @@ class Case:
         requests: number of requests that each tool sends.
     """
 
-    tells: str
+    description: str
     tokens: int = 32
     per_chunk: int = 1
     ttft_s: float = 0.05

@@ -28,11 +28,11 @@ from bench.harness.provenance import bench_parser, simulated_provenance, write_r
 from bench.tool_comparison.agreement import agreement
 from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
 from bench.tool_comparison.cases import CASES
-from bench.tool_comparison.dialects import differences, said_as
-from bench.tool_comparison.mock import Answered
+from bench.tool_comparison.dialects import dialect_metrics, differences
+from bench.tool_comparison.mock import ResponseRecord
 from bench.tool_comparison.rivals import PACKAGES
 from bench.tool_comparison.table import table
-from bench.tool_comparison.tools import OURS, Tool, tools
+from bench.tool_comparison.tools import DRAFTGATE, Tool, tools
 from bench.tool_comparison.truth import truth
 from draftgate.gateway.cli.environment import collect_environment
 
@@ -43,7 +43,7 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
     """Return the metrics of a tool for a case, and the true values.
 
     Raises:
-        subprocess.SubprocessError: the tool failed, and `said.log` in the folder has its output.
+        subprocess.SubprocessError: the tool failed, and `output.log` in the folder has its output.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -53,7 +53,7 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
         began_s = time.monotonic()
         ask(tool, tool.command(CASES[name], url, folder), folder)
         with urllib.request.urlopen(f"{url}/truth") as got:  # noqa: S310 - our own server
-            answers = [Answered(**one) for one in json.load(got)]
+            answers = [ResponseRecord(**one) for one in json.load(got)]
     finally:
         stop(process)
     # The first request only checked whether the mock is up.
@@ -67,22 +67,22 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
+def measure_all(name: str, compared_tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the metrics of each tool for a case, Draftgate's first, and print failures."""
     rows = []
     dialects: dict[str, Any] = {}
-    for tool in asked:
+    for tool in compared_tools:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             try:
                 row = measure_case(name, tool, folder)
             except (subprocess.SubprocessError, OSError, KeyError) as error:
-                words = (folder / "said.log").read_text(errors="replace")[-2000:]
-                print(f"{name}: {tool.name} failed: {error!r}\n{words}", flush=True)
+                log_text = (folder / "output.log").read_text(errors="replace")[-2000:]
+                print(f"{name}: {tool.name} failed: {error!r}\n{log_text}", flush=True)
                 rows.append({"case": name, "tool": tool.name, "failed": repr(error)})
                 continue
-            if tool.name == OURS:
-                dialects = said_as(folder / "events.jsonl")
+            if tool.name == DRAFTGATE:
+                dialects = dialect_metrics(folder / "events.jsonl")
         if tool.name in dialects:
             row["as"] = dialects[tool.name]
             row["as_differs"] = differences(row["said"], row["as"])

@@ -49,20 +49,20 @@ NAMES: Final = {
 """Draftgate's name of a metric and the tool's name, by dialect."""
 
 
-def said_as(events: Path) -> dict[str, Figures]:
+def dialect_metrics(events: Path) -> dict[str, Figures]:
     """Return the metrics of a run's events in each dialect."""
     run, _ = read_events(events)
     found: dict[str, Figures] = {}
     for dialect, account in TOOLS.items():
-        said = account(run)
-        counts = {one.name: one.value for one in said.counts}
-        spreads = {one.name: one.values for one in said.distributions}
+        accounted = account(run)
+        counts = {one.name: one.value for one in accounted.counts}
+        spreads = {one.name: one.values for one in accounted.distributions}
         figures: Figures = {}
         for key, name in NAMES[dialect].items():
             if name in counts:
                 figures[key] = counts[name]
             elif (values := spreads[name]) is not None:
-                figures[f"{key}_mean_ms"] = values[said.columns[0]]
+                figures[f"{key}_mean_ms"] = values[accounted.columns[0]]
                 figures[f"{key}_p50_ms"] = values.get("p50", values.get("median"))
                 figures[f"{key}_p99_ms"] = values["p99"]
         found[dialect] = figures

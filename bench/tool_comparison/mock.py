@@ -28,7 +28,7 @@ _STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 @dataclass(slots=True)
-class Answered:
+class ResponseRecord:
     """The actions for a single request, in seconds of this process's clock."""
 
     arrived_s: float
@@ -44,7 +44,7 @@ class Mock:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._answers: list[Answered] = []
+        self._answers: list[ResponseRecord] = []
 
     def application(self) -> web.Application:
         """Return the application with the routes that the tools use."""
@@ -66,22 +66,26 @@ class Mock:
         return web.json_response([asdict(answer) for answer in self._answers])
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        told = Answered(time.monotonic())
-        self._answers.append(told)
-        asked = await request.json()
+        record = ResponseRecord(time.monotonic())
+        self._answers.append(record)
+        body = await request.json()
         response = web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
-        await self._stream(response, told, f"mock-{len(self._answers)}", asked)
-        told.end_s = time.monotonic()
+        await self._stream(response, record, f"mock-{len(self._answers)}", body)
+        record.end_s = time.monotonic()
         await response.write_eof()
         return response
 
     async def _stream(
-        self, response: web.StreamResponse, told: Answered, answer_id: str, asked: dict[str, Any]
+        self,
+        response: web.StreamResponse,
+        record: ResponseRecord,
+        answer_id: str,
+        body: dict[str, Any],
     ) -> None:
         case = self._case
         last = case.tokens if case.broken_after is None else case.broken_after
-        form = _text if "prompt" in asked else _delta
+        form = _text if "prompt" in body else _delta
 
         async def write(text: str | None, reason: str | None = None) -> None:
             choice = {"index": 0, **form(text), "finish_reason": reason}
@@ -94,13 +98,13 @@ class Mock:
             await write("")
         for before in range(0, last, case.per_chunk):
             count = min(case.per_chunk, last - before)
-            due_s = told.arrived_s + case.ttft_s + before * case.token_s
+            due_s = record.arrived_s + case.ttft_s + before * case.token_s
             await self._wait_until(due_s)
-            told.last_s = time.monotonic()
+            record.last_s = time.monotonic()
             if before == 0:
-                told.first_s = told.last_s
+                record.first_s = record.last_s
             await write(WORD * count)
-            told.tokens += count
+            record.tokens += count
         if case.broken_after is not None:
             if case.error:
                 await response.write(_data({"error": {"message": "worker died", "code": 500}}))
@@ -109,7 +113,7 @@ class Mock:
         await write(None, "length")
         await response.write(_event(answer_id, choices=[], usage=_usage(case.tokens)))
         await response.write(b"data: [DONE]\n\n")
-        told.intact = True
+        record.intact = True
 
     async def _wait_until(self, due_s: float) -> None:
         """Wait until a time, or until the end of a stall that covers this time."""

@@ -29,12 +29,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name, group in groupby(rows, key=lambda row: row["case"]):
-        told = [row for row in group if "said" in row]
-        yield f"\n**{CASES[name].tells}**\n"
+        measured = [row for row in group if "said" in row]
+        yield f"\n**{CASES[name].description}**\n"
         yield "| | intact | " + " | ".join(title for title, _ in COLUMNS) + " |"
         yield "| --- |" + " ---: |" * (len(COLUMNS) + 1)
-        for row in told:
-            if row is told[0] or CASES[name].stall_s:
+        for row in measured:
+            if row is measured[0] or CASES[name].stall_s:
                 yield _line(f"*truth ({row['tool']})*", row["truth"])
             yield _line(row["tool"], row["said"])
 

@@ -25,7 +25,7 @@ Figures = dict[str, float | None]
 None."""
 
 PROMPT_TOKENS: Final = 64
-OURS: Final = "draftgate load"
+DRAFTGATE: Final = "draftgate load"
 
 _VLLM: Final = """
 from vllm.benchmarks.serve import add_cli_args, main
@@ -72,13 +72,13 @@ def ours(case: Case, url: str, folder: Path) -> list[str]:
 
 def read_ours(folder: Path) -> Figures:
     """Return the metrics of a `summary/1` file."""
-    said = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
-    figures, failed = said["details"]["figures"], sum(said["errors"].values())
+    report = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
+    figures, failed = report["details"]["figures"], sum(report["errors"].values())
 
     def of(key: str, column: str) -> float | None:
         return figures[key][column] * 1e3 if figures[key] else None
 
-    ok = said["requests"] - failed
+    ok = report["requests"] - failed
     return {
         "ok": ok,
         "failed": failed,
@@ -88,9 +88,9 @@ def read_ours(folder: Path) -> Figures:
         **_spread("gap", partial(of, "chunk_gap_s")),
         **_spread("latency", partial(of, "latency_sent_s")),
         **_spread("scheduled", partial(of, "latency_s")),
-        "requests_rps": ok / said["details"]["duration_s"],
-        "tokens_per_s": said["accepted_tokens_per_s"],
-        "goodput_rps": said["goodput_rps"],
+        "requests_rps": ok / report["details"]["duration_s"],
+        "tokens_per_s": report["accepted_tokens_per_s"],
+        "goodput_rps": report["goodput_rps"],
     }
 
 
@@ -110,17 +110,17 @@ def _vllm(environments: Path) -> Tool:
         ]
 
     def read(folder: Path) -> Figures:
-        said = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
+        report = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
         return {
-            "ok": said["completed"],
-            "failed": said["failed"],
-            **_spread("ttft", lambda column: said[f"{column}_ttft_ms"]),
-            **_spread("tpot", lambda column: said[f"{column}_tpot_ms"]),
-            **_spread("itl", lambda column: said[f"{column}_itl_ms"]),
-            **_spread("latency", lambda column: said[f"{column}_e2el_ms"]),
-            "requests_rps": said["request_throughput"],
-            "tokens_per_s": said["output_throughput"],
-            "goodput_rps": said["request_goodput"],
+            "ok": report["completed"],
+            "failed": report["failed"],
+            **_spread("ttft", lambda column: report[f"{column}_ttft_ms"]),
+            **_spread("tpot", lambda column: report[f"{column}_tpot_ms"]),
+            **_spread("itl", lambda column: report[f"{column}_itl_ms"]),
+            **_spread("latency", lambda column: report[f"{column}_e2el_ms"]),
+            "requests_rps": report["request_throughput"],
+            "tokens_per_s": report["output_throughput"],
+            "goodput_rps": report["request_goodput"],
         }
 
     return Tool("vllm", command, read, {"HF_HUB_OFFLINE": "1"})
@@ -142,8 +142,8 @@ def _guidellm(environments: Path) -> Tool:
         ]
 
     def read(folder: Path) -> Figures:
-        said = json.loads((folder / "guidellm.json").read_text(encoding="utf-8"))
-        metrics = said["benchmarks"][0]["metrics"]
+        report = json.loads((folder / "guidellm.json").read_text(encoding="utf-8"))
+        metrics = report["benchmarks"][0]["metrics"]
         totals = metrics["request_totals"]
 
         def of(scale: float, key: str, column: str) -> float | None:
@@ -201,10 +201,10 @@ def aiperf_command(environments: Path, model: str, url: str, folder: Path) -> li
 def read_aiperf(folder: Path) -> Figures:
     """Return the metrics of `profile_export_aiperf.json`."""
     path = folder / "profile_export_aiperf.json"
-    said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
 
     def of(key: str, column: str = "mean") -> float | None:
-        found = said.get(key)
+        found = report.get(key)
         return None if found is None else found.get("avg" if column == "mean" else column)
 
     return {
@@ -248,8 +248,8 @@ def _inference_perf(environments: Path) -> Tool:
 
 def _read_inference_perf(folder: Path) -> Figures:
     path = folder / "summary_lifecycle_metrics.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    good, failed = said["successes"], said["failures"]
+    report = json.loads(path.read_text(encoding="utf-8"))
+    good, failed = report["successes"], report["failures"]
     latency, throughput = good["latency"], good["throughput"]
 
     def of(key: str, column: str) -> float | None:
@@ -275,7 +275,7 @@ def tools(environments: Path | None) -> list[Tool]:
     Args:
         environments: folder that `python -m bench.tool_comparison.rivals` creates.
     """
-    found = [Tool(OURS, ours, read_ours)]
+    found = [Tool(DRAFTGATE, ours, read_ours)]
     if environments is not None:
         made = {
             "vllm": _vllm,

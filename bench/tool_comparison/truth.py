@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import count
 
 from bench.tool_comparison.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS
-from bench.tool_comparison.mock import Answered
+from bench.tool_comparison.mock import ResponseRecord
 from bench.tool_comparison.tools import Figures
 from draftgate.loadgen.measuring.metrics import percentile
 
 
-def truth(answers: Sequence[Answered], requests: int) -> Figures:
+def truth(answers: Sequence[ResponseRecord], requests: int) -> Figures:
     """Return the true metrics of the last requests of a tool.
 
     Some tools send a test request first, so earlier requests do not count. `scheduled` counts from
@@ -19,23 +19,23 @@ def truth(answers: Sequence[Answered], requests: int) -> Figures:
     gaps. `scheduled` and goodput include all requests, and the limits of goodput apply to complete
     responses.
     """
-    told = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
-    intact = [answer for answer in told if answer.intact]
-    began_s = told[0].arrived_s
-    dues_s = [began_s + place / RATE for place, _ in zip(count(), told, strict=False)]
-    waited_s = [answer.end_s - due for answer, due in zip(told, dues_s, strict=True)]
-    ttfts_s = [answer.first_s - due for answer, due in zip(told, dues_s, strict=True)]
+    records = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
+    intact = [answer for answer in records if answer.intact]
+    began_s = records[0].arrived_s
+    dues_s = [began_s + place / RATE for place, _ in zip(count(), records, strict=False)]
+    waited_s = [answer.end_s - due for answer, due in zip(records, dues_s, strict=True)]
+    ttfts_s = [answer.first_s - due for answer, due in zip(records, dues_s, strict=True)]
     met = sum(
         answer.intact and ttft_s <= TTFT_LIMIT_MS / 1e3 and _tpot_s(answer) <= TPOT_LIMIT_MS / 1e3
-        for answer, ttft_s in zip(told, ttfts_s, strict=True)
+        for answer, ttft_s in zip(records, ttfts_s, strict=True)
     )
-    seconds = max(answer.end_s for answer in told) - began_s
+    seconds = max(answer.end_s for answer in records) - began_s
     return {
         "ok": len(intact),
-        "failed": len(told) - len(intact),
-        **_spread("ttft", [answer.first_s - answer.arrived_s for answer in told]),
-        **_spread("tpot", [_tpot_s(answer) for answer in told]),
-        **_spread("latency", [answer.end_s - answer.arrived_s for answer in told]),
+        "failed": len(records) - len(intact),
+        **_spread("ttft", [answer.first_s - answer.arrived_s for answer in records]),
+        **_spread("tpot", [_tpot_s(answer) for answer in records]),
+        **_spread("latency", [answer.end_s - answer.arrived_s for answer in records]),
         **_spread("scheduled", waited_s),
         "requests_rps": len(intact) / seconds,
         "tokens_per_s": sum(answer.tokens for answer in intact) / seconds,
@@ -43,7 +43,7 @@ def truth(answers: Sequence[Answered], requests: int) -> Figures:
     }
 
 
-def _tpot_s(answer: Answered) -> float:
+def _tpot_s(answer: ResponseRecord) -> float:
     """Return the mean time per token after the first one."""
     return (answer.last_s - answer.first_s) / max(1, answer.tokens - 1)
 

@@ -39,7 +39,7 @@ def test_a_backlog_is_known_at_any_past_time() -> None:
         50,
         0,
     ]
-    assert [backlog.came_until(at_s) for at_s in (-1.0, 0.5, 1.0, 1.9, 2.0)] == [
+    assert [backlog.arrived_until(at_s) for at_s in (-1.0, 0.5, 1.0, 1.9, 2.0)] == [
         0,
         0,
         300,
@@ -51,25 +51,25 @@ def test_a_backlog_is_known_at_any_past_time() -> None:
 def test_a_herd_is_reproducible_by_seed() -> None:
     """The study repeats all metrics for one seed, and they differ for another seed."""
     first, again, other = (
-        list(imbalances(SMALL, "price", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
+        list(imbalances(SMALL, "least_cost", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_stale_loads_make_least_loaded_herd_but_not_price() -> None:
-    """The least-loaded policy is the worst for loads one second old, and `price` is the best."""
+def test_stale_loads_make_least_loaded_herd_but_not_least_cost() -> None:
+    """`least_loaded` is the worst policy for loads one second old, and `least_cost` is the best."""
     found = {
         policy: mean_backlog(policy, 1.0)
-        for policy in ("least_loaded", "power_of_two", "round_robin", "price")
+        for policy in ("least_loaded", "power_of_two", "round_robin", "least_cost")
     }
-    assert found["least_loaded"] > 1.5 * found["price"]
-    assert min(found, key=found.__getitem__) == "price"
+    assert found["least_loaded"] > 1.5 * found["least_cost"]
+    assert min(found, key=found.__getitem__) == "least_cost"
 
 
 def test_leases_make_stale_loads_harmless() -> None:
     """The age of reports causes no imbalance if reservations include all leases."""
     for age_s in (0.1, 1.0):
-        assert mean_backlog("price", age_s, leased=True) < 1.2
+        assert mean_backlog("least_cost", age_s, leased=True) < 1.2
         assert mean_backlog("least_loaded", age_s, leased=True) < 1.2
 
 
@@ -85,12 +85,12 @@ def test_staggered_ages_range_from_zero_to_twice_the_mean() -> None:
 
 
 def test_work_done_since_a_report_is_subtracted() -> None:
-    """`price` has shorter waits than other policies, because it subtracts work since the report."""
+    """`least_cost` has the shortest waits, because it subtracts the work since the report."""
     light = Bursts(bursts=2, utilisation=0.2)
     ours, others = (
         fmean(one.wait_s for one in imbalances(light, policy, ages, 0, leased=True))
         for ages in (Ages(0.5, staggered=True),)
-        for policy in ("price", "least_loaded")
+        for policy in ("least_cost", "least_loaded")
     )
     assert ours < 0.5 * others
 
@@ -112,7 +112,7 @@ def test_the_herd_command_reports_every_policy_at_every_age(tmp_path: Path) -> N
     ]
     for row in report["rows"]:
         assert row["best_other"] in row["policies"]
-        assert {"round_robin", "power_of_two", "price"} <= set(row["policies"])
+        assert {"round_robin", "power_of_two", "least_cost"} <= set(row["policies"])
         for figures in row["policies"].values():
             assert figures["backlog"]["mean"] >= 1.0
             assert figures["placed"]["samples"] == 4
@@ -160,10 +160,10 @@ def test_policies_of_a_cluster_get_the_same_requests() -> None:
     equal, mixed = (study.cell(4, mix, 0.3) for mix in ("equal", "mixed"))
     assert set(equal["policies"]) == set(POLICIES)
     cached = {policy: summary["cached"] for policy, summary in equal["policies"].items()}
-    assert cached["price"] > cached["round_robin"]
+    assert cached["least_cost"] > cached["round_robin"]
     assert cached["prefix_affinity"] > cached["round_robin"]
     latency = {policy: summary["latency_mean_s"] for policy, summary in mixed["policies"].items()}
-    assert latency["price"] < latency["round_robin"]
+    assert latency["least_cost"] < latency["round_robin"]
     assert study.cell(4, "equal", 0.3) == equal
 
 
@@ -176,7 +176,7 @@ def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
     assert fast > usual > slow
     cell = study.cell(3, "mixed", 0.5)
     assert cell["rate_rps"] == pytest.approx(0.5 * sum(sustained[:3]))
-    summary = cell["policies"]["price"]
+    summary = cell["policies"]["least_cost"]
     assert len(summary["windows"]) == 2
     assert summary["ttft_p50_s"] == pytest.approx(
         fmean(one["ttft_p50_s"] for one in summary["windows"])
@@ -199,6 +199,6 @@ def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> Non
     ]
     for cell in report["cells"]:
         assert list(cell["policies"]) == list(POLICIES)
-        assert set(cell["to_ours"]) == set(POLICIES) - {"price"}
+        assert set(cell["to_ours"]) == set(POLICIES) - {"least_cost"}
     assert report["settings"]["trace"] == "t.jsonl"
     assert "P99 TTFT" in html.read_text()

@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from bench.tool_comparison.agreement import PAIRS, differ
 from bench.tool_comparison.cases import CASES
-from bench.tool_comparison.dialects import NAMES, differences, said_as
-from bench.tool_comparison.mock import Answered, Mock
+from bench.tool_comparison.dialects import NAMES, dialect_metrics, differences
+from bench.tool_comparison.mock import Mock, ResponseRecord
 from bench.tool_comparison.table import table
 from bench.tool_comparison.tools import read_aiperf
 from bench.tool_comparison.truth import truth
@@ -20,12 +20,12 @@ from draftgate.loadgen.events import EventWriter
 from tests.loadgen.known_records import a_run, record
 
 
-def answered(arrived_s: float, ttft_s: float = 0.05, tokens: int = 11, **fields) -> Answered:
+def answered(arrived_s: float, ttft_s: float = 0.05, tokens: int = 11, **fields) -> ResponseRecord:
     """A response with tokens 10 ms apart that ends with its last token."""
     first_s = arrived_s + ttft_s
     last_s = first_s + (tokens - 1) * 0.01
     values = {"end_s": last_s, "intact": True} | fields
-    return Answered(arrived_s, first_s, last_s, tokens=tokens, **values)
+    return ResponseRecord(arrived_s, first_s, last_s, tokens=tokens, **values)
 
 
 def test_truth_counts_from_the_scheduled_time() -> None:
@@ -74,7 +74,7 @@ def test_each_dialect_has_the_figures_of_its_tool(tmp_path) -> None:
         for one in run.records:
             events.record(one)
         events.end(run)
-    report = said_as(tmp_path / "e.jsonl")
+    report = dialect_metrics(tmp_path / "e.jsonl")
     assert set(report) == set(NAMES)
     for figures in report.values():
         assert figures["ok"] == 2
