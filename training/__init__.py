@@ -1,1 +1,1 @@
-"""Training of the models that ship with Draftgate (`python -m training.train all`)."""
+"""Trains the models that ship with Draftgate (`python -m training.train all`)."""

@@ -1,4 +1,4 @@
-"""The model card, rendered from metrics.json so that its numbers cannot drift from the run's."""
+"""The model card, rendered from metrics.json so that its numbers are those of the run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 _TEMPLATE = """\
 # Draftgate demo models
 
-Two small Llama-layout language models that complete Python source code: a *target* and a *draft*
-for speculative decoding. They exist so that the gateway and its engine can be tried, tested and
-measured offline with real weights and a real acceptance rate. They are far too small to be useful
-as assistants.
+The demo models are two small Llama-layout language models that complete Python source code: a
+*target* and a *draft* for speculative decoding. Use them to try, test and measure the gateway and
+its engine offline, with real weights and a real acceptance rate. The models are far too small to be
+useful as assistants.
 
 | | target | draft |
 | --- | --- | --- |
@@ -23,13 +23,15 @@ as assistants.
 | held-out loss, nats per token | {token[target]:.3f} | {token[draft]:.3f} |
 | held-out loss, nats per character | {character[target]:.3f} | {character[draft]:.3f} |
 
-Both: byte-level BPE of 4,096 entries ({characters_per_token:.2f} characters a token on the held-out
-files), tied embeddings, RoPE (theta 10,000), 8,192 positions, bfloat16 safetensors. Trained on
-{target[date]} on {target[device]} (a CPU shared with other work), seed {target[seed]}.
+Both models use byte-level BPE with 4,096 entries ({characters_per_token:.2f} characters per token
+on the held-out files), tied embeddings, RoPE (theta 10,000) and 8,192 positions. The weights are
+bfloat16 safetensors. The models were trained on {target[date]} with seed {target[seed]}, on
+{target[device]} (a CPU shared with other work).
 
 ## Agreement of draft and target
 
-Teacher-forced over {agreement[positions]:,} held-out positions (windows of 1,024 tokens):
+The shares are teacher-forced over {agreement[positions]:,} held-out positions, in windows of 1,024
+tokens:
 
 - greedy (both pick their most likely token): **{greedy:.1f} %**
 - coupled at temperature {agreement[coupled_temperature]} (both take argmax(logits / T + g) with the
@@ -37,9 +39,9 @@ Teacher-forced over {agreement[positions]:,} held-out positions (windows of 1,02
 
 ## Loss by position
 
-Held-out nats per token in windows of 8,192 tokens of packed files. The last columns tell whether
-the model still works at long context: the loss should not rise. Where it does, the last stage,
-at 8,192 tokens, was too short to teach that context.
+The table shows held-out nats per token in windows of 8,192 tokens of packed files. The last rows
+show whether a model still works at long context, where its loss should not rise. A rising loss
+means that the last training phase, at 8,192 tokens, was too short to teach that context.
 
 | positions | target | draft |
 | --- | --- | --- |
@@ -47,49 +49,54 @@ at 8,192 tokens, was too short to teach that context.
 
 ## Corpus
 
-The `.py` files of the standard library of Python {corpus[python]} (PSF licence), tests included;
-without character tables, `pydoc_data`, build-generated files, files that are not UTF-8, and exact
-duplicates. Held out entirely, with their tests: {held_out}.
-Neither the models nor the tokenizer saw these.
+The corpus contains the `.py` files of the standard library of Python {corpus[python]} (PSF
+licence), including tests. It excludes character tables, `pydoc_data`, build-generated files, files
+that are not UTF-8, and exact duplicates. Neither the models nor the tokenizer saw the held-out
+packages and their tests: {held_out}.
 
 | | files | characters | tokens |
 | --- | --- | --- | --- |
 | training | {training[files]:,} | {training[characters]:,} | {training[tokens]:,} |
 | held out | {held[files]:,} | {held[characters]:,} | {held[tokens]:,} |
 
-{shared:.2f} % of the held-out runs of five consecutive non-blank lines also occur in
-the training part (licence headers, common idioms). Windows of
-2,048 tokens over all held-out files give the losses in the first table.
+{shared:.2f} % of the held-out runs of five consecutive non-blank lines also occur in the training
+part (licence headers, common idioms). The losses in the first table are from windows of 2,048
+tokens over all held-out files.
 
 - training sha256: `{corpus[training_sha256]}`
 - held-out sha256: `{corpus[held_out_sha256]}`
 
 ## Training
 
-`python -m training.train all`; the recipe and the reasons for its constants are in
-`recipes.py`. Muon for the layers' matrices, AdamW for the rest; windows of 512, then 2,048, then
-8,192 tokens; cross-entropy for the target; for the draft nine tenths KL to the target's
-distribution and one tenth cross-entropy. A time budget decides where a run ends, so
-another machine gives other numbers; `--tokens` fixes the length instead.
+Run `python -m training.train all` to train the models. `training/recipes.py` contains the recipe
+and the reasons for its constants. Muon trains the layers' matrices, AdamW trains the other
+weights. The windows have 512, then 2,048, then 8,192 tokens. The loss of the target is
+cross-entropy. The loss of the draft is nine tenths KL to the target's distribution and one tenth
+cross-entropy. A time budget ends each run, so the numbers depend on the machine. Use `--tokens` to
+fix the length instead.
 
 ## Prompts and chat
 
-Documents begin with `<|endoftext|>`, which is BOS and EOS. The tokenizer does not add it by itself.
-The models are **not** trained for chat: the chat template passes the user's text through as code to
-go on with, and turns a system message into a `#` comment. `<|user|>`, `<|assistant|>` and `<|end|>`
-are reserved and untrained. Prompts that look like the middle of a Python file work best, such as
-`def read_lines(path):\\n    with open(path`.
+Documents begin with `<|endoftext|>`, which is BOS and EOS. The tokenizer does not add this token.
+The models are **not** trained for chat. The chat template passes the user's text to the model as
+code to continue, and turns a system message into a `#` comment. `<|user|>`, `<|assistant|>` and
+`<|end|>` are reserved and untrained. Prompts that resemble the middle of a Python file work best,
+such as `def read_lines(path):\\n    with open(path`.
 
 ## Limits
 
-The models imitate the standard library's look: names, layout, docstrings and test idioms are mostly
-plausible, the logic mostly is not. Do not run what they write. They may repeat themselves and
-may reproduce fragments of the standard library.
+The models imitate the style of the standard library. Their names, layout, docstrings and test
+idioms are mostly plausible, but the logic is mostly wrong. Do not run code from these models.
+Their output may contain repetitions and fragments of the standard library.
 """
 
 
 def render(metrics: dict[str, Any]) -> str:
-    """Return the card's Markdown for the facts in metrics.json."""
+    """Return the card in Markdown.
+
+    Args:
+        metrics: the content of metrics.json.
+    """
     corpus, agreement = metrics["corpus"], metrics["agreement"]
     by_position = {name: metrics[name]["held_out_nats_by_position"] for name in ("target", "draft")}
     positions = "\n".join(

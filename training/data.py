@@ -1,4 +1,4 @@
-"""Packed, shuffled windows of token ids for training; plain windows for evaluation."""
+"""Packed, shuffled windows of token ids for training, and plain windows for evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ids = NDArray[np.uint16]
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], separator: int) -> list[Ids]:
-    """Return one id array per text, each beginning with the separator."""
+    """Return an id array per text. Each array begins with the separator."""
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array([separator, *item.ids], dtype=np.uint16) for item in encoded]
 
@@ -22,7 +22,7 @@ class PackedStream:
     """Endless windows of `length + 1` ids over documents joined in a new order each epoch.
 
     Every epoch shuffles the documents, drops a random prefix to shift the windows, and visits the
-    windows in random order. The position (epoch, cursor, length) can be saved and resumed.
+    windows in random order. A run can save and resume the position (epoch, cursor, length).
     """
 
     def __init__(self, documents: Sequence[Ids], seed: int) -> None:
@@ -35,7 +35,7 @@ class PackedStream:
         self._starts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def seek(self, epoch: int, cursor: int, length: int) -> None:
-        """Continue at a recorded position."""
+        """Continue at a saved position."""
         rng = np.random.default_rng((self._seed, epoch, length))
         order = rng.permutation(len(self._documents))
         joined = np.concatenate([self._documents[index] for index in order])
@@ -45,7 +45,7 @@ class PackedStream:
         self.epoch, self.cursor, self.length = epoch, cursor, length
 
     def batch(self, rows: int, length: int) -> torch.Tensor:
-        """Return int64 ids [rows, length + 1]; a new length starts a new epoch."""
+        """Return int64 ids [rows, length + 1]. A new length starts a new epoch."""
         if length != self.length or self.cursor + rows > len(self._starts):
             self.seek(self.epoch + 1, 0, length)
         starts = self._starts[self.cursor : self.cursor + rows]
@@ -57,7 +57,7 @@ class PackedStream:
 def even_windows(documents: Sequence[Ids], length: int, count: int | None = None) -> torch.Tensor:
     """Return int64 ids [count, length + 1], evenly spread over the documents joined in order.
 
-    Without a count, all windows that fit are returned.
+    Without a count, the function returns all windows that fit.
     """
     joined = np.concatenate(list(documents))
     total = (len(joined) - 1) // length

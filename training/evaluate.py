@@ -1,4 +1,4 @@
-"""Held-out measurements: loss, loss by position, and how often the draft agrees."""
+"""Held-out measurements: loss, loss by position, and agreement of draft and target."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def agreement(
 ) -> Agreement:
     """Compare teacher-forced choices over windows [W, L + 1].
 
-    Coupled: both sample by argmax(logits / temperature + g) with the same Gumbel noise g.
+    In the coupled comparison, both models sample by argmax(logits / temperature + g) with the same
+    Gumbel noise g.
     """
     generator = torch.Generator().manual_seed(seed)
     greedy = coupled = positions = 0

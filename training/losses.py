@@ -1,4 +1,4 @@
-"""The output layer and its loss in chunks, so that no [tokens, vocabulary] tensor is kept."""
+"""The output layer and its loss in chunks, which avoids a [tokens, vocabulary] tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Teacher:
-    """What to distil from: hidden [N, D'], output weight [V, D'], share of KL in the loss."""
+    """The source of distillation.
+
+    Attributes:
+        hidden: final hidden states, [N, D'].
+        weight: output weight, [V, D'].
+        share: share of KL in the loss.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -22,9 +28,10 @@ class Teacher:
 
 
 class _OutputLoss(torch.autograd.Function):
-    """Mean cross-entropy (nats per token), blended with KL to a teacher if there is one.
+    """Mean cross-entropy (nats per token), blended with KL to a teacher if a teacher is given.
 
-    Both have the gradient softmax(logits) - wanted, so it is computed in the forward pass.
+    Both terms have the gradient softmax(logits) - wanted, so the forward pass computes the
+    gradient.
     """
 
     @staticmethod
@@ -66,8 +73,8 @@ def output_loss(
 ) -> Tensor:
     """Return the mean cross-entropy in nats per token of hidden [N, D] with weight [V, D].
 
-    With a teacher the value is still the cross-entropy, but the gradient is that of
-    `share` KL(teacher, student) + (1 - `share`) cross-entropy.
+    With a teacher, the value is still the cross-entropy. The gradient is then that of `share`
+    KL(teacher, student) + (1 - `share`) cross-entropy.
     """
     loss: Tensor = _OutputLoss.apply(hidden, weight, labels, teacher)
     return loss

@@ -9,22 +9,30 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 4096
-"""Small, because the tied embedding is a fifth of the target and over half of the draft."""
+"""Number of tokens.
+
+The vocabulary is small, because its tied embedding takes a fifth of the target and over half of the
+draft.
+"""
 
 CONTEXT = 8192
-"""Longest sequence the models are trained on, in tokens."""
+"""Longest training sequence in tokens."""
 
 END_OF_TEXT = "<|endoftext|>"
-"""Separates documents: it begins every training document, and so serves as BOS and EOS."""
+"""Separator of documents.
+
+Every training document begins with this token, which serves as BOS and EOS.
+"""
 
 SPECIAL_TOKENS = (END_OF_TEXT, "<|user|>", "<|assistant|>", "<|end|>")
-"""The last three are reserved for a later chat tuning; the demo models were not trained on them."""
+"""All special tokens. The last three are reserved for a later chat tuning and untrained."""
 
 SPLIT_PATTERN = r"\n+|[ \t]{2,}| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
-"""How text is cut before byte-pair merging; every character falls into one alternative.
+"""Pieces of a text before byte-pair merging. Every character matches one alternative.
 
-Newlines are apart from indentation, so that a prompt ending in a newline is nothing unusual; a
-whole run of indentation can be one token; identifiers keep their underscores, as in `__init__`.
+Newlines are separate from indentation, so that a newline at the end of a prompt is common in
+training. A whole run of indentation can be one token. Identifiers keep their underscores, as in
+`__init__`.
 """
 
 CHAT_TEMPLATE = (
@@ -38,11 +46,15 @@ CHAT_TEMPLATE = (
     "{% endif %}"
     "{% endfor %}"
 )
-"""A document of Python: user text is code to continue, a system message is a comment."""
+"""The template of a Python document: user text is code to continue, a system message is a comment.
+"""
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Train the BPE merges; the result decodes any encoded text to exactly that text."""
+    """Train the BPE merges.
+
+    The tokenizer decodes any encoded text to exactly that text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,13 +1,13 @@
-"""Train the demo target and draft on the running Python's standard library.
+"""Train the demo target and draft on the standard library of the running Python.
 
     python -m training.train all --log .train/log.txt
 
-On Linux, MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 in the environment
-cuts page faults to a fifth: the allocator then keeps its pages between steps.
+On Linux, set MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 in the
+environment. The allocator then keeps its pages between steps, which cuts page faults to a fifth.
 
-Stages, each runnable alone: tokenizer, target, draft, evaluate. A model stage ends when its
-budget of minutes or of tokens is used up, whichever comes first; it checkpoints as it goes and
-continues with --resume. Facts about the result are collected in metrics.json beside this file.
+The stages tokenizer, target, draft and evaluate can run separately. A model stage ends when its
+budget of minutes or of tokens is used up. It saves checkpoints regularly and continues from the
+last checkpoint with --resume. metrics.json in this folder collects facts about the result.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ COOLDOWN = 0.8
 """Share of the budget over which the rate falls to zero, linearly."""
 
 MICRO_TOKENS = 4096
-"""Tokens per forward pass: larger ones were slower here (activations leave the cache)."""
+"""Tokens per forward pass. Larger passes were slower, because activations leave the cache."""
 
 CLIP = 1.0
-"""Largest gradient norm; only early spikes reach it."""
+"""Largest gradient norm. Only early spikes reach this norm."""
 
 AGREEMENT_WINDOWS, AGREEMENT_LENGTH = 96, 1024
-"""About 100,000 positions: a standard error below 0.2 points."""
+"""Number and length of windows: about 100,000 positions, for a standard error below 0.2 points."""
 
 POSITION_WINDOWS = 24
-"""8,192-token windows for the loss by position, about a quarter of the held-out tokens."""
+"""Number of 8,192-token windows for the loss by position, about a quarter of the held-out tokens.
+"""
 
 COUPLED_TEMPERATURE = 0.8
 
 
 def build_model(name: str, seed: int) -> LlamaForCausalLM:
-    """Return a freshly initialised model in float32."""
+    """Return a newly initialised model in float32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         **RECIPES[name].shape,
@@ -79,7 +80,7 @@ def build_model(name: str, seed: int) -> LlamaForCausalLM:
         attn_implementation=attention.NAME,
     )
     model = LlamaForCausalLM(config)
-    for layer in model.model.layers:  # Layers start as the identity: steadier early steps.
+    for layer in model.model.layers:  # Layers start as the identity for steadier early steps.
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
@@ -118,7 +119,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
-    """Return a saved model in float32, ready to be evaluated."""
+    """Return a saved model in float32, in evaluation mode."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention.NAME
     )
@@ -126,7 +127,7 @@ def load_model(folder: Path) -> LlamaForCausalLM:
 
 
 def documents(paths: list[Path]) -> list[Ids]:
-    """Return the token ids of corpus files, each beginning with the separator."""
+    """Return the token ids of corpus files. Each array begins with the separator."""
     tokenizer = tokenization.read(MODELS["target"])
     separator = tokenizer.token_to_id(tokenization.END_OF_TEXT)
     assert separator is not None
@@ -134,7 +135,7 @@ def documents(paths: list[Path]) -> list[Ids]:
 
 
 def record(section: str, facts: dict[str, Any]) -> None:
-    """Merge facts into one section of metrics.json."""
+    """Merge facts into a section of metrics.json."""
     metrics = json.loads(METRICS.read_text()) if METRICS.exists() else {}
     metrics[section] = {**metrics.get(section, {}), **facts}
     METRICS.write_text(json.dumps(metrics, indent=2) + "\n")
@@ -149,7 +150,7 @@ def device_name() -> str:
 
 
 class Run:
-    """The training of one model, from start or last checkpoint to the end of its budget."""
+    """The training of a model, from the start or the last checkpoint to the end of its budget."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -165,14 +166,14 @@ class Run:
         self.checkpoint = WORK / f"{name}.pt"
 
     def progress(self) -> float:
-        """Return the share of the budget used, 0..1."""
+        """Return the used share of the budget, 0..1."""
         shares = [self.seconds / 60 / self.minutes_budget]
         if self.options.tokens:
             shares.append(self.tokens / self.options.tokens)
         return max(shares)
 
     def save(self) -> None:
-        """Write the checkpoint, and replace the last one only when it is complete."""
+        """Write a checkpoint, and replace the previous checkpoint after the write."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -206,7 +207,7 @@ class Run:
         return Teacher(hidden, weight, self.recipe.teacher_share)
 
     def micro_losses(self, phase: Phase) -> Iterator[float]:
-        """Run forward and backward for one step's batch; yield each part's loss."""
+        """Run forward and backward for the batch of a step, and yield the loss of each part."""
         rows = max(1, phase.batch_tokens // phase.length)
         batch = self.stream.batch(rows, phase.length)
         parts = batch.split(max(1, MICRO_TOKENS // phase.length))
@@ -220,7 +221,7 @@ class Run:
         self.tokens += rows * phase.length
 
     def update(self) -> float:
-        """Take one optimiser step; return its training loss in nats per token."""
+        """Take an optimiser step, and return its training loss in nats per token."""
         progress = self.progress()
         phase = next(p for p in self.recipe.phases if progress < p.until)
         losses = list(self.micro_losses(phase))
@@ -249,7 +250,7 @@ class Run:
             loss = self.update()
             took = time.perf_counter() - began
             self.seconds += took
-            # Averages over about 50 steps: a single step's loss is too noisy to read.
+            # Average over about 50 steps, because the loss of a single step is too noisy.
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             if self.step % 25 == 0:
                 rate = (self.tokens - before) / took
@@ -385,12 +386,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-minutes", type=float, default=2)
     parser.add_argument("--export-minutes", type=float, default=8, help="interval of model exports")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--log", type=Path, help="log to this file and not to the terminal")
+    parser.add_argument("--log", type=Path, help="log to this file instead of the terminal")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one stage, or all of them in order."""
+    """Run a stage, or all stages in order."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     WORK.mkdir(exist_ok=True)
     logging.basicConfig(
