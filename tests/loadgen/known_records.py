@@ -1,4 +1,4 @@
-"""Records whose metrics can be worked out by hand."""
+"""Records whose metrics can be calculated by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record(
 ) -> Record:
     """Return a record scheduled at `at_s` and sent 10 ms later, with text after `first_s`.
 
-    The stream ends 20 ms after its last text. `told` has the tokens of each chunk.
+    The stream ends 20 ms after its last text. `chunk_tokens` has the tokens of each chunk.
     """
     instants = [at_s + first_s]
     for gap_s in gaps_s:
@@ -55,7 +55,7 @@ def record(
 
 
 def failed(index: int, verdict: str = "cut", at_s: float = 1.0, **fields) -> Record:
-    """Return a request that received two chunks and then nothing more."""
+    """Return a request whose stream broke after two chunks."""
     values = {"gaps_s": (0.1,), "tokens": None, "detail": f"<{verdict}>"} | fields
     return record(index, at_s, verdict=verdict, **values)
 
@@ -78,7 +78,7 @@ def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> di
 
 
 def a_run(records=None, **fields) -> LoadRun:
-    """Return a valid run of two classes with one failed request and speculation reports."""
+    """Return a valid run of two classes with a failed request and speculation reports."""
     interactive = Slo(ttft_s=0.6, tpot_s=0.055)
     if records is None:
         records = [
@@ -93,6 +93,6 @@ def a_run(records=None, **fields) -> LoadRun:
 
 
 def accept_any_health(monkeypatch) -> None:
-    """Make runs valid however busy this machine is."""
+    """Make runs valid even on a busy machine."""
     for name in ("MAX_P99_LAG_S", "MAX_LAG_S", "MAX_LOOP_STALL_S", "MAX_CPU_SHARE"):
         monkeypatch.setattr(health, name, inf)

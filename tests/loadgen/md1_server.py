@@ -1,4 +1,4 @@
-"""An M/D/1 server, whose capacity is known: one request at a time, each of the same length."""
+"""A simulated M/D/1 server with a known capacity and equal service times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from draftgate.loadgen.search.types import ProbeResult, SearchGoal, SearchProbe
 
 
 def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:
-    """Return the share of answers within a limit, in equilibrium.
+    """Return the share of requests with a latency within a limit, in equilibrium.
 
-    `(1 - r) sum_k (r (k - t))^k / k! exp(-r (k - t))` over k up to t, the longest wait in services
-    (Crommelin, Telephone power plants, 1934). Its terms alternate, which takes 60 digits.
+    The share is `(1 - r) sum_k (r (k - t))^k / k! exp(-r (k - t))` over k up to t, the longest wait
+    in services (Crommelin, Telephone power plants, 1934). Its terms alternate in sign, so the sum
+    needs 60 digits.
     """
     with localcontext() as context:
         context.prec = 60
@@ -45,7 +46,7 @@ def capacity(share: float, service_s: float, limit_s: float) -> float:
 
 
 def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
-    """Return the instants of Poisson arrivals and their waits, by Lindley's recursion."""
+    """Return the times of Poisson arrivals and their waits, by Lindley's recursion."""
     random = np.random.default_rng(seed)
     at_s = np.cumsum(random.exponential(1.0 / rate_rps, requests))
     backlog = np.concatenate([[0.0], np.cumsum(service_s - np.diff(at_s))])
@@ -53,7 +54,7 @@ def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
 
 
 def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
-    """Search a virtual server, given the instants of each probe's requests and their outcomes."""
+    """Search a virtual server, given a function that returns the times and outcomes of a probe."""
     search = RateSearch(aim)
     while (probe := search.propose()) is not None:
         watch, sent = SequentialTest(probe, aim), 0
@@ -66,7 +67,7 @@ def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
 
 
 def md1(service_s: float, limit_s: float) -> Callable[[SearchProbe], tuple]:
-    """Return the outcomes of an M/D/1 server."""
+    """Return a function that returns the outcomes of an M/D/1 server."""
 
     def answers(probe: SearchProbe) -> tuple:
         at_s, waited = waits(probe.rate_rps, service_s, probe.longest, probe.seed)

@@ -1,6 +1,6 @@
-"""A server whose answers are scripted: their tokens, their timing and their faults.
+"""A server with scripted responses: their tokens, timing and faults.
 
-A request chooses its script by the field `mock` of its body, so one server plays all scripts.
+A request chooses its script by the field `mock` of its body, so a single server plays all scripts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ WORDS = ("def", "return", "x", "(y)", "é", "=", "1", "+")
 
 @dataclass(frozen=True)
 class Script:
-    """One answer.
+    """A scripted response.
 
     Attributes:
-        tokens, per_chunk: how many are sent, and how many per chunk.
-        ttft_s, gap_s: before the first chunk with text, and between two.
-        role: whether an empty delta with the role is sent first.
+        tokens, per_chunk: the number of tokens, and of tokens per chunk.
+        ttft_s, gap_s: the delay before the first chunk with text, and between two chunks.
+        role: whether to send an empty delta with the role first.
         continuous: whether each chunk counts the tokens so far.
         fault: a key of `EVENT_FAULTS` or `TRANSPORT_FAULTS`.
         lossy: whether speculation changes the text, as a broken verification would.
-        plan: the text sent if a `response_format` is requested.
+        plan: the text for a request with a `response_format`.
     """
 
     tokens: int = 8
@@ -69,12 +69,12 @@ def planned(
 
 
 def text_of(seed: int, tokens: int) -> list[str]:
-    """Return the true answer, a function of the seed as under seeded sampling."""
+    """Return the true text, a function of the seed as under seeded sampling."""
     return [f" {WORDS[(seed * 7 + i * i) % len(WORDS)]}{i}" for i in range(tokens)]
 
 
 def events_of(script: Script, body: dict, answer_id: str) -> list[str]:
-    """Return the events of an answer, including the faults of its content."""
+    """Return the events of a response, including the faults of its content."""
     seed, drafting = body["seed"], body.get("speculation", {}).get("mode") != "off"
     words = text_of(seed, script.tokens)
     if script.plan and "response_format" in body:
@@ -160,7 +160,7 @@ EVENT_FAULTS = {
     "no_choices": lambda e: [e[0], "{}", *e[1:]],
     "wrong_type": lambda e: [_first_choice(e[0], text=7), *e[1:]],
 }
-"""Faults of content: functions from the lines of an intact completion to those that are sent."""
+"""Functions that add a fault to the lines of an intact completion."""
 
 
 def vector_of(text: str) -> list[float]:
@@ -175,11 +175,11 @@ TRANSPORT_FAULTS = ("status", "no_stream", "hang_up", "reset", "cut", "silent", 
 
 
 class Mock:
-    """The server.
+    """The mock server.
 
     Attributes:
-        sent_s: by seed, the monotonic instant before each event is sent.
-        embeds: how many embeddings requests are answered before the rest are refused.
+        sent_s: the monotonic time before each event was sent, by seed.
+        embeds: the number of embeddings requests before the server refuses them.
     """
 
     def __init__(self, embeds: float = math.inf) -> None:
@@ -202,7 +202,7 @@ class Mock:
         return web.json_response({"data": [{"id": "mock", "max_model_len": 8192}]})
 
     async def _embed(self, request: web.Request) -> web.Response:
-        """Answer in base64 if requested, in reverse order of the inputs."""
+        """Respond in base64 if requested, in reverse order of the inputs."""
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
@@ -261,7 +261,7 @@ class Mock:
     async def _break(
         self, request: web.Request, response: web.StreamResponse, how: str
     ) -> web.StreamResponse:
-        """End the connection inside the answer, by a reset or normally without the last chunk."""
+        """End the connection during the response, by a reset or without the last chunk."""
         if how == "reset":
             request.transport.abort()
         else:
@@ -271,7 +271,7 @@ class Mock:
 
 @asynccontextmanager
 async def serving(mock: Mock):
-    """Serve in this event loop. Yields the address."""
+    """Serve in this event loop, and yield the address."""
     runner = web.AppRunner(mock.application(), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -283,7 +283,7 @@ async def serving(mock: Mock):
 
 @contextmanager
 def serving_in_a_thread(mock: Mock):
-    """Serve beside a command that runs its own event loop. Yields the address."""
+    """Serve in a thread for a command with its own event loop, and yield the address."""
     ready, address = threading.Event(), []
 
     async def main() -> None:

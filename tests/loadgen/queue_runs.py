@@ -30,13 +30,13 @@ def queue_run(
     noise: int = 0,
     slo: Slo = PROMISED,
 ) -> LoadRun:
-    """Return a run of a server that answers one request after another, 1/2 s each on average.
+    """Return a run of a server that handles one request after another, for 1/2 s on average.
 
     Args:
-        load: offered requests per second times 1/2 s; 1 is saturation.
+        load: offered requests per second times 1/2 s, where 1 is saturation.
         slower: a factor for all service times.
-        seed: of instants and requests, which take between half and twice the mean.
-        noise: seed of the server's own variation, 20 % up or down per request.
+        seed: the seed of arrivals and requests, which take between half and twice the mean.
+        noise: the seed of the server's own variation, 20 % up or down per request.
     """
     asked, own = np.random.default_rng((1, seed)), np.random.default_rng((2, seed, noise))
     instants = np.cumsum(asked.exponential(0.5 / load, requests))
@@ -58,7 +58,7 @@ def queue_run(
 
 
 def _record(index: int, at_s: float, end_s: float, taken_s: float, slo: Slo) -> Record:
-    """Return a record whose text arrives evenly over the service, the last of it at the end."""
+    """Return a record whose text arrives evenly over the service until its end."""
     begin_s, gap_s = end_s - taken_s, taken_s / CHUNKS
     chunks = tuple(TextChunk(begin_s + gap_s * (k + 1), 2, 4) for k in range(CHUNKS))
     question = RequestSpec("x", (), TOKENS, index, "code", slo=slo)

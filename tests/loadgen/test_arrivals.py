@@ -1,4 +1,4 @@
-"""Arrival processes: their statistics and their seeds."""
+"""Tests of arrival processes: their statistics and their seeds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.nda
 
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.floats(0.1, 1000.0))
 def test_instants_ascend_and_do_not_depend_on_how_many_are_drawn(spec, seed, rate) -> None:
-    """Instants never go back, and the first hundred are the same however many are drawn."""
+    """Arrival times never decrease, and the first hundred do not depend on the total."""
     long = instants(spec, 200, seed, rate)
     assert (np.diff(long) >= 0).all()
     assert long[0] >= 0
@@ -40,29 +40,30 @@ def test_instants_ascend_and_do_not_depend_on_how_many_are_drawn(spec, seed, rat
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "constant"])
 def test_another_seed_gives_other_instants(spec: str) -> None:
-    """Random processes depend on nothing but the seed."""
+    """Random processes depend only on the seed."""
     assert (instants(spec, 50, 1) == instants(spec, 50, 1)).all()
     assert (instants(spec, 50, 1) != instants(spec, 50, 2)).any()
 
 
 def test_constant_instants_do_not_drift() -> None:
-    """At 49 requests/s, whose gap no float represents, every 49th request is due on a whole
-    second."""
+    """Every 49th request at 49 requests/s is due on a whole second, without rounding drift."""
     found = islice(parse_arrival("constant").instants(49.0, 0), 0, 49 * 20_000, 49)
     assert list(found) == list(range(20_000))
 
 
 @pytest.mark.parametrize(("spec", "cv"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:3", 3.0)])
 def test_gaps_have_the_requested_distribution(spec: str, cv: float) -> None:
-    """Gaps have mean 1/rate, the requested coefficient of variation and a gamma distribution (KS
-    test)."""
+    """Gaps have mean 1/rate and the requested coefficient of variation.
+
+    A KS test accepts their gamma distribution.
+    """
     gaps = np.diff(instants(spec, 20_001), prepend=0.0)[1:]
     standard_error = cv / len(gaps) ** 0.5
     assert abs(gaps.mean() * RATE - 1) < 4 * standard_error
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.06)
     shape = 1 / cv**2
     if cv > 2:
-        return  # many gaps are so small that the sums of which they are differences lose them
+        return  # The differences of the cumulative sums lose many of the tiny gaps.
     assert stats.kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).pvalue > 1e-3
 
 
@@ -79,7 +80,7 @@ def test_poisson_counts_have_dispersion_one() -> None:
 
 
 def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
-    """No request arrives in an off phase, and over whole cycles the mean is the requested rate."""
+    """The process sends nothing in off phases, and whole cycles have the requested mean rate."""
     found = instants("onoff:1,4", 20_000)
     assert (found % 5 <= 1).all()
     assert len(found) / found[-1] == pytest.approx(RATE, rel=0.04)
@@ -130,6 +131,6 @@ def test_a_ramp_grows_linearly_and_then_stays(first: float, last: float) -> None
     ],
 )
 def test_a_malformed_arrival_is_refused(spec: str) -> None:
-    """A malformed specification is refused, and the error quotes it."""
+    """The parser rejects a malformed specification, and the error quotes the text."""
     with pytest.raises(ValueError, match="arrival"):
         parse_arrival(spec)

@@ -32,7 +32,7 @@ def a_probe(rate_rps: float, *reasons: str) -> CalibrationProbe:
 
 @pytest.mark.parametrize("ceiling", [0, 1, 7, 99, 100, 101, 1000, 12345])
 async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
-    """The result is within the precision of the true ceiling, never above it, in few probes."""
+    """The search finds the true ceiling within the precision, from below, in few probes."""
     probed = []
 
     async def holds(load: int) -> bool:
@@ -49,7 +49,7 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
     ("outcomes", "held"), [([True], True), ([False, True], True), ([False, False], False)]
 )
 async def test_one_hiccup_is_not_a_ceiling(outcomes: list[bool], held: bool) -> None:
-    """A load that failed is tried once more, and one that succeeded is not."""
+    """The search repeats a load that failed, but not a load that succeeded."""
     left = iter(outcomes)
 
     async def attempt() -> bool:
@@ -60,8 +60,7 @@ async def test_one_hiccup_is_not_a_ceiling(outcomes: list[bool], held: bool) -> 
 
 
 async def test_the_stub_server_streams_on_schedule() -> None:
-    """Its streams are intact, have the requested number of tokens, and are never ahead of
-    schedule."""
+    """The server sends intact streams with the requested tokens, never ahead of schedule."""
     pace = TokenPace(ttft_s=0.02, itl_s=0.005)
     async with run_stub_server(pace) as url, open_session() as session:
         assert await first_model(session, url) == "stub"
@@ -76,7 +75,7 @@ async def test_the_stub_server_streams_on_schedule() -> None:
     assert (record.verdict, len(record.chunks)) == ("ok", 5), record.detail
     assert (other.verdict, len(other.chunks)) == ("ok", 1), other.detail
     for place, arrived in enumerate(record.chunks):
-        # Timers of libuv count whole milliseconds: up to one early.
+        # Timers of libuv count whole milliseconds and may fire up to 1 ms early.
         assert arrived.at_s - record.sent_s > pace.ttft_s + place * pace.itl_s - 0.0015
 
 
@@ -92,7 +91,7 @@ async def test_a_probe_offers_its_load() -> None:
 
 
 def test_the_result_is_the_highest_sustained_load() -> None:
-    """The highest sustained load counts, even if a lower one failed by chance."""
+    """The highest sustained load counts, even if a lower load failed by chance."""
     rates = (a_probe(100), a_probe(400, "lag"), a_probe(200, "hiccup"), a_probe(300))
     result = CalibrationResult(rates, (a_probe(100, "2 of 9 streams failed"),))
     assert result.rate == rates[-1]

@@ -1,4 +1,4 @@
-"""The command line against a scripted server."""
+"""Tests of the command line against a scripted server."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def command(*arguments: object, app=cli.app):
 
 
 def ended_well(result, summary: dict) -> bool:
-    """Return whether every stream was intact; a busy machine may make the run INVALID."""
+    """Return whether every stream was intact, even if a busy machine made the run INVALID."""
     return result.exit_code == (0 if summary["valid"] else 3)
 
 
 def of_script(monkeypatch, **fields) -> None:
-    """Make the server answer by one script."""
+    """Make the server respond by one script."""
     script = Script(**fields)
     original = Mock._stream
 
@@ -70,8 +70,10 @@ def test_a_closed_loop_prints_metrics_and_writes_the_summary(tmp_path) -> None:
 
 
 def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
-    """Workload, rate, SLO and key reach the server, and three files agree without holding the
-    key."""
+    """Workload, rate, SLO and key reach the server, and three files agree.
+
+    None of the files holds the key.
+    """
     out, html, events = (tmp_path / name for name in ("s.json", "p.html", "e.jsonl"))
     mock = Mock()
     with serving_in_a_thread(mock) as url:
@@ -116,7 +118,7 @@ def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> Non
 
 
 def test_a_lossy_speculation_fails_the_run(tmp_path, monkeypatch) -> None:
-    """The exit status is 1 if drafting changed a text, and the summary and the events record it."""
+    """The exit status is 1 if drafting changed a text, and summary and events record the change."""
     of_script(monkeypatch, lossy=True)
     out, events = tmp_path / "s.json", tmp_path / "e.jsonl"
     with serving_in_a_thread(Mock()) as url:
@@ -154,7 +156,7 @@ def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -
 
 
 def test_a_broken_stream_takes_precedence_over_an_invalid_run() -> None:
-    """A broken stream gives 1 whatever the generator did; an interruption alone gives 3."""
+    """A broken stream gives status 1 even for an INVALID run, and an interruption gives 3."""
     broken = a_run(health=BEHIND)
     assert exit_status(broken, None) == 1
     stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
@@ -162,7 +164,7 @@ def test_a_broken_stream_takes_precedence_over_an_invalid_run() -> None:
 
 
 def test_a_refusal_is_not_a_broken_stream() -> None:
-    """Responses of 429 or 503 give 4 if nothing worse happened."""
+    """Responses of 429 or 503 give status 4 if no worse failure occurred."""
     ok = [record for record in a_run().records if record.verdict == "ok"]
     refused = [replace(ok[0], verdict="http_status", status=status) for status in (429, 503)]
     assert exit_status(a_run([*ok, *refused]), None) == 4
@@ -185,7 +187,7 @@ def test_a_refusal_is_not_a_broken_stream() -> None:
     ],
 )
 def test_wrong_usage_is_explained(arguments: list[str]) -> None:
-    """The exit status is 2 with a reason and without a traceback."""
+    """The command prints a reason without a traceback and exits with status 2."""
     result = command(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
@@ -222,8 +224,7 @@ def test_help_shows_the_flags_of_a_run_in_groups() -> None:
 
 
 def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
-    """Requests of a file are sent in order with their extra fields, then again from the first
-    one."""
+    """A run sends the requests of a file in order with their extra fields, and then repeats them."""
     path, out, mock = tmp_path / "mine.jsonl", tmp_path / "s.json", Mock()
     path.write_text(
         '{"prompt": "one", "max_tokens": 3, "temperature": 0.5, "class": "a"}\n\n'
@@ -243,7 +244,7 @@ def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
 
 
 def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
-    """One sentence names the package to install, and nothing is sent."""
+    """The error names the package to install, and the command sends no request."""
     monkeypatch.setattr(flags, "find_spec", lambda _name: None)
     mock = Mock()
     with serving_in_a_thread(mock) as url:
@@ -255,7 +256,7 @@ def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) 
 
 
 def test_calibrate_prints_each_probe(monkeypatch) -> None:
-    """Each probe is printed as it ends, then the ceilings."""
+    """The command prints each probe as it ends, and then the ceilings."""
     held, beyond = a_probe(100), a_probe(200, "CPU of the generator")
 
     async def ceilings(*, processes, probe_s, on_probe):
@@ -288,7 +289,7 @@ def test_a_run_can_be_reported_as_another_tool(tmp_path) -> None:
 
 
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:
-    """Prompt lengths are then estimates, and the context length is unknown."""
+    """The generator estimates prompt lengths if the server has no `/tokenize`."""
     async with serving(Mock()) as url, open_session() as session:
         found = await inspect_server(session, url, "", open_corpus())
         assert (found.model, found.max_model_len) == ("mock", 8192)
@@ -300,8 +301,10 @@ async def test_a_server_without_tokenize_gets_an_estimate() -> None:
 
 
 def test_heavy_libraries_are_not_imported() -> None:
-    """The load generator imports no other package of ours, and the gateway's CLI no load
-    generator."""
+    """The load generator imports no other Draftgate package.
+
+    The gateway's command line does not import the load generator.
+    """
     heavy = {"torch", "tokenizers", "transformers", "huggingface_hub", "gateway", "backends"}
     for module, never in (
         ("draftgate.loadgen.cli", {*heavy, "policies", "plotly"}),

@@ -1,4 +1,4 @@
-"""Comparing two runs invents no difference and finds real ones."""
+"""The comparison of two runs finds real differences and reports no false ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compared(*arguments: object):
 
 
 def test_measures_equal_the_metrics_of_reports() -> None:
-    """If every request counts once, each measure equals the value in the summary."""
+    """Each measure equals the value in the summary if every request counts once."""
     run = queue_run(120)
     summary, found = summarize(run), measures(run)
     once = np.ones((1, 120), np.int64)
@@ -64,7 +64,7 @@ def test_a_count_acts_as_a_repetition() -> None:
 
 
 def test_percentiles_on_single_requests_are_not_compared() -> None:
-    """p99 is compared with 5 of 500 requests beyond it, and not with 1 of 100."""
+    """The comparison skips p99 for 100 requests, but includes p99 for 500 requests."""
     assert measures(queue_run(100))["ttft_s"].statistics == ("p50", "p90")
     assert "p99" in measures(queue_run(600))["ttft_s"].statistics
 
@@ -83,7 +83,7 @@ def test_few_of_a_hundred_identical_pairs_regress(paired: bool) -> None:
 
 
 def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
-    """Return how many of that many pairs of runs of 200 requests regress."""
+    """Return how many pairs of runs with 200 requests regress, one pair per seed."""
     found = 0
     for seed in range(seeds):
         other = seed if paired else 1000 + seed
@@ -96,8 +96,7 @@ def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
 
 
 def test_a_slower_server_is_a_regression() -> None:
-    """A 10 % slower server regresses in all of 8 pairs, and the interval of TPOT holds the
-    truth."""
+    """All 8 pairs with a 10 % slower server regress, and the interval of TPOT holds the truth."""
     assert regressions(8, paired=True, slower=1.1) == 8
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     change = next(
@@ -109,7 +108,7 @@ def test_a_slower_server_is_a_regression() -> None:
 
 
 def test_pairing_narrows_intervals() -> None:
-    """With the same requests at the same instants, intervals are less than two thirds as wide."""
+    """Pairing the same requests at the same times makes intervals at least a third narrower."""
     before = queue_run(300)
     widths = []
     for seed in (0, 1):
@@ -132,15 +131,14 @@ def test_pairing_does_not_depend_on_the_number_of_values(monkeypatch) -> None:
 
 
 def test_an_improvement_is_not_a_regression() -> None:
-    """A faster server is better, and nothing is worse."""
+    """A faster server is better, and no statistic is worse."""
     comparison = compare(queue_run(300), queue_run(300, noise=1, slower=0.85))
     assert {c.verdict for c in comparison.changes} >= {"better"}
     assert not comparison.regressed
 
 
 def test_a_threshold_allows_some_worsening() -> None:
-    """A 10 % slowdown exceeds a threshold of 2 % but not of 20 %, and only thresholds are
-    judged."""
+    """A slowdown of 10 % exceeds a threshold of 2 % but not of 20 %."""
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     for most, regressed in (("2%", True), ("20%", False), ("0.01", False)):
         comparison = compare(before, after, [parse_threshold(f"tpot_s:p50:{most}")])
@@ -149,20 +147,20 @@ def test_a_threshold_allows_some_worsening() -> None:
 
 
 def test_a_comparison_is_reproducible() -> None:
-    """Resamples are seeded."""
+    """Two comparisons of the same runs give the same result."""
     runs = queue_run(60), queue_run(60, noise=1)
     assert compare(*runs) == compare(*runs)
 
 
 def test_holm_correction_matches_its_definition() -> None:
-    """The i-th smallest p-value is multiplied by m - i + 1, never falls, and is at most 1."""
+    """The correction multiplies the i-th smallest p-value by m - i + 1, at most up to 1."""
     assert holm([0.04, 0.01, 0.5]) == pytest.approx([0.08, 0.03, 0.5])
     assert holm([0.02, 0.02]) == pytest.approx([0.04, 0.04])
     assert holm([]) == []
 
 
 def test_statistics_that_are_not_judged_have_no_verdict() -> None:
-    """A statistic that is not judged has no verdict, however small its p-value."""
+    """A statistic that is not judged has no verdict, even with a small p-value."""
     change = compare(queue_run(60), queue_run(60, slower=2.0)).changes[0]
     (unjudged,) = judge([replace(change, judged=False, p_worse=0.0)])
     assert unjudged.verdict == ""
@@ -172,20 +170,20 @@ def test_statistics_that_are_not_judged_have_no_verdict() -> None:
     "words", ["ttft:5%", "ttft_s", "ttft_s:5%", "ttft_s:p75:5%", "ttft_s:p90:x", "attainment:-1"]
 )
 def test_a_malformed_threshold_is_refused(words: str) -> None:
-    """Unknown metrics, unknown or missing statistics and missing numbers are refused."""
+    """The parser rejects unknown metrics, unknown or missing statistics and missing numbers."""
     with pytest.raises(ValueError, match="threshold"):
         parse_threshold(words)
 
 
 def test_thresholds_are_relative_or_absolute() -> None:
-    """A percentage is a share of A's value; a number is in the metric's unit."""
+    """A percentage is a share of A's value, and a number is in the metric's unit."""
     assert parse_threshold("ttft_s:p90:5%").relative == pytest.approx(0.05)
     assert parse_threshold("attainment:0.02").absolute == pytest.approx(0.02)
     assert parse_threshold("fluidity:0.02").statistic == "mean"
 
 
 def test_compare_has_an_exit_status_for_ci(tmp_path) -> None:
-    """0 means no regression, 1 a regression, 2 not comparable and 3 INVALID, as in the JSON."""
+    """The exit status is 0 without and 1 with a regression, 2 if not comparable, and 3 if INVALID."""
     before, out = written(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
     others = {
         "alike": queue_run(100, noise=1),

@@ -1,4 +1,4 @@
-"""Confidence intervals: the stationary bootstrap and Student's distribution."""
+"""Tests of confidence intervals: the stationary bootstrap and Student's distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def autoregressive(correlation: float, count: int, seed: int) -> np.ndarray:
 
 
 def test_every_resample_has_the_same_number_of_requests() -> None:
-    """Each resample counts N requests, and over many resamples all are drawn equally often."""
+    """Each resample counts N requests, and all requests are drawn equally often on average."""
     counts = resampled_counts(50, 5.0, np.random.default_rng(0), 4000)
     assert (counts.sum(axis=1) == 50).all()
     assert counts.mean(axis=0) == pytest.approx(np.ones(50), abs=0.1)
@@ -51,7 +51,7 @@ def test_independent_values_need_no_blocks() -> None:
 
 
 def test_the_block_length_matches_theory() -> None:
-    """For AR(1) with r, G/g = 2 r / (1 - r^2), and the median is near (G^2/g^2 n)^(1/3)."""
+    """The median length for AR(1) with r is near (G^2/g^2 n)^(1/3) with G/g = 2 r / (1 - r^2)."""
     r, count = 0.7, 2000
     lengths = [block_length(autoregressive(r, count, seed)) for seed in range(20)]
     theory = ((2 * r / (1 - r * r)) ** 2 * count) ** (1 / 3)
@@ -59,7 +59,7 @@ def test_the_block_length_matches_theory() -> None:
 
 
 def test_correlation_inflates_the_variance_of_a_mean() -> None:
-    """For AR(1) with r the inflation is (1 + r) / (1 - r); it is at least 1."""
+    """The inflation for AR(1) with r is (1 + r) / (1 - r), and never less than 1."""
     found = [variance_inflation(autoregressive(0.7, 2000, seed)) for seed in range(20)]
     assert np.median(found) == pytest.approx(1.7 / 0.3, rel=0.3)
     assert variance_inflation(np.tile([0.0, 1.0], 50)) == 1.0
@@ -75,8 +75,7 @@ def test_student_quantiles_match_the_tables() -> None:
 
 @pytest.mark.parametrize("freedom", [3.0, 10.0, 99.0])
 def test_student_tails_match_scipy(freedom: float) -> None:
-    """p-values are within 3 % of scipy's from 3 degrees of freedom on, and quantiles invert
-    them."""
+    """Tails are within 3 % of scipy's from 3 degrees of freedom on, and quantiles invert them."""
     for t in (0.5, 1.0, 2.0, 3.0):
         assert student_tail(freedom, t) == pytest.approx(stats.t.sf(t, freedom), rel=0.03)
         assert student_tail(freedom, -t) == pytest.approx(1 - student_tail(freedom, t))

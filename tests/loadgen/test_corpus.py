@@ -1,4 +1,4 @@
-"""The corpus of installed text: read on demand, in a fixed order."""
+"""The corpus reads installed text on demand, in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftgate.loadgen.planning.corpus import (
 
 
 def test_a_library_reads_only_what_is_needed() -> None:
-    """Choosing and reading a short passage opens one document of a thousand."""
+    """The library opens a single document of a thousand to choose and read a short passage."""
     opened: list[str] = []
 
     def document(name: str) -> Document:
@@ -31,7 +31,7 @@ def test_a_library_reads_only_what_is_needed() -> None:
 
 
 def test_a_library_is_one_endless_text_in_the_order_of_names() -> None:
-    """Reading continues in the next document by name, skips empty ones, and wraps around."""
+    """Reading continues in the next document by name, skips empty documents, and wraps around."""
     texts = {"c": "cc", "a": "aaa", "b": ""}
     library = Library([Document(name, 1, lambda t=text: t) for name, text in texts.items()])
     assert library.read(TextPosition(0, 1), 10) == "aaccaaacca"
@@ -43,7 +43,7 @@ def test_a_library_is_one_endless_text_in_the_order_of_names() -> None:
 
 
 def test_positions_are_line_starts_in_proportion_to_size() -> None:
-    """A document three times as large is chosen three times as often (chi-square)."""
+    """The library chooses a three times larger document three times as often (chi-square)."""
     line = "four\n"
     library = Library([Document(n, 5 * k, lambda k=k: line * k) for n, k in (("a", 30), ("b", 90))])
     rng = Random(4)
@@ -54,14 +54,15 @@ def test_positions_are_line_starts_in_proportion_to_size() -> None:
 
 
 def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:
-    """All three kinds are found in order without other strings; invalid source has none."""
+    """The function finds all three kinds in order without other strings, and none in invalid
+    source."""
     source = "'M.'\nclass C:\n    'K.'\n    def f(self):\n        'F.'\n        x = 'no'\n"
     assert docstrings(source) == "M.\n\nC: K.\n\nf: F.\n\n"
     assert docstrings("def (") == ""
 
 
 def test_modules_that_hold_tables_are_skipped() -> None:
-    """The table of HTML entities is skipped; the rest of its package is not."""
+    """The corpus skips the table of HTML entities, but not the rest of its package."""
     code = open_corpus().code
     names = {document.name for document in code._documents}
     assert "html/parser.py" in names

@@ -1,4 +1,4 @@
-"""The driver: open and closed loops, interruptions, and the generator's health."""
+"""Tests of the driver: open and closed loops, interruptions, and the generator's health."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ManualClock:
 
 
 async def starts(instants, clock: ManualClock, busy_s=()):
-    """Return when each request started, if starting the i-th takes busy_s[i]."""
+    """Return when each request started, if starting the i-th takes busy_s[i] seconds."""
     started, busy = [], iter(busy_s)
 
     def send(planned: PlannedRequest, at_s: float) -> None:
@@ -53,7 +53,7 @@ async def starts(instants, clock: ManualClock, busy_s=()):
 
 
 async def test_requests_start_at_their_instants() -> None:
-    """A request starts at its instant, never before and at most a timer tick after."""
+    """A request starts at its scheduled time, never before and at most a timer tick later."""
     instants = [0.0, 0.1, 0.1, 0.10004, 3.0]
     started, last_s = await starts(instants, ManualClock())
     assert [index for index, _, _ in started] == [0, 1, 2, 3, 4]
@@ -64,14 +64,14 @@ async def test_requests_start_at_their_instants() -> None:
 
 
 async def test_a_late_start_delays_no_other_request() -> None:
-    """After a stall late requests start at once, and the next one is on time."""
+    """Late requests start immediately after a stall, and the next request is on time."""
     started, _ = await starts([0.0, 0.1, 0.2, 0.3, 1.0], ManualClock(), busy_s=[0.25])
     late = [at_s - scheduled_s for _, scheduled_s, at_s in started]
     assert late == pytest.approx([0.0, 0.15, 0.05, 0.0, 0.0])
 
 
 async def test_chunks_without_text_count_in_no_metric() -> None:
-    """The instant of an empty chunk is recorded, but it is neither the first text nor a chunk."""
+    """The record keeps the time of an empty chunk, but no metric counts the chunk."""
     plan = [planned(0, 0.0, Script(tokens=2, gap_s=0.05, role=True))]
     async with serving(Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan)
@@ -81,7 +81,7 @@ async def test_chunks_without_text_count_in_no_metric() -> None:
 
 
 async def test_an_open_loop_waits_for_no_answer() -> None:
-    """Requests start on schedule while all earlier ones are open (no coordinated omission)."""
+    """Requests start on schedule while all earlier requests are open (no coordinated omission)."""
     started, over, all_started = [], [], asyncio.Event()
 
     def start(p: PlannedRequest) -> None:
@@ -107,7 +107,7 @@ async def test_an_open_loop_waits_for_no_answer() -> None:
 
 
 async def test_a_closed_loop_limits_open_requests() -> None:
-    """At most `concurrency` requests are open, and each client continues after its answer."""
+    """At most `concurrency` requests are open, and each client continues after its response."""
     open_now, most = set(), []
 
     def start(p: PlannedRequest) -> None:
@@ -131,7 +131,7 @@ async def test_a_closed_loop_limits_open_requests() -> None:
 
 
 async def test_crossed_streams_of_a_run_are_found() -> None:
-    """If two streams have the same id, one of them is crossed."""
+    """The audit marks the second of two streams with the same id as crossed."""
     plan = [planned(i, None, Script(fault="same_id")) for i in range(2)]
     async with serving(Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1)
@@ -140,7 +140,7 @@ async def test_crossed_streams_of_a_run_are_found() -> None:
 
 @pytest.mark.parametrize("concurrency", [None, 2])
 async def test_an_interrupted_run_keeps_its_records(concurrency: int | None) -> None:
-    """After a cancellation complete answers are kept, and open ones are recorded as interrupted."""
+    """A cancelled run keeps complete responses and records open requests as interrupted."""
     scripts = [Script(), Script(fault="stall"), Script(fault="stall"), Script()]
     instants = [None] * 4 if concurrency else [0.0, 0.0, 0.0, 60.0]
     plan = [planned(i, at_s, s) for i, (at_s, s) in enumerate(zip(instants, scripts, strict=True))]
@@ -170,7 +170,7 @@ async def test_an_interrupted_run_keeps_its_records(concurrency: int | None) -> 
 
 @pytest.mark.parametrize(("at_s", "concurrency"), [(None, None), (0.0, 1)])
 async def test_a_plan_must_fit_its_loop(at_s: float | None, concurrency: int | None) -> None:
-    """A request without an instant in an open loop, or with one in a closed loop, is refused."""
+    """The driver rejects an open loop without scheduled times and a closed loop with them."""
     async with open_session() as session:
         client = OpenAIClient(session, "", "mock")
         with pytest.raises(ExceptionGroup) as refused:
@@ -222,14 +222,14 @@ async def test_cpu_time_of_the_process_is_counted() -> None:
 
 
 def test_lag_excludes_connecting() -> None:
-    """Opening a connection is not the generator's lag; waiting before it is."""
+    """The generator's lag excludes the time to open a connection, but includes earlier waiting."""
     record = Record(planned(0, 1.0), 1.0, sent_s=1.5, end_s=2.0, verdict="ok", connect_s=0.3)
     assert lag_s(record) == pytest.approx(0.2)
     assert lag_s(replace(record, connect_s=0.0)) == pytest.approx(0.5)
 
 
 async def test_lags_include_failed_requests() -> None:
-    """The maximum and the 99th percentile are over all requests that were sent."""
+    """The maximum and the 99th percentile cover all sent requests."""
     records = [
         Record(PlannedRequest(i, 0.0, question()), 0.0, sent_s=i / 1000, end_s=1.0, verdict="cut")
         for i in range(201)
@@ -249,11 +249,11 @@ async def test_lags_include_failed_requests() -> None:
     ],
 )
 def test_each_health_limit_has_its_reason(change: dict, reason: str) -> None:
-    """A run within all limits is valid, and each exceeded limit gives one reason."""
+    """A run within all limits is valid, and each exceeded limit gives its own reason."""
     assert invalid_reasons(LoadRun({}, health=WELL)) == []
     assert invalid_reasons(LoadRun({}, health=replace(WELL, **change))) == [reason]
 
 
 def test_a_run_without_health_is_invalid() -> None:
-    """A run whose health was not measured is not valid."""
+    """A run without measured health is INVALID."""
     assert "health is unknown" in invalid_reasons(LoadRun({}))[0]

@@ -1,4 +1,4 @@
-"""Embeddings responses are intact, or fail for a reason."""
+"""Tests of the audit of embeddings responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reply(*vectors, places=None, **fields) -> bytes:
     ],
 )
 def test_vectors_come_in_the_order_of_the_inputs(body: bytes) -> None:
-    """Vectors in base64 or as numbers, in any order, give the same bytes by input."""
+    """The audit returns the same bytes for vectors in base64 or as numbers, in any order."""
     audit = VectorAudit(2)
     audit.add(body)
     assert (audit.verdict, audit.detail) == ("ok", "")

@@ -1,4 +1,4 @@
-"""The events of a run suffice to compute every metric again."""
+"""The events of a run are sufficient to compute every metric again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(path, run, check=None, *, ended=True):
 
 
 def test_the_summary_can_be_computed_again(tmp_path) -> None:
-    """The summary and the lossless check computed from the file equal the originals."""
+    """The summary and the lossless check from the file equal the originals."""
     run = a_run()
     again, check = read_events(written(tmp_path / "e.jsonl", run, CHECK))
     assert summarize(again, check) == summarize(run, CHECK)
@@ -40,7 +40,7 @@ def test_the_summary_can_be_computed_again(tmp_path) -> None:
 
 
 def test_everything_but_texts_is_restored(tmp_path) -> None:
-    """A record with every field set is restored except for prompt and answer."""
+    """The reader restores a record with every field, except for prompt and response."""
     question = RequestSpec(
         None,
         (ChatMessage("user", "hällo"),),
@@ -62,7 +62,7 @@ def test_everything_but_texts_is_restored(tmp_path) -> None:
 
 
 def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
-    """The file holds no prompt or answer, but digests of equal texts are equal."""
+    """The file holds no prompt or response, but equal texts have equal digests."""
     run = a_run([record(0), replace(record(1), texts=("secret",))])
     text = written(tmp_path / "e.jsonl", run).read_text()
     lines = [json.loads(line)["record"] for line in text.splitlines()[1:3]]
@@ -74,8 +74,10 @@ def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
 
 
 def test_a_crash_leaves_what_was_known(tmp_path) -> None:
-    """Each record is on disk when it ends, an incomplete line is dropped, and the run is not
-    valid."""
+    """The file holds each record when its request ends.
+
+    The reader drops an incomplete line, and the run is INVALID.
+    """
     run, path = a_run(), tmp_path / "e.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
         events.record(run.records[0])
@@ -91,7 +93,7 @@ def test_a_crash_leaves_what_was_known(tmp_path) -> None:
 
 
 def test_a_compressed_file_can_be_read(tmp_path) -> None:
-    """A `.gz` file is read like a plain one, and a damaged one is refused."""
+    """The reader accepts a `.gz` file, and rejects a damaged file."""
     plain = written(tmp_path / "e.jsonl", a_run())
     packed = tmp_path / "e.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -102,7 +104,7 @@ def test_a_compressed_file_can_be_read(tmp_path) -> None:
 
 
 def test_interruption_is_recorded(tmp_path) -> None:
-    """Interruption and the generator's health are part of the file."""
+    """The file holds the interruption and the generator's health."""
     again, _ = read_events(written(tmp_path / "e.jsonl", a_run(interrupted=True)))
     assert again.interrupted
     assert not summarize(again)["valid"]
@@ -120,7 +122,7 @@ def test_interruption_is_recorded(tmp_path) -> None:
     ],
 )
 def test_other_files_are_refused(tmp_path, content: str, complaint: str) -> None:
-    """The error names file and line."""
+    """The reader rejects other files with an error that names file and line."""
     path = tmp_path / "other.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=complaint) as refused:

@@ -1,4 +1,4 @@
-"""Flows of several requests: sent one after another, counted as one."""
+"""Tests of flows, which send several requests one after another and count as one request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.loadgen.mock_server import Mock, Script, question, serving, text_of
 
 
 class Echo:
-    """A flow of scripts in which each request continues the text of the previous one."""
+    """A flow of scripts in which each request continues the previous text."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = scripts
@@ -49,8 +49,10 @@ async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **mor
 
 
 async def test_each_request_is_built_from_the_previous_answer() -> None:
-    """Requests are sent in order, and the flow is one record with the last answer and the user's
-    SLO."""
+    """The driver sends the requests of a flow in order.
+
+    The flow has a single record with the last response and the user's SLO.
+    """
     mock, starts, over = Mock(), [], []
     run = await run_of(
         mock, Echo(Script(), Script(), Script()), on_start=starts.append, on_record=over.append
@@ -68,7 +70,7 @@ async def test_each_request_is_built_from_the_previous_answer() -> None:
 
 
 async def test_a_flow_counts_from_its_scheduled_instant() -> None:
-    """Each hop counts from the end of the previous one, and the flow from its schedule."""
+    """Each hop counts from the end of the previous hop, and the flow from its scheduled time."""
     run = await run_of(Mock(), Echo(Script(gap_s=0.01), Script(gap_s=0.01)))
     (one,) = run.records
     first, last = one.hops
@@ -80,7 +82,7 @@ async def test_a_flow_counts_from_its_scheduled_instant() -> None:
 
 
 async def test_one_failed_hop_fails_the_flow() -> None:
-    """The flow continues to an answer, but it fails and names the hop."""
+    """The flow continues after a failed hop, but its record fails and names the hop."""
     run = await run_of(Mock(), Echo(Script(fault="status"), Script()), Echo(Script()))
     failed, fine = run.records
     assert failed.verdict == "http_status"
@@ -92,7 +94,7 @@ async def test_one_failed_hop_fails_the_flow() -> None:
 
 
 async def test_an_interrupted_flow_keeps_its_records() -> None:
-    """A flow that stops in its second request is interrupted, and the first stays intact."""
+    """A flow that stops in its second request is interrupted, and its first hop stays intact."""
     mock = Mock()
     running = asyncio.create_task(run_of(mock, Echo(Script(), Script(fault="stall"))))
     async with asyncio.timeout(10):
@@ -106,7 +108,7 @@ async def test_an_interrupted_flow_keeps_its_records() -> None:
 
 
 async def test_a_single_request_has_no_hops() -> None:
-    """A flow of one request is not wrapped."""
+    """The record of a single request has no hops."""
     async with serving(Mock()) as url, open_session() as session:
         plan = [PlannedRequest(0, None, question())]
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1)
@@ -117,7 +119,7 @@ async def test_a_single_request_has_no_hops() -> None:
 
 
 async def test_events_restore_every_hop(tmp_path) -> None:
-    """A run of flows that is read back has the same summary, with hops and facts."""
+    """A restored run of flows has the same summary, with hops and facts."""
     run = await run_of(Mock(), Echo(Script(), Script(tokens=4)))
     path = tmp_path / "events.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
@@ -142,9 +144,11 @@ def of_hops(*kinds, deadline_s: float | None = None):
 
 
 def test_hops_have_metrics_and_shares_of_the_deadline() -> None:
-    """Hops have TTFT, latency, facts, announced limits and their share of the deadline or
-    latency."""
-    # 0.5 s to the first text, no more gaps, 20 ms to the end: 0.52 s from 1.0 and from 1.52.
+    """Hops have TTFT, latency, facts and announced limits.
+
+    Their share is of the deadline, or of the latency without a deadline.
+    """
+    # Each hop takes 0.5 s to the first text and 20 ms to the end, from 1.0 s and 1.52 s.
     tight = {"slo": Slo(ttft_s=0.4)}
     first = record(at_s=1.0, gaps_s=()), {"hop": "plan", "facts": (("parsed", True),)}
     second = record(at_s=1.52, gaps_s=()), {"hop": "answer", **tight}
@@ -161,8 +165,8 @@ def test_hops_have_metrics_and_shares_of_the_deadline() -> None:
 
 
 def test_a_deadline_is_a_limit_like_the_others() -> None:
-    """An answer that ends after its deadline does not meet its SLO."""
-    # Its stream ends 0.92 s after the schedule.
+    """A response that ends after its deadline does not meet its SLO."""
+    # The stream ends 0.92 s after the scheduled time.
     late, fine = (record(slo=Slo(ttft_s=1.0, latency_s=s)) for s in (0.91, 0.93))
     assert not met_latency(late)
     assert not meets_slo(late)

@@ -1,4 +1,4 @@
-"""The lossless check: replays without speculation are compared with the run."""
+"""The lossless check compares replays without speculation with the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.loadgen.mock_server import Mock, Script, planned, serving
 
 
 async def checked(scripts: list[Script], count: int, mock: Mock | None = None, **fields):
-    """Run the scripts, then replay `count` of the answers."""
+    """Run the scripts, then replay `count` of the responses."""
     plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
     async with serving(mock or Mock()) as url, open_session() as session:
         run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=2)
@@ -32,7 +32,7 @@ async def checked(scripts: list[Script], count: int, mock: Mock | None = None, *
 
 
 async def test_equal_texts_pass() -> None:
-    """Unchanged answers pass, with a bound on the share that may differ."""
+    """Unchanged responses pass, with a bound on the share that may differ."""
     check, _ = await checked([Script()] * 6, 4)
     assert check == LosslessCheck(4, 4, (), (), 0)
     assert check.passed
@@ -40,7 +40,7 @@ async def test_equal_texts_pass() -> None:
 
 
 async def test_a_changed_text_fails_and_is_shown() -> None:
-    """If drafting changed a text, the check fails and shows the first difference."""
+    """The check fails and reports the first difference if drafting changed a text."""
     check, run = await checked([Script(lossy=True)], 1)
     (difference,) = check.differences
     assert not check.passed
@@ -52,7 +52,7 @@ async def test_a_changed_text_fails_and_is_shown() -> None:
 
 
 async def test_the_replay_is_the_request_without_speculation() -> None:
-    """The replay differs only in speculation, which is off, and in the seed the server used."""
+    """The replay turns speculation off and uses the server's seed, without other changes."""
     mock = Mock()
     asked = (("temperature", 0.5), ("speculation", {"mode": "ngram", "max_draft_tokens": 4}))
     _, run = await checked([Script()], 1, mock, seed=5)
@@ -66,7 +66,7 @@ async def test_the_replay_is_the_request_without_speculation() -> None:
 
 
 async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
-    """A broken answer is not replayed, and a broken replay fails the check."""
+    """The check does not replay a broken response, and a broken replay fails the check."""
     check, run = await checked([Script(fault="no_done"), Script()], 5)
     assert (check.compared, check.passed) == (1, True)
     broken = planned(1, None, Script(fault="no_done"))
@@ -80,7 +80,7 @@ async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
 
 
 async def test_numerics_classes_are_not_mixed() -> None:
-    """An answer of another numerics class is counted and not compared."""
+    """The check counts a response of another numerics class without comparing the text."""
     _, run = await checked([Script()], 1)
     metrics = run.records[0].metrics | {"numerics_class": "another"}
     async with serving(Mock()) as url, open_session() as session:
@@ -91,7 +91,7 @@ async def test_numerics_classes_are_not_mixed() -> None:
 
 
 async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
-    """A seed chooses the same answers in any order, and answers with drafts first."""
+    """A seed chooses the same responses in any order, those with drafts first."""
     _, run = await checked([Script()] * 8, 1)
     records = run.records
     plain = [replace(r, metrics=None) if r.planned.index < 5 else r for r in records]
@@ -101,7 +101,7 @@ async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
 
 
 async def test_the_first_difference_is_found() -> None:
-    """It is found in the text, after the shorter one, or in the finish reason."""
+    """The check finds the difference in the text, in its length, or in the finish reason."""
     _, run = await checked([Script()], 1)
     record = replace(run.records[0], texts=("a" * 100,), finish_reasons=("stop",))
     assert first_difference(record, record) is None

@@ -1,4 +1,4 @@
-"""Every metric against values worked out by hand."""
+"""Tests of every metric against values calculated by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.loadgen.known_records import WELL, a_run, failed, record, speculation
 
 
 def test_metrics_of_one_request() -> None:
-    """The request is scheduled at 1.0 and sent at 1.01, with text at 1.5 to 1.9 and nine tokens."""
+    """Every metric of a request with nine tokens equals the value calculated by hand."""
     one = record()
     assert ttft_s(one) == pytest.approx(0.5)
     assert ttft_sent_s(one) == pytest.approx(0.49)
@@ -48,7 +48,7 @@ def test_metrics_of_one_request() -> None:
 
 
 def test_reported_tokens_per_chunk_are_used() -> None:
-    """If the server counts each chunk, gaps are divided by its count, once per token."""
+    """The latencies divide each gap by the reported tokens of the chunk, once per token."""
     one = record(told=[1, 2, 1, 5])
     assert tokens_per_chunk(one) == [1, 2, 1, 5]
     assert itls_s(one) == pytest.approx([0.05] * 2 + [0.1] + [0.04] * 5)
@@ -57,7 +57,7 @@ def test_reported_tokens_per_chunk_are_used() -> None:
 
 
 def test_choices_share_the_tokens() -> None:
-    """With three choices, n is the mean of a choice."""
+    """The number of tokens is the mean over three choices."""
     one = record(tokens=27, n=3)
     assert tpot_s(one) == pytest.approx(0.4 / 8)
     assert normalized_latency_s(one) == pytest.approx(0.92 / 9)
@@ -65,7 +65,7 @@ def test_choices_share_the_tokens() -> None:
 
 
 def test_unknown_metrics_are_none() -> None:
-    """Without text, usage or a second token a metric is None and not zero."""
+    """A metric without text, usage or a second token is None and not zero."""
     silent, uncounted, single = record(chunks=()), record(tokens=None), record(tokens=1)
     assert [ttft_s(silent), ttft_sent_s(silent), tpot_s(silent)] == [None] * 3
     assert chunk_gaps_s(silent) == tokens_per_chunk(silent) == itls_s(silent) == []
@@ -78,33 +78,33 @@ def test_unknown_metrics_are_none() -> None:
 @pytest.mark.parametrize(
     ("limits", "gaps_s", "told", "expected"),
     [
-        # Due at 0.6, 0.7, 0.8, 0.9; came at 0.5, 0.6, 0.7, 0.9.
+        # The tokens are due at 0.6, 0.7, 0.8, 0.9 and arrive at 0.5, 0.6, 0.7, 0.9.
         ((0.6, 0.1), (0.1, 0.1, 0.2), [1, 1, 1, 1], 1.0),
-        # Due at 0.5, 0.6; the second came at 0.7, so the next are due at 0.8 and 0.9: in time.
+        # The second is due at 0.6 and arrives at 0.7, so the next are due at 0.8 and 0.9.
         ((0.5, 0.1), (0.2, 0.1, 0.1), [1, 1, 1, 1], 0.75),
-        # Due with the first, at 0.5; the next at 0.6, 0.7, 0.8, 0.9, and four came at 0.75.
+        # The first sets the start at 0.5. Four arrive at 0.75, due at 0.6, 0.7, 0.8, 0.9.
         ((None, 0.1), (0.25,), [1, 4], 3 / 5),
-        # After them the next is due at 0.75 + (4 - 2 + 1) 0.1 = 1.05.
+        # The next token is due at 0.75 + (4 - 2 + 1) 0.1 = 1.05.
         ((None, 0.1), (0.25, 0.29), [1, 4, 1], 4 / 6),
         ((None, 0.1), (0.25, 0.31), [1, 4, 1], 3 / 6),
-        # Never fast enough: the first text and every chunk are late.
+        # The first text and every chunk are late.
         ((0.1, 0.001), (0.1, 0.1), [1, 1, 1], 0.0),
     ],
 )
 def test_fluidity_follows_deadlines(limits, gaps_s, told, expected: float) -> None:
-    """Saved time is kept, and after a late chunk only its overdue tokens are late."""
+    """The tokens keep saved time, and only overdue tokens of a late chunk are late."""
     one = record(at_s=0.0, gaps_s=gaps_s, tokens=sum(told), told=told, slo=Slo(*limits))
     assert fluidity(one) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.75, 2.5), (1.0, 3.0)])
 def test_percentiles_interpolate(share: float, value: float) -> None:
-    """A percentile lies between its neighbours."""
+    """A percentile interpolates between its neighbours."""
     assert percentile([1.0, 2.0, 3.0], share) == pytest.approx(value)
 
 
 def test_percentiles_match_numpy() -> None:
-    """Percentiles equal numpy's default; without values there are none."""
+    """Percentiles equal numpy's default, and an empty list has no distribution."""
     values = np.random.default_rng(0).exponential(size=237)
     found = distribution(values)
     assert found.percentiles == pytest.approx(np.percentile(values, [50, 90, 99]))
@@ -113,7 +113,7 @@ def test_percentiles_match_numpy() -> None:
 
 
 def test_only_intact_answers_have_metrics() -> None:
-    """A cut stream gives no TTFT and no tokens, and its cause is counted."""
+    """A cut stream gives no TTFT and no tokens, but the error count includes its cause."""
     records = [record(0), failed(1), failed(2, "stalled"), failed(3)]
     assert values_of(METRICS["ttft_s"], records) == pytest.approx([0.5])
     assert len(values_of(METRICS["chunk_gap_s"], records)) == 3
@@ -121,7 +121,7 @@ def test_only_intact_answers_have_metrics() -> None:
 
 
 def test_speculation_reports_are_counted() -> None:
-    """Choices are counted, tokens summed, and histograms added by position."""
+    """The totals count choices, sum tokens, and add histograms by position."""
     longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
     told = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
     assert len(told.reports) == 2
@@ -137,7 +137,7 @@ def test_speculation_reports_are_counted() -> None:
 
 
 def test_each_prompt_has_its_own_report() -> None:
-    """With several prompts each report is read, and their sum is not counted again."""
+    """The totals include the report of each prompt once, and not also their sum."""
     several = speculation(4, 16, 12)
     several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
     told = total_speculation([record(metrics=several)])
@@ -146,7 +146,7 @@ def test_each_prompt_has_its_own_report() -> None:
 
 
 def test_malformed_speculation_reports_are_ignored() -> None:
-    """Missing reports and values of a wrong type are ignored; vLLM reports only counts."""
+    """The totals ignore missing reports and values of a wrong type."""
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
     report["price"] = "dear"
     told = total_speculation([record(metrics={"speculative_decoding": report})])
@@ -158,7 +158,7 @@ def test_malformed_speculation_reports_are_ignored() -> None:
 
 
 def test_the_summary_has_its_documented_form() -> None:
-    """`summary/1` has its documented keys, and nothing else but `details`."""
+    """`summary/1` has its documented keys, and otherwise only `details`."""
     summary = summarize(a_run())
     assert list(summary) == [
         "requests",
@@ -189,7 +189,7 @@ def test_the_summary_has_its_documented_form() -> None:
 
 @pytest.mark.parametrize("scheduled_s", [None, 0.0])
 def test_without_a_schedule_goodput_is_over_the_run(scheduled_s: float | None) -> None:
-    """A closed loop, or a trace of one instant, uses the duration of the run."""
+    """A closed loop, or a trace without length, uses the duration of the run."""
     run = a_run(scheduled_duration_s=scheduled_s)
     assert summarize(run)["goodput_rps"] == pytest.approx(2 / 4.0)
 
@@ -200,7 +200,7 @@ def test_a_run_of_no_length_has_no_throughput() -> None:
 
 
 def test_a_run_that_fell_behind_is_invalid() -> None:
-    """The summary lists the reasons, also for a file that ends before the health was known."""
+    """The summary lists the reasons, also for a file without the generator's health."""
     behind = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.2, loop_stall_s=0.4)
     summary = summarize(a_run(health=behind))
     assert summary["valid"] is False
@@ -219,7 +219,7 @@ def test_the_lossless_check_is_in_the_summary() -> None:
 
 
 def test_metrics_do_not_depend_on_the_clock() -> None:
-    """Shifting a whole run in time changes no metric."""
+    """A shift of the whole run in time changes no metric."""
     one, later = record(at_s=0.0), record(at_s=1000.0)
     for figure in METRICS.values():
         assert list(figure.values(one)) == pytest.approx(list(figure.values(later)))

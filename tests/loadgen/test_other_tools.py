@@ -1,4 +1,4 @@
-"""The metrics of other tools, on records worked out by hand."""
+"""Tests of the metrics of other tools, on records calculated by hand."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.known_records import a_run, failed, record
 
 PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)
-"""Sent at 0.01 after 4 ms of connecting, with text at 0.51, 0.61, 0.71 and 0.91; ends at 0.93."""
+"""Sent at 0.01 after 4 ms of connecting, with text at 0.51, 0.61, 0.71 and 0.91, ends at 0.93."""
 
 ONE_TOKEN = record(1, 1.0, first_s=0.31, gaps_s=(), tokens=1)
-"""Sent at 1.01, with text at 1.31; ends at 1.33."""
+"""Sent at 1.01, with text at 1.31, ends at 1.33."""
 
 
 def said(name: str, *records, **fields) -> ToolReport:
-    """Return what a tool reports about a run of these records."""
+    """Return the report of a tool about a run of these records."""
     return TOOLS[name](a_run(list(records), **fields))
 
 
@@ -46,7 +46,7 @@ def mean_of(account: ToolReport, name: str) -> float:
 @pytest.mark.parametrize(
     ("name", "figure", "expected_ms"),
     [
-        ("vllm", "TTFT", 504),  # from the call, 4 ms before the first byte went out
+        ("vllm", "TTFT", 504),  # from the call, 4 ms before the first byte
         ("vllm", "E2EL", 904),  # to the last chunk
         ("vllm", "TPOT", (904 - 504) / 4),
         ("vllm", "ITL", 400 / 3),
@@ -63,12 +63,12 @@ def mean_of(account: ToolReport, name: str) -> float:
     ],
 )
 def test_a_metric_is_what_its_tool_computes(name: str, figure: str, expected_ms: float) -> None:
-    """Each tool's metric of a known answer follows that tool's formula."""
+    """Each tool's metric of a known response follows that tool's formula."""
     assert mean_of(said(name, PLAIN), figure) == pytest.approx(expected_ms)
 
 
 def test_only_vllm_counts_an_empty_first_chunk() -> None:
-    """An empty chunk shortens vLLM's TTFT and no other tool's."""
+    """An empty chunk shortens the TTFT of vLLM, but not of other tools."""
     hollow = replace(PLAIN, empty_s=(0.02,))
     assert mean_of(said("vllm", hollow), "TTFT") == pytest.approx(14)
     assert mean_of(said("vllm", hollow), "TPOT") == pytest.approx((904 - 14) / 4)
@@ -118,7 +118,7 @@ def test_tools_differ_in_what_is_a_success(name: str, good: str, bad: str) -> No
 
 
 def test_without_a_usage_tools_count_differently() -> None:
-    """vLLM counts chunks, guidellm the requested tokens, and aiperf none."""
+    """vLLM counts chunks without a usage, guidellm the requested tokens, and aiperf no tokens."""
     cut = replace(PLAIN, usage=None, verdict=Verdict.NO_FINISH_REASON)
     assert count_of(said("vllm", cut), "Total generated tokens") == 4
     assert mean_of(said("vllm", cut), "TPOT") == pytest.approx(400 / 3)
@@ -132,7 +132,7 @@ def test_without_a_usage_tools_count_differently() -> None:
 
 
 def test_one_token_meets_vllms_limit_and_no_other() -> None:
-    """With a TPOT limit an answer of one token is met, left out, or missed."""
+    """A response of one token meets the TPOT limit only by vLLM's definition."""
     strict = Slo(ttft_s=1.0, tpot_s=1e-9)
     question = replace(ONE_TOKEN.planned.request, slo=strict)
     one = replace(ONE_TOKEN, planned=replace(ONE_TOKEN.planned, request=question))
@@ -143,7 +143,7 @@ def test_one_token_meets_vllms_limit_and_no_other() -> None:
 
 
 def test_errors_lower_guidellms_attainment() -> None:
-    """An errored request counts as missed, and an incomplete one does not."""
+    """guidellm counts an errored request as missed, but excludes an incomplete request."""
     account = said("guidellm", PLAIN, failed(1), failed(2, Verdict.INTERRUPTED))
     assert count_of(account, "SLO attainment") == pytest.approx(1 / 2)
     assert count_of(account, "Requests incomplete") == 1

@@ -1,4 +1,4 @@
-"""From the flags of a command to the requests of a run."""
+"""Tests of plans: from the flags of a command to the requests of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace(tmp_path) -> Path:
 
 
 def test_without_a_rate_the_loop_is_closed() -> None:
-    """By default several clients send one prompt with consecutive seeds."""
+    """Several clients send a single prompt with consecutive seeds by default."""
     plan = make_plan(Load(requests=3, concurrency=2, seed=5))
     assert (plan.concurrency, plan.schedule_s, plan.total) == (2, None, 3)
     planned = list(plan.requests)
@@ -72,7 +72,7 @@ def test_a_duration_ends_a_closed_loop() -> None:
 )
 @pytest.mark.parametrize("of", [1, 2, 3])
 def test_parts_together_are_the_whole_plan(load: Load, of: int) -> None:
-    """For any number of parts, their requests together are the plan, each in order."""
+    """Any number of parts together have the requests of the plan, each in order."""
     whole = make_plan(load)
     parts = [make_plan(load, part=PlanPart(index, of)) for index in range(of)]
     asked = [list(part.requests) for part in parts]
@@ -95,7 +95,7 @@ def test_a_part_of_an_endless_plan_has_no_end() -> None:
 
 
 def test_a_rate_opens_the_loop() -> None:
-    """Instants come from the arrival process with the load's seed, by default Poisson."""
+    """The times follow from the arrival process with the load's seed, by default Poisson."""
     plan = make_plan(Load(rate_rps=10.0, requests=20, seed=3))
     instants = list(islice(parse_arrival("poisson").instants(10.0, 3), 21))
     assert [p.at_s for p in plan.requests] == instants[:20]
@@ -105,7 +105,7 @@ def test_a_rate_opens_the_loop() -> None:
 
 
 def test_a_duration_is_the_schedule() -> None:
-    """The plan has every instant before the duration, which is the schedule's length."""
+    """The plan has every arrival before the duration, which is the schedule's length."""
     plan = make_plan(Load(rate_rps=50.0, duration_s=2.0))
     instants = list(islice(parse_arrival("poisson").instants(50.0, 0), plan.total + 1))
     assert [p.at_s for p in plan.requests] == instants[:-1]
@@ -116,7 +116,7 @@ def test_a_duration_is_the_schedule() -> None:
 
 
 def test_a_trace_is_replayed(trace: Path) -> None:
-    """A trace is replayed at its own instants, faster, at a mean rate, or by clients."""
+    """A plan replays a trace at its own times, faster, at a mean rate, or by clients."""
     rows = read_trace(trace)
 
     def instants(**flags):
@@ -192,21 +192,21 @@ def test_a_plan_can_be_rebuilt() -> None:
     ],
 )
 def test_contradictions_are_refused(flags: dict, complaint: str) -> None:
-    """Contradicting flags are refused before anything is sent."""
+    """The load rejects contradicting flags before any request is sent."""
     with pytest.raises(ValueError, match=complaint):
         Load(**flags)
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    """The error lists the workloads."""
+    """The error for an unknown workload lists the known workloads."""
     with pytest.raises(ValueError, match="long_document"):
         make_plan(Load(workload="poetry"))
 
 
 def test_a_lazy_plan_is_the_same_plan() -> None:
-    """Requests built lazily equal those built in advance, with the same schedule."""
+    """A lazy plan has the same requests and schedule as a plan built in advance."""
     load = Load(prompt="hi", rate_rps=5.0, requests=7, seed=3)
     eager, lazy = make_plan(load), make_plan(load, lazily=True)
     assert list(lazy.requests) == list(eager.requests)
-    assert not list(lazy.requests)  # taken once
+    assert not list(lazy.requests)  # An iterator can be taken once.
     assert (lazy.total, lazy.schedule_s) == (eager.total, eager.schedule_s)

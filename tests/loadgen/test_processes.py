@@ -1,4 +1,4 @@
-"""Several processes send one plan by one clock, and their reports make one run."""
+"""Several processes send one plan by a common clock, and their reports make one run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job_of(url: str, load: Load = FOUR) -> SenderJob:
 
 @pytest.fixture
 def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
-    """Return the processes that are started, in order."""
+    """Return the started processes in order."""
     started, spawn = [], asyncio.create_subprocess_exec
 
     async def spy(*arguments, **options):
@@ -63,7 +63,7 @@ def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
 
 
 def by_seed(monkeypatch, script_of) -> None:
-    """Make the server answer each seed by its own script."""
+    """Make the server respond to each seed by its own script."""
     original = Mock._stream
 
     async def stream(self, request, _, body):
@@ -113,7 +113,7 @@ async def test_several_processes_make_the_run_of_one(tmp_path, load: Load) -> No
 
 
 async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
-    """In every process requests follow the common start, and chunks the server's sending."""
+    """Every process sends after the common start and receives chunks after the server sent them."""
     starts, mock = [], Mock()
 
     def spy(message):
@@ -132,7 +132,7 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
 
 
 async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
-    """The start is set when every process has built its requests."""
+    """The parent sets the start when every process has built its requests."""
     said, ready = [], parent.SenderProcess.wait_until_ready
 
     async def spy_ready(self):
@@ -151,7 +151,7 @@ async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
 
 
 async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
-    """If two processes have streams of one id, one of them is crossed."""
+    """The parent marks one of two streams with the same id as crossed."""
     of_script(monkeypatch, fault="same_id")
     async with serving(Mock()) as url:
         run = await run_in_processes(job_of(url, replace(FOUR, requests=2)))
@@ -161,7 +161,7 @@ async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
 
 
 def test_merging_keeps_the_first_fault() -> None:
-    """Merging adds a fault only to intact records whose id another process had."""
+    """The merger adds a fault only to intact records whose id another process had."""
     merger = RunMerger(2, lambda: None, lambda _: None)
     ids = ["a", "a", "", "b"]
     for index in (0, 1):
@@ -173,7 +173,10 @@ def test_merging_keeps_the_first_fault() -> None:
 
 
 async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -> None:
-    """The run names the killed process and its open requests; the others stop and keep records."""
+    """The run names the killed process and its open requests.
+
+    The other process stops and keeps its records.
+    """
     of_script(monkeypatch, fault="silent")
     started = []
 
@@ -195,7 +198,7 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
 
 
 async def test_a_run_survives_the_death_of_all_processes(monkeypatch, spawned) -> None:
-    """Without any process the health is unknown, and the run says why."""
+    """The run of dead processes has no health and names the cause."""
     of_script(monkeypatch, fault="silent")
 
     def start() -> None:
@@ -210,7 +213,7 @@ async def test_a_run_survives_the_death_of_all_processes(monkeypatch, spawned) -
 
 
 async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> None:
-    """After a cancellation all processes exit, complete answers are kept and open ones recorded."""
+    """A cancelled run ends all processes, and keeps complete and interrupted records."""
     by_seed(monkeypatch, lambda seed: Script() if seed < 2 else Script(fault="stall"))
     done, enough = [], asyncio.Event()
 
@@ -236,7 +239,7 @@ async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> Non
 
 
 def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
-    """A signal to the whole group still gives a report, which says INVALID."""
+    """The command reports an INVALID run after a signal to the whole process group."""
     events, asked = tmp_path / "e.jsonl", threading.Semaphore(0)
     original = Mock._stream
 
@@ -290,7 +293,7 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
 
 
 async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned) -> None:
-    """If a part of the plan cannot be built, the command fails with the reason."""
+    """The command fails with the reason if a part of the plan cannot be built."""
     job = job_of("http://127.0.0.1:9", Load(trace=tmp_path / "gone.csv"))
     with pytest.raises(OSError, match=r"process 1 of 2 .* did not start: exit status 1"):
         await run_in_processes(job)
@@ -311,7 +314,7 @@ async def test_an_exception_of_a_callback_ends_the_run(spawned) -> None:
 
 
 def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
-    """Records arrive with their texts, so the parent can replay and compare them."""
+    """The parent replays records of its processes and compares the texts."""
     of_script(monkeypatch, lossy=True)
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", 4, "--processes", 2, "--verify-lossless", 3]
@@ -322,7 +325,7 @@ def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
 
 
 def test_each_process_needs_a_client() -> None:
-    """Fewer clients than processes are refused."""
+    """The command rejects fewer clients than processes."""
     with serving_in_a_thread(Mock()) as url:
         result = command(url, "--concurrency", 2, "--processes", 3)
     assert result.exit_code == 2
@@ -334,7 +337,7 @@ def test_each_process_needs_a_client() -> None:
     [{"max_lag_s": 0.2}, {"p99_lag_s": 0.02}, {"loop_stall_s": 0.3}, {"cpu_share": 0.95}],
 )
 def test_health_is_that_of_the_worst_process(behind: dict) -> None:
-    """One process beyond a limit makes the run INVALID."""
+    """A single process beyond a limit makes the run INVALID."""
     assert invalid_reasons(LoadRun({}, health=merge_health([WELL, WELL]))) == []
     worst = merge_health([WELL, replace(WELL, **behind), None])
     assert len(invalid_reasons(LoadRun({}, health=worst))) == 1

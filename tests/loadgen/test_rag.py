@@ -1,4 +1,4 @@
-"""rag: splitting a deadline, parsing plans, the passage index, and whole flows."""
+"""Tests of `rag`: splitting a deadline, parsing plans, the passage index, and whole flows."""
 
 from __future__ import annotations
 
@@ -45,12 +45,10 @@ from tests.loadgen.test_cli import command
 COUNTER = TokenEstimator(4.0)
 PLANNED = Script(plan=json.dumps({"queries": ["alpha beta", "gamma"]}))
 
-# --- the deadline ---------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_hop_announces_its_share_of_the_deadline(seed: int) -> None:
-    """TTFT + (n - 1) TPOT is the remaining time times this hop's share of the remaining work."""
+    """TTFT + (n - 1) TPOT is the hop's share of the remaining time, by its share of the work."""
     rng = Random(seed)
     work, *later = (RequestWork(rng.randrange(1, 4000), rng.randrange(2, 600)) for _ in range(3))
     deadline_s, elapsed_s = rng.uniform(5, 20), rng.uniform(0, 4)
@@ -65,7 +63,7 @@ def test_a_hop_announces_its_share_of_the_deadline(seed: int) -> None:
 
 
 def test_hops_that_take_what_they_announce_end_at_the_deadline() -> None:
-    """If each hop takes its announced time, the flow ends at the deadline."""
+    """The flow ends at the deadline if each hop takes its announced time."""
     works, at_s, paces = [RequestWork(60, 32), RequestWork(40), RequestWork(1400, 129)], 0.0, []
     for place, work in enumerate(works):
         slo = split_deadline(Slo(latency_s=10.0), at_s, work, works[place + 1 :])
@@ -76,7 +74,7 @@ def test_hops_that_take_what_they_announce_end_at_the_deadline() -> None:
 
 
 def test_saved_time_goes_to_later_hops() -> None:
-    """The earlier a hop is sent, the more time it announces."""
+    """A hop announces more time if the client sends the hop earlier."""
     work, promise = RequestWork(100, 50), Slo(latency_s=10.0)
     limits = [split_deadline(promise, s, work).tpot_s for s in (1.0, 2.0, 9.0)]
     assert limits == sorted(limits, reverse=True)
@@ -84,7 +82,7 @@ def test_saved_time_goes_to_later_hops() -> None:
 
 @pytest.mark.parametrize("elapsed_s", [9.9999, 10.0, 50.0])
 def test_a_late_hop_announces_the_minimum(elapsed_s: float) -> None:
-    """After the deadline the announced limits stay positive."""
+    """The announced limits stay positive after the deadline."""
     slo = split_deadline(Slo(latency_s=10.0), elapsed_s, RequestWork(20, 9), ())
     units = WAITING + 1 + 9
     assert slo.tpot_s == pytest.approx(LEAST_S / units)
@@ -107,9 +105,6 @@ def test_the_last_hop_keeps_the_users_limits() -> None:
     plain = replace(promise, latency_s=None)
     assert split_deadline(plain, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
     assert split_deadline(plain, 1.0, work, [work]) == split_deadline(Slo(), 1.0, work) == Slo()
-
-
-# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,11 +130,8 @@ def test_queries_are_parsed_only_from_valid_plans(text: str, queries) -> None:
     assert len(queries) <= MOST_QUERIES
 
 
-# --- the index ------------------------------------------------------------------------------------
-
-
 def passages_of(path):
-    """Return the passages that an index of a text file holds."""
+    """Return the passages of an index of a text file."""
     return indexed_passages(WorkloadSettings(0, COUNTER, open_corpus(path)))
 
 
@@ -148,7 +140,7 @@ def packed(*numbers: float) -> bytes:
 
 
 def test_the_index_finds_the_nearest_by_cosine() -> None:
-    """The result equals a brute-force search, over several vectors by the best of them."""
+    """The result equals a brute-force search that uses the best of several query vectors."""
     rng = Random(3)
     rows = [[rng.gauss(0, 1) for _ in range(8)] for _ in range(40)]
     index = PassageIndex([f"passage {n}" for n in range(40)], [packed(*row) for row in rows])
@@ -164,15 +156,17 @@ def test_the_index_finds_the_nearest_by_cosine() -> None:
 
 
 def test_of_equal_passages_the_more_popular_comes_first() -> None:
-    """Ties and a zero vector keep the order of the collection."""
+    """The index keeps the order of the collection for ties and for a zero vector."""
     index = PassageIndex(["a", "b", "c"], [packed(1, 0), packed(0, 1), packed(0, 3)])
     assert index.nearest([packed(0, 2)], 3) == [1, 2, 0]
     assert index.nearest([packed(0, 0)], 2) == [0, 1]
 
 
 def test_passages_are_found_by_rare_words() -> None:
-    """The passage that shares the rarest words is first, and a word of all passages counts
-    nothing."""
+    """The passage that shares the rarest words is first.
+
+    A word in all passages has no weight.
+    """
     texts = ["the cat sat", "the dog ran", "the dog slept"]
     index = PassageIndex(texts, [packed(1.0)] * 3)
     assert index.by_words("The CAT?", 1) == [0]
@@ -182,13 +176,13 @@ def test_passages_are_found_by_rare_words() -> None:
 
 @pytest.mark.parametrize("passages", [[], ["a"], ["a", "b", "c"]])
 def test_an_index_needs_a_vector_for_each_passage(passages) -> None:
-    """Any other number of vectors is refused."""
+    """The index rejects any other number of vectors."""
     with pytest.raises(ValueError, match="vectors"):
         PassageIndex(passages, [packed(1.0)] * 2)
 
 
 async def test_an_index_is_built_once() -> None:
-    """A second index of the same passages at the same server embeds nothing."""
+    """A second index of the same passages at the same server sends no request."""
     mock, passages = Mock(), [f"passage {n}" for n in range(40)]
     async with serving(mock) as url, open_session() as session:
         client = OpenAIClient(session, url, "mock")
@@ -212,16 +206,13 @@ def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
 
 
 def test_a_question_always_has_a_subject(tmp_path) -> None:
-    """Even blank passages give a subject, since servers embed no empty text."""
+    """Even blank passages give a subject, because servers embed no empty text."""
     path = tmp_path / "sparse.txt"
     path.write_text(f"one word{' ' * 900}\n" * 500)
     index = PassageIndex(passages_of(path), [packed(1.0)] * INDEXED)
     load = Load(workload="rag", rate_rps=1.0, requests=200, text_file=path)
     for planned in make_plan(load, counter=COUNTER, retriever=index).requests:
         assert planned.flow.subject.strip()
-
-
-# --- whole questions ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +225,10 @@ def text_file(tmp_path_factory):
 
 
 async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
-    """Run some questions and return their flows. The mock records only what follows the index."""
+    """Run some questions and return the run and their flows.
+
+    The mock records only the requests after the index.
+    """
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
     passages = passages_of(text_file)
     async with serving(mock) as url, open_session() as session:
@@ -251,7 +245,7 @@ async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int =
 
 
 async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
-    """The flow sends a plan, embeddings and an answer over five passages, and reports its facts."""
+    """The flow sends a plan, embeddings and a final request over five passages."""
     mock = Mock()
     run, _ = await asked(text_file, mock)
     assert [r.verdict for r in run.records] == ["ok"] * 4
@@ -275,7 +269,7 @@ async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
 
 
 async def test_missed_passages_are_reported(text_file, monkeypatch) -> None:
-    """If vectors say nothing, the report counts how often the right passage was found."""
+    """The report counts how often equal vectors found the right passage by chance."""
     monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
     run, flows = await asked(text_file, Mock(), count=12)
     right = sum(flow.about < PASSAGES for flow in flows)
@@ -306,7 +300,7 @@ async def test_every_hop_announces_a_share_of_one_deadline(text_file) -> None:
 
 @pytest.mark.parametrize("script", [Script(), Script(plan='{"queries": ["cut'), Script(tokens=1)])
 async def test_without_a_plan_the_subject_is_searched(text_file, script) -> None:
-    """Text that is not a plan fails nothing and is counted."""
+    """A response without a plan fails no request, and the report counts the missing plan."""
     mock = Mock()
     run, _ = await asked(text_file, mock, script)
     assert [r.verdict for r in run.records] == ["ok"] * 4
@@ -317,7 +311,7 @@ async def test_without_a_plan_the_subject_is_searched(text_file, script) -> None
 
 
 async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
-    """If embeddings fail, the flow fails but the user gets an answer over matching passages."""
+    """The flow fails if embeddings fail, but the user gets a response over matching passages."""
     batches = -(-INDEXED // 32)
     run, _ = await asked(text_file, Mock(embeds=batches + 1), count=3)
     assert [r.verdict for r in run.records] == ["ok", "http_status", "http_status"]
@@ -329,7 +323,7 @@ async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
 
 
 async def test_flags_reach_plan_and_answer(text_file) -> None:
-    """Speculation, temperature and endpoint apply to plan and answer, not to embeddings."""
+    """Speculation, temperature and endpoint apply to both chat requests, not to embeddings."""
     mock = Mock()
     await asked(
         text_file, mock, count=1, speculation="off", temperature=0.0, endpoint="completions"
@@ -343,7 +337,7 @@ async def test_flags_reach_plan_and_answer(text_file) -> None:
 
 
 async def test_a_flow_can_be_sent_again(text_file) -> None:
-    """The same seed sends the same requests, and another seed others."""
+    """The same seed sends the same requests, and another seed sends others."""
     first, again, other = Mock(), Mock(), Mock()
     await asked(text_file, first, count=2)
     await asked(text_file, again, count=2)
@@ -375,7 +369,7 @@ def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
 
 
 def test_a_server_without_embeddings_is_refused(text_file) -> None:
-    """The exit status is 2 with the reason, before anything is sent."""
+    """The command exits with status 2 and the reason before the run."""
     with serving_in_a_thread(Mock(embeds=0)) as url:
         result = command(url, "--workload", "rag", "--text-file", text_file, "--requests", 1)
     assert result.exit_code == 2

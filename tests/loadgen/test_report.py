@@ -1,4 +1,4 @@
-"""The page, the tables and the live view."""
+"""Tests of the page, the tables and the live view."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def in_words(renderable, width: int = 160) -> str:
 
 
 def page(run, lossless=None) -> str:
-    """Return the page of one run."""
+    """Return the page of a single run."""
     return page_of([RunReport("server", run, lossless)])
 
 
 def charts(run):
-    """Return the charts of one run."""
+    """Return the charts of a single run."""
     return charts_of([RunReport("server", run)])
 
 
@@ -69,15 +69,17 @@ def test_the_page_is_self_contained() -> None:
 
 
 def test_a_page_without_plotly_names_the_extra(monkeypatch) -> None:
-    """The error says what to install."""
+    """The error names the extra to install."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'draftgate\[load\]'"):
         page(a_run())
 
 
 def test_the_page_has_every_metric_with_its_formula() -> None:
-    """The page has metrics, classes with intervals, errors with examples, decisions and
-    settings."""
+    """The page has every metric with its formula.
+
+    It also has classes with intervals, errors with examples, decisions and settings.
+    """
     own = own_part(page(a_run()))
     for figure in METRICS.values():
         assert figure.title in own
@@ -90,7 +92,7 @@ def test_the_page_has_every_metric_with_its_formula() -> None:
 
 
 def test_text_of_the_server_is_escaped() -> None:
-    """Names and details of the server are text and never markup, also in the data of plots."""
+    """The page escapes names and details from the server, also in the data of plots."""
     evil = "</script><b onload=x>"
     run = a_run([record(class_name=evil), failed(1, verdict="cut", detail=evil)])
     run.settings["model"] = evil
@@ -99,7 +101,7 @@ def test_text_of_the_server_is_escaped() -> None:
 
 
 def test_an_invalid_run_says_so_first() -> None:
-    """The banner with every reason is above all results."""
+    """The page shows a banner with every reason above all results."""
     own = own_part(page(a_run(health=BEHIND)))
     assert own.index("INVALID") < own.index("goodput")
     assert "largest lag: 500.0 ms, limit 100 ms" in own
@@ -129,7 +131,7 @@ def test_charts_match_the_schema_of_plotly() -> None:
 
 
 def test_curves_are_distributions() -> None:
-    """A curve rises by one over its count at each value, in milliseconds, and limits are shown."""
+    """A curve rises by 1/count at each value in milliseconds, and the chart shows the limits."""
     ttft = charts(a_run())[0]
     curves = {trace["name"]: trace for trace in ttft.data}
     assert curves["interactive"]["x"] == pytest.approx([500, 700])
@@ -167,7 +169,7 @@ def test_open_requests_are_counted_over_time() -> None:
 
 
 def test_rates_and_lags_are_over_intervals() -> None:
-    """Rates add up to the requests of the run, without failed ones among the completed."""
+    """Rates add up to the requests of the run, and the completed rate excludes failures."""
     run = a_run()
     scheduled, completed, _, lag = charts(run)[5].data
     width_s = run.duration_s / len(scheduled["x"])
@@ -177,8 +179,10 @@ def test_rates_and_lags_are_over_intervals() -> None:
 
 
 def test_large_runs_are_thinned_evenly() -> None:
-    """At most the given number remains, with the first and the last; small runs stay as they
-    are."""
+    """A chart of a large run keeps the given number of requests, with the first and the last.
+
+    A chart of a small run keeps all requests.
+    """
     assert thinned(range(5), 5) == [0, 1, 2, 3, 4]
     some = thinned(range(1000), 10)
     assert (len(some), some[0], some[-1]) == (10, 0, 999)
@@ -189,7 +193,7 @@ def test_large_runs_are_thinned_evenly() -> None:
 
 
 def test_a_run_without_requests_has_a_page() -> None:
-    """A run that was interrupted at once has no plots and only known values."""
+    """A run without records has no plots and only known values."""
     run = a_run([], interrupted=True)
     assert charts(run) == []
     assert "0 of 0" in own_part(page(run))
@@ -235,7 +239,7 @@ def test_progress_is_counted() -> None:
 
 
 def test_percentiles_so_far_are_within_a_percent() -> None:
-    """Percentiles are within 1 % over five decades; without values there are none."""
+    """Percentiles are within 1 % over five decades, and None without values."""
     histogram, values = Histogram(), [10 ** (-5 + 5 * i / 999) for i in range(1000)]
     assert histogram.percentile(50) is None
     for value in reversed(values):
@@ -247,7 +251,7 @@ def test_percentiles_so_far_are_within_a_percent() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
-    """Progress is drawn on a terminal and nowhere else."""
+    """The view draws the progress on a terminal, but not in other output."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     progress = Progress(None, 1.0, sent=1234)
     async with live_view(console, progress):
@@ -266,14 +270,14 @@ async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
     ],
 )
 def test_times_have_three_digits(seconds: float | None, words: str) -> None:
-    """Milliseconds have three digits, or all before the point."""
+    """Milliseconds have three significant digits, or all digits before the decimal point."""
     assert milliseconds(seconds) == words
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("rates", [[1.0], [1.0, 2.0]])
 def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
-    """Chromium without network draws as many plots as there are charts."""
+    """Chromium draws every chart without network."""
     reports, path = [at_rate(rate) for rate in rates], tmp_path / "page.html"
     path.write_text(page_of(reports))
     chromium = find_chromium()
@@ -321,13 +325,13 @@ def test_several_runs_are_curves_over_the_rate() -> None:
 
 
 def test_runs_at_one_rate_are_distributions() -> None:
-    """Without several rates each name has a distribution."""
+    """Each name has a distribution if all runs have the same rate."""
     titles = [chart.title for chart in charts_of([at_rate(1.0), at_rate(1.0, "off")])]
     assert titles[:4] == ["TTFT", "TPOT", "latency", "chunk gap"]
 
 
 def test_the_page_of_several_runs_has_each_of_them() -> None:
-    """A table marks INVALID runs, and the details of each run are folded."""
+    """A table marks INVALID runs, and the page folds the details of each run."""
     own = own_part(page_of(SEVERAL))
     assert own.count("<details>") == 4
     assert "off (INVALID)" in own
@@ -338,7 +342,7 @@ def test_the_page_of_several_runs_has_each_of_them() -> None:
     assert "off (INVALID)" in table
     assert table.count("50.0%") == 4
     assert max(map(len, in_words(render_side_by_side(SEVERAL), 80).splitlines())) <= 80
-    assert own.count("[15.0, 85.0]") == 8  # in the table, and with each run's classes
+    assert own.count("[15.0, 85.0]") == 8
 
 
 @pytest.mark.parametrize(
@@ -351,7 +355,7 @@ def test_the_page_of_several_runs_has_each_of_them() -> None:
     ],
 )
 def test_a_run_is_named_by_its_file(tmp_path, file: str, rate: float, name: str) -> None:
-    """The name is that of the file without rate and round."""
+    """The name of a run is the file name without rate and round."""
     assert name_of(tmp_path / file, at_rate(rate).run) == name
 
 

@@ -58,7 +58,7 @@ def test_the_search_finds_the_known_capacity_in_95_of_100() -> None:
 
 
 def sharp(rate_rps: float):
-    """Return a server that meets every SLO up to a rate and none beyond."""
+    """Return the outcomes of a server that meets every SLO up to a rate and none beyond."""
 
     def answers(probe: SearchProbe):
         at_s = np.arange(probe.longest) / probe.rate_rps
@@ -69,7 +69,7 @@ def sharp(rate_rps: float):
 
 @pytest.mark.parametrize("edge_rps", [0.9, 7.0, 100.0, 1234.5])
 def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
-    """A sharp edge is found from far below and above, in few probes."""
+    """The search finds a sharp edge from far below and above, in few probes."""
     search = run(SearchGoal(10.0, 0.001), sharp(edge_rps))
     found = search.result()
     assert found.stop is StopReason.PRECISE
@@ -79,7 +79,7 @@ def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
 
 
 def test_the_highest_allowed_rate_gives_a_bound() -> None:
-    """If the highest allowed rate holds, the result is a lower bound."""
+    """The result is a lower bound if the highest allowed rate holds."""
     found = run(SearchGoal(10.0, 0.001, max_rate_rps=50.0), sharp(inf)).result()
     assert (found.stop, found.rate_rps) == (StopReason.MAX_RATE, None)
     assert isinf(found.high_rps)
@@ -94,7 +94,7 @@ def test_a_server_that_never_holds_ends_the_search() -> None:
 
 
 def test_a_search_respects_its_request_limit() -> None:
-    """The search ends with the interval so far."""
+    """The search ends at its request limit with the interval so far."""
     aim = SearchGoal(15.0, LIMIT_S, share=SHARE, most_requests=3000)
     found = run(aim, md1(SERVICE_S, LIMIT_S)).result()
     assert found.stop is StopReason.REQUESTS
@@ -102,7 +102,7 @@ def test_a_search_respects_its_request_limit() -> None:
 
 
 def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
-    """INVALID rates are tried twice, then lower ones, and the result is a lower bound."""
+    """The search tries INVALID rates twice and then lower rates, and returns a lower bound."""
     search, tried = RateSearch(SearchGoal(10.0, 0.001)), []
     while (probe := search.propose()) is not None:
         tried.append(probe.rate_rps)
@@ -138,7 +138,7 @@ def test_a_probe_ends_when_its_verdict_is_clear() -> None:
 
 
 def test_dispersion_matches_repeated_runs() -> None:
-    """Batches show the variance of repeated runs within 30 %, and none for coin tosses."""
+    """The dispersion matches repeated runs within 30 %, and is 1 for coin tosses."""
     shares, met = [], []
     for seed in range(400):
         _, waited = waits(34.0, SERVICE_S, 2200, seed)
@@ -164,6 +164,6 @@ def test_a_busier_queue_gets_a_longer_warm_up() -> None:
     [{"share": 1.0}, {"precision": 0.0}, {"confidence": 1.0}, {"max_rate_rps": 1.0}],
 )
 def test_an_impossible_goal_is_refused(wrong: dict) -> None:
-    """Shares and precisions of 0 or 1 and a start above the maximum are refused."""
+    """The goal rejects shares and precisions of 0 or 1 and a start above the maximum."""
     with pytest.raises(ValueError, match=r"share|precision|confidence|starting rate"):
         SearchGoal(10.0, 0.1, **wrong)

@@ -1,4 +1,4 @@
-"""A search of a real server, from its warm-up to its report."""
+"""Tests of a search of a real server, from its warm-up to its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loadgen.test_cli import command, of_script
 
 
 def search(url: str, path, *flags: object):
-    """Search without a TTFT limit, so that no warm-up is needed."""
+    """Search without a TTFT limit, so that the search needs no warm-up."""
     given = ("--rate", 200, "--max-rate", 400, "--slo-tpot-ms", 60_000, "--max-tokens", 8)
     return command("search", url, *given, "--json", path, *flags)
 
@@ -47,7 +47,7 @@ def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_impossible_searches_are_explained(tmp_path, monkeypatch, flags, said: str) -> None:
-    """The exit status is 2, before any probe."""
+    """The command exits with status 2 and the reason before any probe."""
     of_script(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json", *flags)
@@ -56,7 +56,7 @@ def test_impossible_searches_are_explained(tmp_path, monkeypatch, flags, said: s
 
 
 def test_a_broken_server_is_not_searched(tmp_path, monkeypatch) -> None:
-    """The warm-up reports the fault."""
+    """The command reports the fault of the warm-up."""
     of_script(monkeypatch, fault="cut")
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json")

@@ -1,4 +1,4 @@
-"""Whether requests met their SLO, and the interval of the share."""
+"""Tests of attainment: the requests that met their SLO, and the interval of their share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_interval_matches_scipy(successes: int, trials: int) -> None:
 
 
 def test_an_interval_without_trials_is_everything() -> None:
-    """Without trials the interval is [0, 1]; more successes than trials are refused."""
+    """The interval without trials is [0, 1], and more successes than trials raise an error."""
     assert wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="3 successes of 2"):
         wilson(3, 2)
@@ -56,7 +56,7 @@ def test_both_limits_must_be_met(slo: Slo, in_time: bool, fast: bool) -> None:
 
 
 def test_a_broken_stream_meets_no_slo() -> None:
-    """A broken stream meets no SLO, and an answer without text is not in time."""
+    """A broken stream meets no SLO, and a response without text is not in time."""
     assert not meets_slo(failed(0, slo=Slo(10.0, 10.0)))
     assert not meets_slo(failed(0))
     silent = record(chunks=(), tokens=0, slo=Slo(ttft_s=100.0))
@@ -65,19 +65,19 @@ def test_a_broken_stream_meets_no_slo() -> None:
 
 
 def test_an_answer_of_one_token_has_no_tpot() -> None:
-    """An answer of one token meets any TPOT limit."""
+    """A response of one token meets any TPOT limit."""
     assert meets_slo(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
 
 
 def test_the_limit_counts_from_the_schedule() -> None:
-    """A request that is sent late is answered late."""
+    """A request that is sent late misses a limit from its scheduled time."""
     late = record(at_s=1.0, first_s=0.5, slo=Slo(ttft_s=0.495))
     assert late.chunks[0].at_s - late.sent_s < 0.495
     assert not meets_slo(late)
 
 
 def test_attainment_counts_every_scheduled_request() -> None:
-    """Failed requests count, by class and in total, with classes in the order of names."""
+    """Failed requests count in total and by class, and classes are in alphabetical order."""
     run = a_run()
     overall = attainment(run.records)
     assert (overall.requests, overall.intact, overall.met) == (4, 3, 2)
@@ -91,7 +91,7 @@ def test_attainment_counts_every_scheduled_request() -> None:
 
 
 def test_goodput_is_over_the_schedule() -> None:
-    """Goodput is requests that met their SLO per second; without a length there is none."""
+    """Goodput is the requests that met their SLO per second, or None for an empty schedule."""
     assert goodput_rps(30, 20.0) == 1.5
     assert goodput_rps(0, 20.0) == 0.0
     assert goodput_rps(1, 0.0) is None

@@ -1,4 +1,4 @@
-"""The parser of server-sent events."""
+"""Tests of the parser of server-sent events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse(*chunks: bytes) -> list[SseEvent]:
 
 @given(streams, st.lists(st.integers(0, 300)))
 def test_chunk_boundaries_do_not_matter(stream: bytes, cuts: list[int]) -> None:
-    """Events are the same wherever the stream is split, even inside a line end or a character."""
+    """The parser returns the same events for any split of the stream, even inside a character."""
     places = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     chunks = [stream[a:b] for a, b in itertools.pairwise(places)]
     assert parse(*chunks) == parse(stream)
@@ -49,5 +49,5 @@ def test_chunk_boundaries_do_not_matter(stream: bytes, cuts: list[int]) -> None:
     ],
 )
 def test_cases_of_the_standard(stream: bytes, events: list[SseEvent]) -> None:
-    """Several data lines, comments, types, a byte order mark and a truncated stream are parsed."""
+    """The parser handles several data lines, comments, types, a byte order mark and truncation."""
     assert parse(stream) == events

@@ -89,7 +89,7 @@ async def asked(script: Script, patience: ClientTimeouts | None = None, mock: Mo
 
 
 def test_the_tables_are_complete() -> None:
-    """Every fault of the mock is tested, and every verdict occurs."""
+    """The tests cover every fault of the mock and every verdict."""
     assert set(EVENT_VERDICTS) == set(EVENT_FAULTS)
     assert {*TRANSPORT_VERDICTS, "same_id"} == set(TRANSPORT_FAULTS)
     earned = {*EVENT_VERDICTS.values(), *TRANSPORT_VERDICTS.values()}
@@ -109,7 +109,7 @@ def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("role", [False, True])
 def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, role: bool) -> None:
-    """Chats, roles, several tokens per chunk and usage counts are no faults."""
+    """The audit accepts chats, roles, several tokens per chunk and usage counts."""
     script = Script(per_chunk=per_chunk, continuous=continuous, role=role)
     audit = of_script(script, chat=chat)
     assert audit.verdict is Verdict.OK, audit.detail
@@ -119,7 +119,7 @@ def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, rol
 
 @pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
 async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
-    """Refusals, other responses, broken connections, silence and stalls are distinguished."""
+    """The client distinguishes refusals, other responses, broken connections, silence and stalls."""
     impatience = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
     record = await asked(Script(fault=fault), impatience.get(fault))
     assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
@@ -127,14 +127,14 @@ async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
 
 
 async def test_faults_of_content_are_found_over_the_network() -> None:
-    """A truncated answer that ended normally is not a success."""
+    """A truncated response that ended normally is not a success."""
     record = await asked(Script(fault="truncated"))
     assert (record.verdict, record.status) == ("no_finish_reason", 200)
     assert len(record.chunks) == 5
 
 
 async def test_an_unreachable_server_is_no_connection() -> None:
-    """Without a server the verdict is `no_connection`."""
+    """The verdict is `no_connection` without a server."""
     async with serving(Mock()) as url:
         pass
     async with open_session() as session:
@@ -144,7 +144,7 @@ async def test_an_unreachable_server_is_no_connection() -> None:
 
 
 def test_an_id_belongs_to_one_stream() -> None:
-    """A stream with the id of another one is crossed; an empty id is ignored."""
+    """The audit rejects a stream with the id of another stream, but ignores an empty id."""
     events = events_of(Script(), question().body("mock"), "answer")
     ids: set[str] = set()
     assert judged(events, ids=ids).verdict is Verdict.OK
@@ -154,7 +154,7 @@ def test_an_id_belongs_to_one_stream() -> None:
 
 
 def test_repetition_is_not_duplication() -> None:
-    """An answer of one repeated word is intact if its tokens are counted."""
+    """A response of a repeated word is intact if its tokens are counted."""
     body = question().body("mock")
     first, *rest = events_of(Script(), body, "answer")
     assert judged([first] * 7 + rest[-3:]).verdict is Verdict.OK
@@ -185,7 +185,7 @@ def test_every_choice_must_end() -> None:
     ],
 )
 def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
-    """All output of a model counts as text and as the first token; a role does not."""
+    """All output of a model counts as text and as the first token, but a role does not."""
     audit = StreamAudit()
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     assert audit.add(json.dumps({"choices": [choice]}).encode()) is None
@@ -205,7 +205,7 @@ def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
     ],
 )
 def test_an_empty_text_is_distinguished_from_no_text(choice: dict, known: bool) -> None:
-    """The empty text of a special token is reported; a role alone is not."""
+    """The audit reports the empty text of a special token, but not a delta with only a role."""
     brought = StreamAudit().add(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
     assert brought == ((0, None) if known else None)
 
@@ -231,7 +231,7 @@ def test_bad_utf8_is_malformed() -> None:
 
 
 async def test_instants_are_those_of_the_reads() -> None:
-    """Each chunk with text has the exact instant at which it was read."""
+    """Each chunk with text has the exact time at which the client read the chunk."""
     now = [10.0]
     body = question(prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
     events = events_of(Script(role=True, per_chunk=2, continuous=True), body, "answer")
@@ -297,7 +297,7 @@ async def test_requests_are_sent_as_specified() -> None:
 
 
 async def test_a_server_without_models_is_an_error() -> None:
-    """A server that lists no models gives one error instead of a failed run."""
+    """A server that lists no models gives a single error instead of a failed run."""
     mock = Mock()
 
     async def no_models(request):
@@ -310,6 +310,6 @@ async def test_a_server_without_models_is_an_error() -> None:
 
 
 def test_answers_of_the_mock_depend_on_the_seed() -> None:
-    """The mock's answers differ by seed, so that crossed texts would show."""
+    """The mock's responses differ by seed, so that tests detect crossed texts."""
     one, two = (events_of(Script(), replace(question(), seed=s).body("mock"), "a") for s in (1, 2))
     assert one != two

@@ -1,4 +1,4 @@
-"""Sweeps over rates and servers, and the goodput they give."""
+"""Tests of sweeps over rates and servers, and of their goodput."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLO = Slo(ttft_s=0.6)
 
 
 def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
-    """Return a run in which `met` of `of` requests met their SLO, the late ones last."""
+    """Return a run in which the first `met` of `of` requests met their SLO."""
     records = [record(i, float(i), 0.5 if i < met else 0.7, slo=SLO) for i in range(of)]
     run = a_run(records)
     run.settings["rate_rps"] = rate
@@ -45,7 +45,7 @@ def cells_of(*shares: tuple[float, int, int]):
 
 
 def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
-    """Each round runs all targets at all rates in its own order, reproducibly."""
+    """Each round runs all targets at all rates in its own order, which is reproducible."""
     whom = parse_targets(["a=http://x:1", "b=http://x:2"])
     cells = shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
     for number in (1, 2, 3):
@@ -57,7 +57,7 @@ def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
 
 
 def test_targets_get_the_same_requests_once() -> None:
-    """Targets share a seed at one rate in one round, and every other cell has another seed."""
+    """Targets share a seed at one rate in one round, and all other cells have other seeds."""
     whom = parse_targets(["http://x"], ["off", "ngram:4"])
     cells = shuffled_cells(whom, [1.0, 2.0], 2, seed=0)
     loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
@@ -69,7 +69,7 @@ def test_targets_get_the_same_requests_once() -> None:
 
 
 def test_targets_have_unique_names() -> None:
-    """Names come from the flags or the modes, and duplicates are refused."""
+    """Names follow from the flags or the modes, and the parser rejects duplicates."""
     assert [c.name for c in parse_targets(["http://x/?a=b"])] == ["server"]
     assert [c.name for c in parse_targets(["http://x"], ["off", "auto"])] == ["off", "auto"]
     both = parse_targets(["a=http://x", "b=http://y/"], ["off", "auto"])
@@ -81,14 +81,14 @@ def test_targets_have_unique_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "0,1", "1,x", "-1", "inf", "nan"])
 def test_rates_are_positive_numbers(text: str) -> None:
-    """Other values are refused; order and repetition do not matter."""
+    """The parser sorts rates, drops repetitions and rejects other values."""
     assert parse_rates("2,1,2") == [1.0, 2.0]
     with pytest.raises(ValueError, match="positive"):
         parse_rates(text)
 
 
 def test_rising_shares_are_pooled() -> None:
-    """Rising neighbours are pooled by weight, and falling ones are unchanged."""
+    """The fit pools rising neighbours by weight and leaves falling values unchanged."""
     assert fit_falling([1.0, 0.8, 0.9, 0.2], [10, 10, 30, 10]) == pytest.approx(
         [1.0, 0.875, 0.875, 0.2]
     )
@@ -97,7 +97,7 @@ def test_rising_shares_are_pooled() -> None:
 
 
 def test_goodput_is_interpolated() -> None:
-    """With 100 % at 1/s and 90 % at 2/s, 95 % is halfway; the bracket is 1/s to 3/s."""
+    """The goodput at 95 % is halfway between 100 % at 1/s and 90 % at 2/s."""
     cells = cells_of((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.rate_rps, found.holds_rps) == (pytest.approx(1.5), 1.0)
@@ -106,7 +106,7 @@ def test_goodput_is_interpolated() -> None:
 
 
 def test_a_slow_rate_with_few_requests_does_not_bound_a_faster_one() -> None:
-    """200 of 200 at 2/s are certain although 20 of 20 at 1/s are not."""
+    """200 of 200 requests at 2/s are certain although 20 of 20 at 1/s are not."""
     cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.low_rps, found.high_rps) == (2.0, 3.0)
@@ -115,7 +115,7 @@ def test_a_slow_rate_with_few_requests_does_not_bound_a_faster_one() -> None:
 
 
 def test_goodput_outside_the_measured_rates_is_unknown() -> None:
-    """If all rates hold, or none does, there is no estimate."""
+    """The estimate is None if all rates hold or all rates fail."""
     held = estimate_goodput("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
     assert (held.rate_rps, held.low_rps, held.high_rps, held.holds_rps) == (None, None, None, 2.0)
     lost = estimate_goodput("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
@@ -123,7 +123,7 @@ def test_goodput_outside_the_measured_rates_is_unknown() -> None:
 
 
 def test_correlated_requests_widen_the_interval() -> None:
-    """In a busy queue the interval is wider than for independent requests."""
+    """A busy queue has a wider interval than independent requests."""
     run = queue_run(400, load=0.8, seed=3)
     (cell,) = points([RunReport("x", run)])
     kept = sum(r.chunks[0].at_s - r.scheduled_s <= 2.0 for r in run.records)
@@ -132,7 +132,7 @@ def test_correlated_requests_widen_the_interval() -> None:
 
 
 def test_invalid_runs_are_left_out() -> None:
-    """An INVALID run is dropped beside valid ones; a point without valid runs is marked."""
+    """A point drops INVALID runs if it has valid runs, and otherwise marks them."""
     good, bad = point(100, 100), point(0, 100)
     bad.run.health = BEHIND
     (cell,) = points([good, bad])
@@ -179,7 +179,7 @@ def test_a_sweep_reports_every_cell(tmp_path, monkeypatch) -> None:
 
 
 async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
-    """The interrupted cell is dropped, and earlier ones are kept."""
+    """An interrupted sweep drops the current cell and keeps earlier cells."""
     ran = []
 
     async def a_cell(load, target, console):

@@ -1,4 +1,4 @@
-"""Traces: the known formats, and replays that hit their timestamps."""
+"""Tests of traces: the known formats, and replays at their timestamps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse(text: str) -> tuple[TraceRow, ...]:
 
 
 def test_every_known_format_is_recognised() -> None:
-    """Rows of Azure, BurstGPT, Mooncake, Sarathi and our own format are read in order from 0 s."""
+    """The reader returns rows of all five formats in order from 0 s."""
     first, second = parse(AZURE)
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
     assert second.at_s == pytest.approx(0.052, abs=1e-6)
@@ -104,13 +104,13 @@ def test_a_damaged_trace_names_line_and_field(text: str, words: str) -> None:
 
 
 def test_null_fields_mean_defaults() -> None:
-    """Null fields of an exporter mean the defaults."""
+    """The reader uses the defaults for null fields of an exporter."""
     nulls = '"hash_ids": null, "block_tokens": null, "class": null, "tenant": null'
     assert parse(_own(nulls)) == (TraceRow(0.0, 1, 1),)
 
 
 def test_time_zones_are_respected() -> None:
-    """A row with a time zone, as in Azure's trace of 2024, is converted."""
+    """The reader converts a row with a time zone, as in Azure's trace of 2024."""
     text = (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2024-05-10 02:00:01.009930+02:00,1,2\n"
@@ -122,7 +122,7 @@ def test_time_zones_are_respected() -> None:
 
 
 def test_a_file_may_begin_with_a_byte_order_mark_but_must_be_text(tmp_path: Path) -> None:
-    """A byte order mark is skipped, and another encoding is refused with the file's name."""
+    """The reader skips a byte order mark, and rejects another encoding with the file's name."""
     path = tmp_path / "saved.csv"
     path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
     assert read_trace(path) == parse(AZURE)
@@ -132,7 +132,7 @@ def test_a_file_may_begin_with_a_byte_order_mark_but_must_be_text(tmp_path: Path
 
 
 def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
-    """Twice the speed halves every instant, a rate sets the mean gap, and lengths stay."""
+    """Twice the speed halves every time, a rate sets the mean gap, and lengths are unchanged."""
     rows = parse(OWN)
     assert [row.at_s for row in scaled(rows, 2.0)] == [0.0, 0.125]
     assert [row.at_s for row in at_rate(rows, 0.5)] == [0.0, 2.0]
@@ -152,7 +152,7 @@ def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
     ],
 )
 def test_the_published_traces_are_read_whole(path: str, count: int) -> None:
-    """Every row is read, in order, within the length of the recording."""
+    """The reader returns every row in order, within the length of the recording."""
     rows = read_trace(DATA / path)
     assert len(rows) == count
     instants = [row.at_s for row in rows]
@@ -183,7 +183,7 @@ def test_replays_hit_their_timestamps(path: str) -> None:
 
 @needs_data
 def test_shared_prefixes_are_preserved() -> None:
-    """Mooncake's conversations share blocks as often as the file says."""
+    """Mooncake's conversations share as many blocks as the file specifies."""
     path = DATA / "mooncake/conversation_trace.jsonl"
     with path.open(encoding="utf-8") as file:
         said = [tuple(json.loads(line)["hash_ids"]) for line in file]
@@ -196,7 +196,7 @@ def test_shared_prefixes_are_preserved() -> None:
 
 @needs_data
 def test_a_replayed_trace_shares_the_recorded_prefixes() -> None:
-    """Requests keep instants and lengths, and prompts agree through their common blocks."""
+    """Requests keep times and lengths, and prompts agree through their common blocks."""
     path, counter = DATA / "mooncake/synthetic_trace.jsonl", TokenEstimator()
     rows = read_trace(path)
     planned = list(make_plan(Load(trace=path, requests=60), rows=rows, counter=counter).requests)
