@@ -224,7 +224,7 @@ def test_help_shows_the_flags_of_a_run_in_groups() -> None:
 
 
 def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
-    """A run sends the requests of a file in order with their extra fields, and then repeats them."""
+    """A run sends the requests of a file in order with their extra fields, then repeats them."""
     path, out, mock = tmp_path / "mine.jsonl", tmp_path / "s.json", Mock()
     path.write_text(
         '{"prompt": "one", "max_tokens": 3, "temperature": 0.5, "class": "a"}\n\n'

@@ -183,7 +183,7 @@ def test_thresholds_are_relative_or_absolute() -> None:
 
 
 def test_compare_has_an_exit_status_for_ci(tmp_path) -> None:
-    """The exit status is 0 without and 1 with a regression, 2 if not comparable, and 3 if INVALID."""
+    """The exit status is 1 for a regression, 2 for different runs, 3 for INVALID runs, else 0."""
     before, out = written(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
     others = {
         "alike": queue_run(100, noise=1),

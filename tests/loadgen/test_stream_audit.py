@@ -119,7 +119,7 @@ def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, rol
 
 @pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
 async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
-    """The client distinguishes refusals, other responses, broken connections, silence and stalls."""
+    """The client distinguishes refusals, broken connections, silence and stalls."""
     impatience = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
     record = await asked(Script(fault=fault), impatience.get(fault))
     assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
