@@ -15,7 +15,7 @@ POSITION_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 @torch.no_grad()
 def token_losses(model: LlamaForCausalLM, windows: Tensor, *, batch_tokens: int = 8192) -> Tensor:
-    """Return the cross-entropy [W, L] in nats of every target in windows [W, L + 1]."""
+    """Return the cross-entropy in nats of every target in windows [W, L + 1]: [W, L]."""
     rows = max(1, batch_tokens // windows.shape[1])
     losses = []
     for part in windows.split(rows):

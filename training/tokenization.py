@@ -82,7 +82,7 @@ SETTINGS = {
     "clean_up_tokenization_spaces": False,
     "model_max_length": CONTEXT,
 }
-"""Content of tokenizer_config.json, with the field names of old and new loaders."""
+"""Content of tokenizer_config.json, with field names for both old and new loaders."""
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:

@@ -104,7 +104,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def rate_factor(progress: float) -> float:
-    """Return the learning rate's share of its peak at a share of the budget (0..1)."""
+    """Return the learning rate at a share of the budget (0..1), as a share of its peak."""
     return max(0.0, min(1.0, progress / WARMUP + 0.01, (1.0 - progress) / COOLDOWN))
 
 
@@ -185,7 +185,7 @@ class Run:
         partial.replace(self.checkpoint)
 
     def load(self) -> None:
-        """Continue from the checkpoint."""
+        """Continue from the saved checkpoint."""
         state = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -374,7 +374,7 @@ STAGES = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m training.train", description="Train the demo models."
     )

@@ -133,7 +133,7 @@ class EngineBackend:
         self._host.set_pace(request_id, pace)
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that the reader of a request has not taken yet."""
+        """Return the number of tokens that the reader of a request has not read yet."""
         return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
@@ -147,7 +147,7 @@ class EngineBackend:
         self._progress = share
 
     def ready(self, served: ServedModel) -> None:
-        """Let `start` return."""
+        """Complete `start` with the served model."""
         self._on_event_loop(self._settle, served)
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:

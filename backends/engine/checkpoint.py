@@ -130,7 +130,7 @@ class TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files."""
+        """Close the files of this reader."""
         self._files.clear()
         self._open.close()
 

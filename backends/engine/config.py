@@ -131,11 +131,11 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read and check `config.json`.
+    """Return the shape of a model after checking its `config.json`.
 
     Raises:
-        CheckpointError: the directory or a field is missing or invalid, or the model is not
-            supported. The message names the file and the field.
+        CheckpointError: the directory or a field is missing or invalid, or the engine does not
+            support the model. The message names the file and the field.
     """
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")

@@ -20,7 +20,7 @@ class Fields:
     """The fields of a JSON object. A null field counts as missing."""
 
     def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = "") -> None:
-        """Wrap `raw`, an object of `file` at the dotted path `prefix`."""
+        """Wrap the object `raw`, which is at the dotted path `prefix` of `file`."""
         self._raw = raw
         self._file = file
         self._prefix = prefix
@@ -33,7 +33,7 @@ class Fields:
         return self._raw.get(name)
 
     def error(self, name: str, problem: str) -> CheckpointError:
-        """Return an error about a field."""
+        """Return an error that names the file and the field."""
         return CheckpointError(f"{self._file}: {self._prefix}{name} {problem}")
 
     def section(self, name: str) -> Fields:

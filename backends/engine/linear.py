@@ -4,10 +4,10 @@ A row must have the same bits alone, in a verify step and in a prefill chunk. On
 guarantees equal bits for products of at least `LEAST_ROWS` rows. For a single row, oneDNN uses
 another kernel if the inner size exceeds about a thousand.
 
-This guarantee was measured with products whose terms cancel, so that only rounding remains. The
-measurement covered 80 shapes up to 14336 inner columns and 151936 outputs. The products used 1 and
-2 threads, float32 and bfloat16, and packed and dense weights. All numbers of rows from 4 to 512
-give equal bits (AMD EPYC Zen 4, 2026-11-21).
+Measurements with cancelling terms, which leave only rounding errors, confirm this guarantee. They
+covered 80 shapes up to 14336 inner columns and 151936 outputs, with 1 and 2 threads. The products
+used float32 and bfloat16, and packed and dense weights. All numbers of rows from 4 to 512 give
+equal bits (AMD EPYC Zen 4, 2026-11-21).
 
 With AMX, bfloat16 products change kernels above 32 rows, so `EXACT_ROWS` limits their rows. The
 worker tests its own machine at start (`warmup.rows_are_exact`).
@@ -38,13 +38,13 @@ USES_AMX: Final = _uses_amx()
 ONEDNN_BFLOAT16: Final[bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 """Whether oneDNN multiplies bfloat16, as with AVX-512 or AVX-NE-CONVERT.
 
-Otherwise, products with a bfloat16 weight are computed in float32 and rounded.
+Otherwise, `Linear` computes products with a bfloat16 weight in float32 and rounds them.
 """
 
 ROW_TILE: Final = 16 if USES_AMX else 1
 LEAST_ROWS: Final = 16 if USES_AMX else 4
-"""The rows of every product are padded to a multiple of `ROW_TILE`, to at least `LEAST_ROWS`, and
-to a multiple from `STAIRS`.
+"""Minimum rows of a product. `Linear` also pads the rows to multiples of `ROW_TILE` and from
+`STAIRS`.
 
 With matrix tiles (AMX), 16 rows are exact and cost as much as one row. Without AMX, products of 4
 to 6 rows are the fastest: they read a float32 matrix of 256 MiB at 22 to 24 GB/s. A single row
@@ -73,20 +73,22 @@ measured.
 """
 
 STAIRS: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
-"""Pairs (maximum rows, multiple): products of up to this number of rows are padded to the multiple.
+"""Pairs (maximum rows, multiple). `padded_rows` pads products of up to this number of rows to the
+multiple.
 
 The multiples limit the size of two caches. For each number of rows and shape of weight, torch keeps
 a descriptor and oneDNN a kernel, 0.28 MB each. Only the environment can set the capacity of 1,024
 entries, before the import of torch (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
 
-The 53 possible numbers of up to 512 rows made the memory of a node grow for twenty minutes. The
+An earlier list of 53 numbers up to 512 rows made the memory of a node grow for twenty minutes. The
 current 29 numbers take 85 MB for the five shapes of the shipped model, and the same for its draft
 model (AMD EPYC Zen 4, torch 2.13, 2026-11-21). Decodes of few rows get at most one row of padding.
 A product of 65 rows gets the largest share, about a quarter.
 """
 
 MOST_ROWS: Final = STAIRS[-1][0]
-"""Longer products are split into parts of this size, so that they need no further kernels.
+"""Maximum rows of a part. `Linear` splits longer products into parts, so that they need no further
+kernels.
 
 The time per row is within 2% of that of 512 rows, for weights of 256 x 1024 to 768 x 2304. Parts of
 64 rows take up to 5% longer (one thread of a Zen 4, 2026-11-21).
@@ -161,11 +163,11 @@ class Linear:
     def float32(self, x: Tensor) -> Tensor:
         """Return the product in float32, even if the weight and x are bfloat16.
 
-        A bfloat16 product is computed as the sum of two bfloat16 numbers: the rounded product and
-        its rounding error. A second product that subtracts the first before rounding returns this
-        error. The relative error falls from 2^-9 to 2^-17, for twice the time. A float32 copy of
-        the weight would take the same time and twice the memory. Widening tiles of the weight would
-        take three times as long.
+        The method computes a bfloat16 product as the sum of two bfloat16 numbers: the rounded
+        product and its rounding error. A second product that subtracts the first before rounding
+        returns this error. The relative error falls from 2^-9 to 2^-17, for twice the time. A
+        float32 copy of the weight would take the same time and twice the memory. Widening tiles of
+        the weight would take three times as long.
         """
         return self._in_parts(self._multiply_wide, x)
 

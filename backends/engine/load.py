@@ -158,7 +158,7 @@ def _step_cost(
 def _cache(device: torch.device, *key: object) -> StartupCache | None:
     """Return the cache of a CPU's measurements.
 
-    A GPU has no cache, because the timed steps also warm it up.
+    A GPU has no cache, because the timed steps also warm up the GPU.
     """
     if device.type != "cpu":
         return None

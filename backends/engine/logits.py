@@ -11,8 +11,8 @@ penalties. In each row, the drafts that precede the row count as output. The row
 therefore has the same logits as a sequence without drafts after that token. Drafts do not change
 the distribution.
 
-Each step computes all changes from the tokens. No state is kept that preemption, resume or a
-rejected draft could make stale. The functions read and write only tokens with a bias or a count,
+Each step computes all changes from the tokens. The functions keep no state that
+preemption, resume or a rejected draft could make stale. The functions read and write only tokens with a bias or a count,
 once for all rows of a step. They work element by element, so bits do not depend on the batch.
 """
 
@@ -177,6 +177,6 @@ def _ids(tokens: Iterable[int]) -> _Tokens:
 
 def _distinct(tokens: _Tokens) -> _Tokens:
     """Return the distinct tokens in ascending order."""
-    # `np.unique` takes three times as long.
+    # `np.unique` takes three times as long as this sort.
     ordered = np.sort(tokens)
     return ordered[np.diff(ordered, prepend=-1) > 0]

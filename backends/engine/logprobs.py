@@ -33,11 +33,14 @@ class RowLogprobs(NamedTuple):
 
 
 def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
-    """Return the log-softmax of each sequence that requests it: [num_samples, vocab_size].
+    """Return the log-softmax of each sequence that requests log probabilities.
 
     Args:
         plan: the work of each sequence.
         logits: float32 [rows, vocab_size], from the model, not modified.
+
+    Returns:
+        One [num_samples, vocab_size] per sequence, None for sequences that request none.
     """
     found: list[Tensor | None] = []
     first = 0

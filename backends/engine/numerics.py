@@ -15,8 +15,10 @@ from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
 from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
 
 FLOAT32_PARAMETERS: Final = 50_000_000
-"""For fewer weights, `auto` is float32 on a CPU: its bits are exact, and dispatch dominates the
-time."""
+"""Number of weights below which `auto` is float32 on a CPU.
+
+Float32 is exact, and dispatch dominates the time of small models.
+"""
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -142,7 +144,8 @@ def _gpu(device: torch.device) -> str:
     """Return the GPU's name, compute capability, and the versions of its driver and of CUDA."""
     name = torch.cuda.get_device_name(device).lower().replace(" ", "_").replace("/", "_")
     major, minor = torch.cuda.get_device_capability(device)
-    # torch has no public function for it, and the stubs of CPU builds lack this one.
+    # torch has no public function for the driver version, and the stubs of CPU builds lack the
+    # private function.
     bindings: Any = torch._C  # noqa: SLF001
     driver = bindings._cuda_getDriverVersion()  # noqa: SLF001
     return f"cuda-{name}-sm{major}{minor}-driver-{driver}-cuda-{torch.version.cuda}"

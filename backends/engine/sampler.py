@@ -17,30 +17,33 @@ from draftgate.backends.engine.transfer import to_device
 from draftgate.backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
-"""How drafts are verified: a draft is accepted if it equals the token of its position (`coupled`),
-or with probability p/q (`rejection`)."""
+"""The verification method.
+
+`coupled` accepts a draft that equals the token of its position. `rejection` accepts a draft with
+probability p/q.
+"""
 
 _SIGN_BIT = 1 << 63
 
 _MAX_INT32 = (1 << 31) - 1
-"""A `top_k` beyond any vocabulary, the largest that its tensor holds."""
+"""The largest `top_k` that an int32 tensor can hold, beyond any vocabulary."""
 
 _MIN_TEMPERATURE = 1e-30
-"""Lower temperatures count as greedy: noise does not matter, and the division would overflow."""
+"""Minimum sampling temperature. Lower values are greedy, because the division would overflow."""
 
 _MAX_TEMPERATURE = 1e38
-"""About the largest float32: logits vanish there, so higher temperatures are the same."""
+"""Maximum temperature, about the largest float32. Logits vanish at this temperature."""
 
 
 def draw_tokens(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
     """Return the token of every row, on the device of the logits: int64 [rows].
 
-    Both ways of verification accept a draft that equals the token of its row.
+    Both verification methods accept a draft that equals the token of its row.
 
     Args:
         plan: the work of each sequence.
         logits: float32 [rows, vocab_size], contiguous, with `num_samples` rows for each sequence.
-        verify: the way of verification.
+        verify: the verification method.
     """
     greedy = all(_temperature(work.sequence.request.sampling) == 0 for work in plan.work)
     # On a GPU argmax may return any of several equal logits.

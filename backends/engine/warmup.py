@@ -114,7 +114,7 @@ def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
     buckets = [count for count in DEPTH_BUCKETS if count < most] + [most]
     step_s: list[float] = []
     for count in buckets:
-        draft(count)  # the first run allocates and chooses kernels
+        draft(count)  # the first run allocates memory and selects kernels
         measured_s = median(_timed_s(draft, count) for _ in range(TIMED_RUNS))
         step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
     return StepCost(tuple(buckets), tuple(step_s))
@@ -124,7 +124,7 @@ def _timed_s(draft: Callable[[int], object], count: int) -> float:
     started_s = time.perf_counter()
     draft(count)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the draft may still be running
+        torch.cuda.synchronize()  # wait, because the draft may still be running
     return time.perf_counter() - started_s
 
 
@@ -179,7 +179,7 @@ def exactness(
 
 
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
-    """Return whether the logits of tokens are bit-identical one by one and in blocks.
+    """Return whether single-token steps and blocks of tokens give bit-identical logits.
 
     The test uses KV blocks that are contiguous, in two runs that meet within a tile, and scattered.
     """
@@ -197,7 +197,7 @@ def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
 
 
 def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU) -> bool:
-    """Return whether sliding-window attention is bit-identical one by one and in blocks."""
+    """Return whether single-token steps and blocks give bit-identical sliding-window attention."""
     if all(window is None for window in config.windows):
         return True
     probed = replace(config, windows=(PROBE_WINDOW,))
@@ -235,7 +235,7 @@ def _probe(runner: ModelRunner, blocks: list[int], edges: list[int], first: int)
 
 
 def _time_s(runner: ModelRunner, plan: StepPlan) -> float:
-    runner.execute(plan)  # the first run allocates and chooses kernels
+    runner.execute(plan)  # the first run allocates memory and selects kernels
     return median(runner.execute(plan).step_s for _ in range(TIMED_RUNS))
 
 

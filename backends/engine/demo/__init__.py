@@ -1,1 +1,1 @@
-"""The shipped demo models."""
+"""The demo models that ship with Draftgate."""

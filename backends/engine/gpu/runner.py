@@ -226,7 +226,7 @@ def gpu_runner(
         pool: the KV memory of the decoder.
         max_num_seqs: maximum sequences of a step.
         max_model_len: maximum slots of a context.
-        verify: the way of verification.
+        verify: the verification method.
     """
     shapes = Shapes(ROW_BUCKETS[-1], max_num_seqs, max_model_len, BLOCK_TOKENS)
     forward = DeviceForward(decoder, pool.layers, pool.dump_slot, shapes)

@@ -48,7 +48,7 @@ class Acceptance(NamedTuple):
     Attributes:
       emitted: int64 ``[rows]``, emitted tokens from the first row of each sequence on, then
         ``NO_DRAFT``.
-      num_emitted: int32 ``[sequences]``, accepted drafts plus the token after them; 0 for padding.
+      num_emitted: int32 ``[sequences]``, accepted drafts plus the token after them. Padding has 0.
       kept_rows: int32 ``[rows]``, the row within the sequence that sampled each emitted token, then
         ``NO_ROW``. The accepted draft of depth d >= 1 is number ``kept_rows[d] - 1`` of the draft.
     """

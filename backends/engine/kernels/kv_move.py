@@ -31,7 +31,7 @@ from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 
 _NO_MOVE: Final = tl.constexpr(NO_MOVE)
 
-# With 128 dimensions, 32 bytes of bfloat16 per thread and move.
+# A thread moves 32 bytes of bfloat16 per move with 128 dimensions.
 _STRIPS: Final = 16
 
 

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 PURPOSE_OUTPUT: Final = 0
-"""The output token: the only purpose that coupled verification draws."""
+"""Purpose of the output token, the only purpose of coupled verification."""
 PURPOSE_ACCEPT: Final = 1
-"""The acceptance test of ``verify: rejection``."""
+"""Purpose of the acceptance test of ``verify: rejection``."""
 PURPOSE_RESIDUAL: Final = 2
-"""The residual draw of ``verify: rejection``."""
+"""Purpose of the residual draw of ``verify: rejection``."""
 
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -127,7 +127,7 @@ def _assemble(
 def _uniform_of_words(words: _U64) -> _Float32:
     """Map words to (0, 1), and overwrite ``words``."""
     words >>= np.uint64(9)
-    # A signed source converts faster, and 23 bits fit either way.
+    # A signed source converts faster, and 23 bits fit both types.
     result = words.view(np.int64).astype(np.float32)
     result += np.float32(0.5)
     result *= np.float32(2.0**-23)

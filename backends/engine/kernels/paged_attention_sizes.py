@@ -119,7 +119,7 @@ def _check_trees(trees: DraftTrees, tokens: int) -> None:
 
 
 def _power_of_2(number: int) -> int:
-    """Return the least power of two that is not smaller."""
+    """Return the least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

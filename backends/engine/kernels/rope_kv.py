@@ -31,7 +31,7 @@ LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": Fal
 The limit of 64 registers prevents ptxas from spilling.
 """
 
-# With 128 dimensions, 16 bytes of bfloat16 per thread and half.
+# A thread holds 16 bytes of bfloat16 per half with 128 dimensions.
 _HEADS: Final = 8
 
 

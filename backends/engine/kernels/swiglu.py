@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# 16 bytes of bfloat16 per thread.
+# A thread reads 16 bytes of bfloat16.
 _TILE: Final = 1024
 
 

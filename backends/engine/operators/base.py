@@ -1,4 +1,4 @@
-"""The protocol of operators."""
+"""The interface of operators."""
 
 from __future__ import annotations
 

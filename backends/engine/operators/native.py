@@ -133,7 +133,7 @@ class NativeOperators:
         return NativeStep(inputs, chunks, tables, attention, rotation, torch.get_num_threads())
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """As `Operators.add_norm`."""
+        """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
         normed = torch.empty_like(hidden)
         self._add_norm(
             hidden.data_ptr(),
@@ -150,7 +150,7 @@ class NativeOperators:
     def rotate_and_store(
         self, step: NativeStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.rotate_and_store`."""
+        """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
         step.rotation.strip = layer_kv.stride(0)
@@ -167,7 +167,7 @@ class NativeOperators:
     def attend(
         self, step: NativeStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
-        """As `Operators.attend`."""
+        """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim]."""
         # Later layers read rows that do not attend, so the output starts as finite zeros.
         out = queries.new_zeros(len(queries), queries.shape[1] * queries.shape[2])
         attention = step.attention
@@ -178,7 +178,7 @@ class NativeOperators:
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """As `Operators.gate`."""
+        """Return silu(gate) * up, [rows, width]."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, torch.get_num_threads())

@@ -55,7 +55,7 @@ class TorchOperators:
         )
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """As `Operators.add_norm`."""
+        """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
         if delta is not None:
             hidden += delta
         return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
@@ -63,7 +63,7 @@ class TorchOperators:
     def rotate_and_store(
         self, step: TorchStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.rotate_and_store`."""
+        """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         heads = fused.view(len(fused), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
@@ -78,11 +78,11 @@ class TorchOperators:
     def attend(
         self, step: TorchStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
-        """As `Operators.attend`."""
+        """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim]."""
         return attend(queries, layer_kv, step.plans[window])
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """As `Operators.gate`."""
+        """Return silu(gate) * up, [rows, width]."""
         gates, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gates) * up
 

@@ -25,7 +25,7 @@ from draftgate.backends.engine.operators.ragged import ragged_spans
 
 
 class TritonStep(NamedTuple):
-    """The positions and slots of a step's rows, and its spans."""
+    """The positions and slots of a step's rows, and its attention spans."""
 
     positions: Tensor
     slots: Tensor
@@ -53,7 +53,7 @@ class TritonOperators:
         return TritonStep(inputs.positions, inputs.slots, ragged)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """As `Operators.add_norm`."""
+        """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
         eps = self._config.rms_norm_eps
         if delta is None:
             return rms_norm(hidden, weight, eps)
@@ -62,7 +62,7 @@ class TritonOperators:
     def rotate_and_store(
         self, step: TritonStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
-        """As `Operators.rotate_and_store`."""
+        """Rotate queries and keys by their positions, and write keys and values to the pool."""
         return rope_kv(
             fused,
             step.positions,
@@ -77,9 +77,10 @@ class TritonOperators:
     def attend(
         self, step: TritonStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
-        """As `Operators.attend`. Rows that do not attend are undefined.
+        """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim].
 
-        The kernel always supports trees, because a captured step may later have a tree.
+        Rows that do not attend are undefined. The kernel always supports trees, because a captured
+        step may later have a tree.
         """
         ragged = step.ragged
         attended = paged_attention(
@@ -89,14 +90,14 @@ class TritonOperators:
             ragged.context_lens,
             ragged.tables,
             block_size=ragged.page_tokens,
-            scale=1.0,  # `rope_kv` scales the queries
+            scale=1.0,  # because `rope_kv` scales the queries
             window=window,
             trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
         )
         return attended.view(len(queries), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """As `Operators.gate`."""
+        """Return silu(gate) * up, [rows, width]."""
         return swiglu(gate_up)
 
 

@@ -1,1 +1,1 @@
-"""Proposers of draft tokens."""
+"""Proposers, which draft tokens for verification."""

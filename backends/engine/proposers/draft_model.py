@@ -115,7 +115,10 @@ class DraftModelProposer:
         return cost.seconds(1 + missing) - cost.seconds(1)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence whose tokens the draft model has computed."""
+        """Return a chain for each sequence whose tokens the draft model has computed.
+
+        Other sequences get an empty draft.
+        """
         ready: list[int] = []
         catching_up: list[Feed] = []
         left = self._catch_up_tokens
