@@ -11,9 +11,9 @@ penalties. In each row, the drafts that precede the row count as output. The row
 therefore has the same logits as a sequence without drafts after that token. Drafts do not change
 the distribution.
 
-Each step computes all changes from the tokens. The functions keep no state that
-preemption, resume or a rejected draft could make stale. The functions read and write only tokens with a bias or a count,
-once for all rows of a step. They work element by element, so bits do not depend on the batch.
+Each step computes all changes from the tokens. The functions keep no state that preemption, resume
+or a rejected draft could make stale. They read and write only tokens with a bias or a count, once
+for all rows of a step. They work element by element, so bits do not depend on the batch.
 """
 
 from __future__ import annotations
