@@ -76,17 +76,17 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The limits per minute."""
         return Quota(self.requests_per_minute, self.tokens_per_minute)
 
-    def capped(self, asked: ServiceLevel) -> ServiceLevel:
+    def capped(self, wanted: ServiceLevel) -> ServiceLevel:
         """Return the service level of a request within the limits of the account."""
         first = self.first_priority
         return ServiceLevel(
-            _at_least(asked.ttft_s, self.least_ttft_ms),
-            _at_least(asked.tpot_s, self.least_tpot_ms),
-            asked.priority if first is None else max(asked.priority, first),
+            _at_least(wanted.ttft_s, self.least_ttft_ms),
+            _at_least(wanted.tpot_s, self.least_tpot_ms),
+            wanted.priority if first is None else max(wanted.priority, first),
         )
 
 
-EVERYBODY: Final = Account("", first_priority=None)
+ANONYMOUS: Final = Account("", first_priority=None)
 """The account of all requests on a node without keys."""
 
 
@@ -160,7 +160,7 @@ def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _at_least(asked_s: float | None, least_ms: float | None) -> float | None:
-    if asked_s is None or least_ms is None:
-        return asked_s
-    return max(asked_s, least_ms / 1e3)
+def _at_least(target_s: float | None, least_ms: float | None) -> float | None:
+    if target_s is None or least_ms is None:
+        return target_s
+    return max(target_s, least_ms / 1e3)

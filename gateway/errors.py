@@ -126,8 +126,10 @@ class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
     """No model has this name."""
 
-    def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"the model {asked!r} does not exist; served here: {served!r}", "model")
+    def __init__(self, requested: str, served: str) -> None:
+        super().__init__(
+            f"the model {requested!r} does not exist; served here: {served!r}", "model"
+        )
 
 
 class RouteNotFound(InvalidRequest, status=404, code="not_found"):

@@ -26,11 +26,11 @@ class ServedModel:
         if not 0 <= token_id < vocab:
             raise invalid(param, f"token ids must be between 0 and {vocab - 1}, not {token_id}")
 
-    def check_name(self, asked: str | None) -> None:
+    def check_name(self, requested: str | None) -> None:
         """Raise `ModelNotFound` if the client names another model.
 
         Args:
-            asked: the name from the client, or None for this model.
+            requested: the name from the client, or None for this model.
         """
-        if asked is not None and asked != self.name:
-            raise ModelNotFound(asked, self.name)
+        if requested is not None and requested != self.name:
+            raise ModelNotFound(requested, self.name)

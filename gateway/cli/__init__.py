@@ -33,7 +33,7 @@ app = PlainTyper(
     name="draftgate",
 )
 
-PASS_ON: Final = {
+PASS_THROUGH: Final = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -96,7 +96,7 @@ def generate(
     run_generate(config, Sample(prompt, max_tokens, temperature, seed, chat))
 
 
-@app.command(context_settings=PASS_ON, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Send load to a server, and check and measure every stream."""
     from draftgate.loadgen.cli import app as loadgen
@@ -152,7 +152,7 @@ class BenchGroup(HelpGroup):
             import_module(BENCHES[name]).main(context.args)
 
         holder = PlainTyper("")
-        holder.command(name, add_help_option=False, context_settings=PASS_ON)(run)
+        holder.command(name, add_help_option=False, context_settings=PASS_THROUGH)(run)
         command = typer.main.get_command(holder)
         command.help = _first_line(BENCHES[name])
         return command

@@ -17,7 +17,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.logs import log
 
-PATIENCE_S: Final = 0.5
+BAR_DELAY_S: Final = 0.5
 """Delay before the bar appears, in seconds. A bar for a shorter load would only flicker."""
 
 REFRESH_S: Final = 0.1
@@ -38,7 +38,7 @@ async def loading_shown(
         what = f"a worker of the pool {config.pool}"
     phase = loading_phase if config.backend == "engine" else _no_phase
     if console.is_terminal:
-        async with _beside(_bar(lambda: fleet.progress, phase, what, console)):
+        async with _in_background(_bar(lambda: fleet.progress, phase, what, console)):
             yield
         return
     begin_s = time.perf_counter()
@@ -47,7 +47,7 @@ async def loading_shown(
         log(logging.INFO, "waiting for a worker", pool=config.pool)
     else:
         log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
-    async with _beside(_log_phases(lambda: fleet.progress, phase)):
+    async with _in_background(_log_phases(lambda: fleet.progress, phase)):
         yield
     if fleet.progress >= 1.0:  # a signal may have interrupted loading
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
@@ -58,7 +58,7 @@ def _no_phase(_progress: float) -> str:
 
 
 @asynccontextmanager
-async def _beside(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
+async def _in_background(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
     """Run a coroutine until the block ends."""
     task = asyncio.create_task(coroutine)
     try:
@@ -83,7 +83,7 @@ async def _bar(
     progress: Callable[[], float], phase: Callable[[float], str], what: str, console: Console
 ) -> None:
     """Draw the bar until cancelled, then erase it."""
-    await asyncio.sleep(PATIENCE_S)
+    await asyncio.sleep(BAR_DELAY_S)
     columns = (
         TextColumn("loading {task.description}", markup=False),
         TextColumn("{task.fields[phase]}", markup=False),

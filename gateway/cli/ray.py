@@ -49,10 +49,10 @@ def start(
     ] = False,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
-    from draftgate.gateway.launch.messages import Need
+    from draftgate.gateway.launch.messages import Resources
 
     given = config_from(context)
-    need = Need(cpus_per_worker, gpus_per_worker, max_restarts, detach)
+    need = Resources(cpus_per_worker, gpus_per_worker, max_restarts, detach)
     _run(address, lambda: _start(given, workers, need))
 
 
@@ -62,9 +62,9 @@ def status(address: Address = "auto", pool: Pool = "default") -> None:
 
     The exit status is 1 if a worker has not joined.
     """
-    from draftgate.gateway.launch.launcher import look
+    from draftgate.gateway.launch.launcher import show_status
 
-    _run(address, lambda: look(_actors(pool), typer.echo))
+    _run(address, lambda: show_status(_actors(pool), typer.echo))
 
 
 @app.command()
@@ -80,17 +80,17 @@ def stop(address: Address = "auto", pool: Pool = "default") -> None:
 
 async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
     from draftgate.gateway.launch.launcher import launch
-    from draftgate.gateway.launch.plan import orders_of
+    from draftgate.gateway.launch.plan import worker_orders
 
     cluster = _cluster()
-    first = max(cluster.found(given.config.pool), default=-1) + 1
+    first = max(cluster.find_actors(given.config.pool), default=-1) + 1
     numbers = range(first, first + workers)
-    orders = orders_of(given, numbers, need.cpus, os.environ)
+    orders = worker_orders(given, numbers, need.cpus, os.environ)
     return await launch(cluster.start(orders, need), typer.echo, detached=need.detached)
 
 
 def _actors(pool: str) -> list[Any]:
-    actors = list(_cluster().found(pool).values())
+    actors = list(_cluster().find_actors(pool).values())
     if not actors:
         fail(f"the pool {pool!r} has no workers in this Ray cluster")
     return actors

@@ -88,7 +88,7 @@ class Heartbeat:
                 await self._report(worker, number)
         await self._leases.renew()
         if self._members is not None:
-            await self._members.look()
+            await self._members.refresh()
 
     async def leave(self) -> None:
         """Withdraw the workers from the pool.

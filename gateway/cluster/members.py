@@ -21,7 +21,7 @@ from draftgate.gateway.fleet import Fleet, PeerWorker
 from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
 from draftgate.gateway.telemetry.logs import log
 
-LOOK_S: Final = 1.0
+READ_S: Final = 1.0
 """Interval of reading the store, which equals the interval of the workers' reports."""
 
 REFUSED_S: Final = 30.0
@@ -91,9 +91,9 @@ class Members:
         self._reach = reach
         self._changed = changed
         self._members: dict[str, _Member] = {}
-        self._strangers: dict[str, str] = {}  # rejected workers, with the logged epoch
-        self._serves: _Model | None = None  # the model of this node, once known
-        self._came = asyncio.Event()
+        self._rejected: dict[str, str] = {}  # rejected workers, with the logged epoch
+        self._served: _Model | None = None  # the model of this node, once known
+        self._arrived = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
 
     async def first(self) -> None:
@@ -102,22 +102,22 @@ class Members:
         Nodes without workers of their own call this method.
         """
         while not self._fleet.workers:
-            self._came.clear()
-            await self.look()
+            self._arrived.clear()
+            await self.refresh()
             try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._came.wait()
+                async with asyncio.timeout(READ_S):
+                    await self._arrived.wait()
             except TimeoutError:
                 pass  # read the store again
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the store, link to new workers, and remove lost workers."""
         snapshot = await self._store.snapshot()
         # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
-        there = self._theirs(snapshot)
+        listed = self._remote_workers(snapshot)
         for worker_id, member in tuple(self._members.items()):
-            view = there.get(worker_id)
+            view = listed.get(worker_id)
             if view is None:
                 gone = member.is_over
             else:
@@ -125,9 +125,9 @@ class Members:
             if gone:
                 self._leave(member)
             member.worker.gateways = max(1, snapshot.gateways)
-        self._strangers = {one: life for one, life in self._strangers.items() if one in there}
-        for worker_id, view in there.items():
-            if worker_id not in self._members and self._belongs(view):
+        self._rejected = {one: life for one, life in self._rejected.items() if one in listed}
+        for worker_id, view in listed.items():
+            if worker_id not in self._members and self._may_join(view):
                 self._join(view.report)
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class Members:
             self._leave(member)
         await asyncio.gather(*self._leaving)
 
-    def _theirs(self, snapshot: Snapshot) -> dict[str, WorkerView]:
+    def _remote_workers(self, snapshot: Snapshot) -> dict[str, WorkerView]:
         """Return the workers of other nodes."""
         own = {worker.worker_id for worker in self._fleet.own}
         return {
@@ -145,7 +145,7 @@ class Members:
             if view.report.address and view.worker_id not in own
         }
 
-    def _belongs(self, view: WorkerView) -> bool:
+    def _may_join(self, view: WorkerView) -> bool:
         """Return whether a new worker may join, and log the reason once if not."""
         report = view.report
         if view.age_s > STALE_S:
@@ -153,22 +153,22 @@ class Members:
         why = self._mismatch(report)
         if why is None:
             return True
-        if self._strangers.get(report.worker_id) != report.epoch:
-            self._strangers[report.worker_id] = report.epoch
+        if self._rejected.get(report.worker_id) != report.epoch:
+            self._rejected[report.worker_id] = report.epoch
             log(logging.ERROR, "ignoring a worker of the pool", worker=report.worker_id, why=why)
         return False
 
     def _mismatch(self, report: WorkerReport) -> str | None:
         """Return why a worker cannot serve this node's requests, or None if it can."""
-        serves = self._known()
+        serves = self._own_model()
         return None if serves is None else serves.mismatch(report.model_id, report.max_model_len)
 
-    def _known(self) -> _Model | None:
+    def _own_model(self) -> _Model | None:
         """Return the model of this node, or None while it is unknown."""
-        if self._serves is None and self._fleet.own:
+        if self._served is None and self._fleet.own:
             card = self._fleet.card
-            self._serves = _Model(card.model_id, card.max_model_len)
-        return self._serves
+            self._served = _Model(card.model_id, card.max_model_len)
+        return self._served
 
     def _is_to_be_retried(self, member: _Member) -> bool:
         refused_s = member.refused_s
@@ -201,7 +201,7 @@ class Members:
         backend.on_report = self._changed
         self._fleet.add(worker)
         log(logging.INFO, "worker joined", worker=worker.worker_id, epoch=worker.epoch)
-        self._came.set()
+        self._arrived.set()
         self._changed()
 
     async def _check(self, backend: PeerBackend) -> None:
@@ -213,16 +213,16 @@ class Members:
             BackendFailed: the worker has another model or tokenizer.
         """
         card, digest = backend.card, backend.tokenizer_digest
-        serves = self._known()
+        serves = self._own_model()
         if serves is not None and not serves.digest:  # the digest of an own worker
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
-        if self._serves is None:  # several workers may link concurrently, and the first wins
-            self._serves = _Model(card.model_id, card.max_model_len, digest)
-        why = self._serves.mismatch(card.model_id, card.max_model_len)
+        if self._served is None:  # several workers may link concurrently, and the first wins
+            self._served = _Model(card.model_id, card.max_model_len, digest)
+        why = self._served.mismatch(card.model_id, card.max_model_len)
         if why is not None:
             raise BackendFailed(why)
-        if self._serves.digest != digest:
+        if self._served.digest != digest:
             raise BackendFailed("the worker has another tokenizer")
 
     def _leave(self, member: _Member) -> None:

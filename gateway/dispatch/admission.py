@@ -26,7 +26,7 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AdmissionRequest:
     """The properties of a client's request that admission and queue need.
 
     Attributes:
@@ -62,7 +62,7 @@ class Entry:
         expected_tokens: expected output tokens of each sequence.
     """
 
-    ask: Ask
+    request: AdmissionRequest
     predicted: Admitted
     since_s: float
     prompt_tokens: int = 0
@@ -127,7 +127,7 @@ class AdmissionController:
         self._outputs = OutputHistory()
         self._keys = count()
 
-    def admit(self, ask: Ask) -> Entry:
+    def admit(self, request: AdmissionRequest) -> Entry:
         """Admit a request and reserve its tokens until `settle`.
 
         Raises:
@@ -136,23 +136,23 @@ class AdmissionController:
                 time.
         """
         now_s = self._now_s()
-        self._reserve(ask, now_s)
+        self._reserve(request, now_s)
         try:
-            view = self._view(ask, now_s)
+            view = self._view(request, now_s)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
                 retry_after_s = min(decision.retry_after_s, MOST_RETRY_S)
                 raise Overloaded(decision.reason, retry_after_s, decision.kind)
-            return Entry(ask, decision, now_s, expected_tokens=view.output_tokens)
+            return Entry(request, decision, now_s, expected_tokens=view.output_tokens)
         except BaseException:  # policies can be third-party code
-            self.ledger.release(ask.request_id)
+            self.ledger.release(request.request_id)
             raise
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return a prompt of a request for the queue, with a ticket of the current time."""
-        ask = entry.ask
-        ticket = self._ticket(ask, entry.predicted.work_s / len(ask.needs), entry.since_s)
-        return Waiting(f"{ask.request_id}-{index}", ticket, ask.needs[index])
+        request = entry.request
+        ticket = self._ticket(request, entry.predicted.work_s / len(request.needs), entry.since_s)
+        return Waiting(f"{request.request_id}-{index}", ticket, request.needs[index])
 
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
@@ -168,43 +168,45 @@ class AdmissionController:
 
         The length of a completed request also improves the forecast.
         """
-        ask = entry.ask
-        self.ledger.settle(ask.request_id, entry.prompt_tokens + entry.output_tokens)
-        if entry.ended == sum(need.sequences for need in ask.needs):
+        request = entry.request
+        self.ledger.settle(request.request_id, entry.prompt_tokens + entry.output_tokens)
+        if entry.ended == sum(need.sequences for need in request.needs):
             self._outputs.add_sequence(
-                ask.tenant, entry.output_tokens // entry.ended, ask.max_tokens
+                request.tenant, entry.output_tokens // entry.ended, request.max_tokens
             )
 
-    def _reserve(self, ask: Ask, now_s: float) -> None:
-        tokens = sum(need.most_tokens for need in ask.needs)
-        shortage = self.ledger.reserve(ask.tenant, ask.request_id, tokens, now_s)
+    def _reserve(self, request: AdmissionRequest, now_s: float) -> None:
+        tokens = sum(need.most_tokens for need in request.needs)
+        shortage = self.ledger.reserve(request.tenant, request.request_id, tokens, now_s)
         if shortage is not None:
-            raise _quota_error(shortage, ask)
+            raise _quota_error(shortage, request)
 
-    def _view(self, ask: Ask, now_s: float) -> AdmissionView:
+    def _view(self, request: AdmissionRequest, now_s: float) -> AdmissionView:
         """Return the policy's view of a request, the workers and the queue."""
         bounds = self._bounds
         loads = [worker.backend.load() for worker in self._fleet.serving]
-        prompt_tokens = sum(need.prompt_tokens for need in ask.needs)
-        output_tokens = self._outputs.expected_tokens(ask.tenant, ask.max_tokens)
-        sequences = sum(need.sequences for need in ask.needs)
+        prompt_tokens = sum(need.prompt_tokens for need in request.needs)
+        output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
+        sequences = sum(need.sequences for need in request.needs)
         pool = pool_of(loads, prompt_tokens + output_tokens)
         return AdmissionView(
-            ask.fingerprint,
+            request.fingerprint,
             prompt_tokens,
             output_tokens,
             bounds.timeout_s,
             sequences,
-            ask.service,
-            ask.tenant,
-            ask.share,
-            self._is_sheddable(ask.service.priority),
-            ask.retries,
+            request.service,
+            request.tenant,
+            request.share,
+            self._is_sheddable(request.service.priority),
+            request.retries,
             pool,
-            self._queue_view(ask, work_s(pool, prompt_tokens, sequences * output_tokens), now_s),
+            self._queue_view(
+                request, work_s(pool, prompt_tokens, sequences * output_tokens), now_s
+            ),
         )
 
-    def _queue_view(self, ask: Ask, work_s: float, now_s: float) -> QueueView:
+    def _queue_view(self, request: AdmissionRequest, work_s: float, now_s: float) -> QueueView:
         """Return the queue as seen by a request.
 
         Args:
@@ -213,11 +215,11 @@ class AdmissionController:
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if not len(queue):
             return QueueView(capacity=most)
-        ticket = self._ticket(ask, work_s, now_s)
+        ticket = self._ticket(request, work_s, now_s)
         return QueueView(
             length=len(queue),
             capacity=most,
-            tenant_length=ordering.queued_of(ask.tenant),
+            tenant_length=ordering.queued_of(request.tenant),
             work_s=ordering.work_s,
             ahead_s=ordering.ahead_s(ticket, now_s),
             place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
@@ -229,32 +231,32 @@ class AdmissionController:
         least = self._bounds.shed_priority
         return least is not None and priority >= least
 
-    def _ticket(self, ask: Ask, work_s: float, since_s: float) -> Ticket:
+    def _ticket(self, request: AdmissionRequest, work_s: float, since_s: float) -> Ticket:
         """Return the ticket of a prompt.
 
         Args:
             since_s: time of the request's admission, when its target starts.
         """
-        target_s = ask.service.ttft_s
+        target_s = request.service.ttft_s
         return Ticket(
             next(self._keys),
             self._now_s(),
             since_s + (self._bounds.timeout_s if target_s is None else target_s),
-            ask.service.priority,
-            ask.tenant,
-            ask.share,
+            request.service.priority,
+            request.tenant,
+            request.share,
             work_s,
         )
 
 
-def _quota_error(shortage: Shortage, ask: Ask) -> GatewayError:
+def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
     """Return the error for a request that its quota does not allow."""
     what = f"{shortage.asked} {shortage.limit}"
     if shortage.retry_after_s is None:
         return InvalidRequest(
             f"the request may take {what}, and the key's quota never holds more than "
             f"{shortage.most}",
-            "max_tokens" if ask.max_tokens else "input",
+            "max_tokens" if request.max_tokens else "input",
         )
     return QuotaExceeded(
         f"the key's quota of {shortage.limit} does not allow {what} before "

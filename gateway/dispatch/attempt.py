@@ -26,7 +26,7 @@ from draftgate.gateway.telemetry.worker_spans import WorkerSpans, dispatch_span
 from draftgate.policies.routing.types import RouteView
 
 
-class _Booked(NamedTuple):
+class _Reserved(NamedTuple):
     """A prompt's worker after the reservation."""
 
     routed: Routed
@@ -79,7 +79,7 @@ class Attempt:
         entry.output_tokens += len(delta.token_ids)
         if delta.outcome is not None:
             entry.ended += 1
-            self._placer.learn(self.placed, delta.outcome)
+            self._placer.record_outcome(self.placed, delta.outcome)
 
 
 class Attempts:
@@ -100,7 +100,7 @@ class Attempts:
         self._watchdog = watchdog
 
     @asynccontextmanager
-    async def on(
+    async def start(
         self, routed: Routed, run: Run, index: int, request: GenerationRequest
     ) -> AsyncIterator[Attempt]:
         """Run a prompt on the worker that was reserved for it (`CentralQueue.turn`).
@@ -114,17 +114,17 @@ class Attempts:
             NoCapacity: other gateways have filled the workers. The request was not sent.
             BackendFailed: the worker failed or stalled.
         """
-        async with self._booked(routed, run, index, request) as booked:
-            worker = booked.routed.worker
+        async with self._reserved(routed, run, index, request) as reserved:
+            worker = reserved.routed.worker
 
             def first() -> None:
                 worker.started(request.request_id)
                 self._admission.answered(run.entry)
                 self._queue.pump()
 
-            placed = self._decide(booked, run, index, request)
+            placed = self._decide(reserved, run, index, request)
             with self._watchdog.watching(worker, run) as reading:
-                async with self._sent(run, placed, booked.reservation) as (deltas, spans):
+                async with self._sent(run, placed, reserved.reservation) as (deltas, spans):
                     if run.pace is not Pace.FULL:
                         worker.generating.set_pace(request.request_id, run.pace)
                     reading.waits()
@@ -135,9 +135,9 @@ class Attempts:
         return self._placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
     @asynccontextmanager
-    async def _booked(
+    async def _reserved(
         self, routed: Routed, run: Run, index: int, request: GenerationRequest
-    ) -> AsyncIterator[_Booked]:
+    ) -> AsyncIterator[_Reserved]:
         """Hold a lease on a worker until the block ends.
 
         The reservation may choose another worker than the router did, if other gateways have leased
@@ -152,7 +152,7 @@ class Attempts:
                 describe_route(span, routed)
             with run.span.child("reserve") as span:
                 tokens = _lease_tokens(request, run.entry.expected_tokens)
-                found = await self._leases.take(request_id, tokens, routed)
+                found = await self._leases.reserve(request_id, tokens, routed)
                 describe_reservation(span, found)
             chosen = found.lease and found.lease.worker_id
             if chosen not in {None, worker.worker_id}:
@@ -161,18 +161,20 @@ class Attempts:
                 worker.reserve(request_id, need_of(request))
                 view = partial(self.route_view, run, index, request)
                 self._queue.router.moved(view, worker)
-            yield _Booked(routed._replace(worker=worker), found)
+            yield _Reserved(routed._replace(worker=worker), found)
         finally:
             worker.release(request_id)
-            await self._leases.give_back(request_id)
+            await self._leases.release(request_id)
             self._queue.pump()
 
     def _decide(
-        self, booked: _Booked, run: Run, index: int, request: GenerationRequest
+        self, reserved: _Reserved, run: Run, index: int, request: GenerationRequest
     ) -> Placement:
         """Decide how far a prompt may speculate on its worker, and record the placement."""
         with run.span.child("decide") as span:
-            placed = self._placer.place(run.job, index, request, booked.routed, booked.reservation)
+            placed = self._placer.place(
+                run.job, index, request, reserved.routed, reserved.reservation
+            )
             describe_decision(span, placed.view, placed.load)
         run.place(index, placed)
         return placed

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.admission import AdmissionController, Ask
+from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest
 from draftgate.gateway.dispatch.attempt import Attempts
 from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.job import Job
@@ -97,7 +97,7 @@ class Dispatcher:
         """
         with span.child("admit") as admit:
             requests = await self._placer.size(job)
-            entry = self.admission.admit(_ask(job, requests))
+            entry = self.admission.admit(_admission_request(job, requests))
             if admit.recording:
                 admit.set(admission_attributes(entry))
         try:
@@ -109,9 +109,9 @@ class Dispatcher:
             self.admission.settle(entry)
 
 
-def _ask(job: Job, requests: Sequence[GenerationRequest]) -> Ask:
+def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:
     """Return the properties of a job that admission needs."""
-    return Ask(
+    return AdmissionRequest(
         job.request_id,
         tuple(map(need_of, requests)),
         max(request.sampling.max_tokens for request in requests),

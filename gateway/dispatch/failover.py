@@ -29,7 +29,7 @@ from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
-COMEBACK_S: Final = 15.0
+RECOVERY_S: Final = 15.0
 """The longest wait of a prompt that lost its worker for another worker, in seconds.
 
 A broken link is reopened within 5 s, and a process restarts a few seconds later. (Chosen, not
@@ -133,7 +133,7 @@ class Failover:
             routed = await self._turn(run, index, request, waiting, lost)
             before = output.tokens
             try:
-                async with self._attempts.on(routed, run, index, request) as attempt:
+                async with self._attempts.start(routed, run, index, request) as attempt:
                     if lost is not None:
                         _record_resume(run, index, lost, attempt.placed)
                     async for delta in attempt.deltas:
@@ -146,7 +146,7 @@ class Failover:
                 return
             except NoCapacity:
                 self._queue.hold()
-                waiting = waiting.on(since_s)
+                waiting = waiting.retried(since_s)
                 continue
             except BackendFailed as error:
                 if output.is_complete:
@@ -157,7 +157,7 @@ class Failover:
                     losses.append(Loss(lost.placed.worker.worker_id, output.tokens - before))
                 await self._check(run, lost, losses, output)
             request = output.rest(f"{run.requests[index].request_id}.{number}")
-            waiting = waiting.again(request.request_id, need_of(request), frozenset(avoid))
+            waiting = waiting.for_rest(request.request_id, need_of(request), frozenset(avoid))
 
     async def _turn(
         self,
@@ -183,7 +183,7 @@ class Failover:
                     if lost is None:
                         raise
                     waits = isinstance(error, BackendFailed)
-                    if waits and await self._comeback(lambda: bool(self._fleet.serving)):
+                    if waits and await self._wait_for(lambda: bool(self._fleet.serving)):
                         continue
                     run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
                     raise BackendFailed(f"{lost.error}; afterwards: {error}") from error
@@ -197,7 +197,7 @@ class Failover:
             BackendFailed: the prompt cannot continue.
         """
         why = self._given_up(lost, losses, output)
-        if why in _MAY_PASS and await self._comeback(
+        if why in _MAY_PASS and await self._wait_for(
             lambda: self._given_up(lost, losses, output) is None
         ):
             return
@@ -217,13 +217,13 @@ class Failover:
             return GivenUp.UNABLE
         return given_up(losses, self._most_resumes, len(self._fleet.open))
 
-    async def _comeback(self, ready: Callable[[], bool]) -> bool:
+    async def _wait_for(self, ready: Callable[[], bool]) -> bool:
         """Wait for a condition while workers may join.
 
         Returns:
             Whether the condition became true in time.
         """
-        for _ in range(round(COMEBACK_S / CHECK_INTERVAL_S)):
+        for _ in range(round(RECOVERY_S / CHECK_INTERVAL_S)):
             if ready() or not self._fleet.may_grow:
                 break
             await asyncio.sleep(CHECK_INTERVAL_S)

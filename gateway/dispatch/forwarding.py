@@ -16,7 +16,7 @@ from typing import Final
 
 from draftgate.backends.base import TokenUsage, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
-from draftgate.gateway.dispatch.admission import AdmissionController, Ask, Entry
+from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.upstream_answer import (
@@ -58,26 +58,26 @@ class ForwardJob:
         view: the speculation policy's view of the request.
     """
 
-    ask: Ask
+    request: AdmissionRequest
     call: UpstreamCall
     view: RequestView
 
     @property
     def need(self) -> CapacityNeed:
         """The capacity that the request needs on an upstream, with one prompt."""
-        (need,) = self.ask.needs
+        (need,) = self.request.needs
         return need
 
     @property
     def limits(self) -> TokenUsage:
         """Estimated tokens of the prompt, and maximum tokens of all choices."""
-        return TokenUsage(self.need.prompt_tokens, 0, self.need.sequences * self.ask.max_tokens)
+        return TokenUsage(self.need.prompt_tokens, 0, self.need.sequences * self.request.max_tokens)
 
     def route_view(self, expected_tokens: float) -> RouteView:
         """Return the routing policy's view of the request."""
         need = self.need
         return RouteView(
-            self.view, need.most_tokens, expected_tokens, need.sequences, self.ask.tenant
+            self.view, need.most_tokens, expected_tokens, need.sequences, self.request.tenant
         )
 
 
@@ -154,7 +154,7 @@ class Forwarder:
         if not self._fleet.open:
             raise self._no_upstream()
         with span.child("admit"):
-            entry = self._admission.admit(job.ask)
+            entry = self._admission.admit(job.request)
         try:
             async with self._turn(job, entry, span) as place:
                 entry.prompt_tokens = job.limits.prompt
@@ -164,7 +164,7 @@ class Forwarder:
                     try:
                         yield answer
                     finally:
-                        _book(entry, answer)
+                        _record_usage(entry, answer)
         except (UpstreamBusy, UpstreamUnavailable):  # an upstream that refuses has computed nothing
             entry.prompt_tokens = 0
             raise
@@ -207,7 +207,7 @@ class Forwarder:
         try:
             place.move(routed.worker)
             if pool is not None:
-                self._pools.record(job.ask.request_id, routed.worker, pool, routed.route)
+                self._pools.record(job.request.request_id, routed.worker, pool, routed.route)
             yield place
         finally:
             place.move(None)
@@ -215,7 +215,7 @@ class Forwarder:
 
     def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:
         """Return the decision about speculation, or None without a choice."""
-        if not job.ask.max_tokens:  # embeddings have no drafts
+        if not job.request.max_tokens:  # embeddings have no drafts
             return None
         if len(self._queue):  # either pool may later be the first with capacity
             return self._pools.choose(job.view, lambda _: False)
@@ -273,10 +273,10 @@ class Forwarder:
             tried: ids of upstreams that were already called, used only if no other is left.
             again: whether upstreams that were already called may be used.
         """
-        there = [(worker, worker.usage) for worker in self._fleet.open]
-        there = [(worker, usage) for worker, usage in there if place.fits(usage)]
-        fresh = [pair for pair in there if pair[0].worker_id not in tried]
-        called = [pair for pair in there if tried.count(pair[0].worker_id) < MOST_CALLS]
+        usable = [(worker, worker.usage) for worker in self._fleet.open]
+        usable = [(worker, usage) for worker, usage in usable if place.fits(usage)]
+        fresh = [pair for pair in usable if pair[0].worker_id not in tried]
+        called = [pair for pair in usable if tried.count(pair[0].worker_id) < MOST_CALLS]
         found = fresh or (called if again else [])
         return [pair for pair in found if pair[0].worker_id not in place.avoid] or found
 
@@ -313,8 +313,8 @@ def _with_pool(
     return replace(answer, headers={**answer.headers, **pool.headers(worker)}, plan=pool.plan)
 
 
-def _book(entry: Entry, answer: UpstreamAnswer) -> None:
+def _record_usage(entry: Entry, answer: UpstreamAnswer) -> None:
     usage = answer.usage()
     entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
     if not answer.is_error and not answer.exchange.error_sent:
-        entry.ended = sum(need.sequences for need in entry.ask.needs)
+        entry.ended = sum(need.sequences for need in entry.request.needs)

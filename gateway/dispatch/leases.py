@@ -37,7 +37,7 @@ class Leases:
         self._shared = shared
         self._held: dict[str, Lease] = {}
 
-    async def take(self, request_id: str, tokens: int, routed: Routed) -> Reservation:
+    async def reserve(self, request_id: str, tokens: int, routed: Routed) -> Reservation:
         """Reserve tokens of prompt and output for a request.
 
         Any earlier lease of the request ends. If the store does not know the worker, or knows
@@ -56,7 +56,7 @@ class Leases:
             self._held[request_id] = found.lease
         return found
 
-    async def give_back(self, request_id: str) -> None:
+    async def release(self, request_id: str) -> None:
         """End the lease of a request, even after a failed reservation.
 
         The method is idempotent.

@@ -153,7 +153,7 @@ class Placer:
         """
         worker = routed.worker
         load = project_load(worker.backend.load(), reservation.behind_tokens, self._usual.need)
-        self._note(request, reservation)
+        self._record_size(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if job.task is Task.EMBED:
             plan = NOTHING_TO_DRAFT
@@ -166,7 +166,7 @@ class Placer:
             )
         return Placement(request.planned(plan), worker, view, load)
 
-    def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+    def record_outcome(self, placed: Placement, outcome: SpeculationOutcome) -> None:
         """Record the acceptance of a choice's drafts, unless a grammar forced them."""
         request = placed.request
         if request.grammar is None:
@@ -178,7 +178,7 @@ class Placer:
                 histogram=outcome.acceptance_histogram,
             )
 
-    def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
+    def _record_size(self, request: GenerationRequest, reservation: Reservation) -> None:
         """Record the size of a request, to estimate requests that other gateways have leased."""
         if reservation.lease is not None:
             self._usual.add_request(replace(need_of(request), most_tokens=reservation.lease.tokens))

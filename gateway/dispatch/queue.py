@@ -38,11 +38,11 @@ class Waiting:
     avoid: frozenset[str] = frozenset()
     since_s: float | None = None
 
-    def again(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
+    def for_rest(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
         """Return the rest of the request, with the same place in the queue."""
         return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
-    def on(self, since_s: float) -> Waiting:
+    def retried(self, since_s: float) -> Waiting:
         """Return the request for another wait with the same place, because it was not sent.
 
         Args:
@@ -166,9 +166,9 @@ class CentralQueue:
         """
         if not self._held:
             self._held = True
-            asyncio.get_running_loop().call_later(HELD_S, self._go_on)
+            asyncio.get_running_loop().call_later(HELD_S, self._end_hold)
 
-    def _go_on(self) -> None:
+    def _end_hold(self) -> None:
         self._held = False
         self.pump()
 
@@ -179,12 +179,12 @@ class CentralQueue:
         need, open_ = waiting.need, self._fleet.open
         if waiting.avoid:
             open_ = [w for w in open_ if w.worker_id not in waiting.avoid] or open_
-        there = [(worker, worker.usage) for worker in open_]
-        there = [(worker, at) for worker, at in there if has_capacity(at, need)]
-        if not there:
+        usable = [(worker, worker.usage) for worker in open_]
+        usable = [(worker, at) for worker, at in usable if has_capacity(at, need)]
+        if not usable:
             return None
         routed = self.router.choose(
-            view, there, alone=len(self._fleet.workers) == 1, rivals=self._fleet.rivals
+            view, usable, alone=len(self._fleet.workers) == 1, rivals=self._fleet.rivals
         )
         routed.worker.reserve(waiting.request_id, need)
         return routed

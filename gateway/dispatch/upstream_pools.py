@@ -63,9 +63,11 @@ class UpstreamPools:
         Args:
             has_capacity: whether an upstream with this usage can run the request now.
         """
-        there = [(worker, worker.usage) for worker in self._fleet.open]
-        drafting = [pair for pair in there if _pool_of(pair[1].load) is ReplicaPool.SPECULATING]
-        plain = [pair for pair in there if _pool_of(pair[1].load) is ReplicaPool.PLAIN]
+        open_upstreams = [(worker, worker.usage) for worker in self._fleet.open]
+        drafting = [
+            pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.SPECULATING
+        ]
+        plain = [pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.PLAIN]
         if not drafting or not plain:
             return None
         state = _state(drafting, has_capacity)

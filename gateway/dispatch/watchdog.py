@@ -61,13 +61,13 @@ class Reading:
         """Whether the worker owes a delta."""
         return self.reader is not None and self._run.pace is not Pace.PAUSED
 
-    def look(self, load: WorkerLoad) -> None:
+    def check(self, load: WorkerLoad) -> None:
         """Interrupt the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
         if self._silence.look(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
-            self.wake("the worker sent no more deltas for a running stream")
+            self.interrupt("the worker sent no more deltas for a running stream")
 
-    def wake(self, reason: str) -> None:
+    def interrupt(self, reason: str) -> None:
         """Make the waiting reader raise `WorkerStalled`."""
         reader = self.reader
         if reader is not None:
@@ -98,20 +98,20 @@ class _Watched:
         """Whether the watchdog can stop checking the worker."""
         return not self.readings and not self.worker.hung
 
-    def look(self) -> None:
+    def check(self) -> None:
         if self.worker.backend.failure is not None:  # the streams of the worker get its error
             self.worker.hung, self._silence = False, WorkerSilence()
             return
         load, readings = self.worker.backend.load(), tuple(self.readings)
         owes = any(reading.is_owed for reading in readings)
-        self._note(self._silence.look(load, CHECK_INTERVAL_S, owes=owes))
+        self._set_hung(self._silence.look(load, CHECK_INTERVAL_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
-                reading.wake("the worker completes no further step")
+                reading.interrupt("the worker completes no further step")
             else:
-                reading.look(load)
+                reading.check(load)
 
-    def _note(self, hung: bool) -> None:
+    def _set_hung(self, hung: bool) -> None:
         """Set whether the worker hangs, and log changes."""
         if hung and not self.worker.hung:
             log(logging.ERROR, "worker hangs", worker=self.worker.worker_id)
@@ -142,7 +142,7 @@ class Watchdog:
             watched = self._watched[worker] = _Watched(worker)
         reading = Reading(run)
         watched.readings[reading] = None
-        self._go_on()
+        self._schedule()
         try:
             yield reading
         except asyncio.CancelledError:
@@ -153,18 +153,18 @@ class Watchdog:
         finally:
             del watched.readings[reading]
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         self._timer = None
         try:
             for worker, watched in tuple(self._watched.items()):
-                watched.look()
+                watched.check()
                 if watched.is_over:
                     del self._watched[worker]
         finally:
-            self._go_on()
+            self._schedule()
 
-    def _go_on(self) -> None:
+    def _schedule(self) -> None:
         if self._watched and self._timer is None:
             loop = asyncio.get_running_loop()
             # An empty context keeps request ids out of the log lines.
-            self._timer = loop.call_later(CHECK_INTERVAL_S, self._look, context=Context())
+            self._timer = loop.call_later(CHECK_INTERVAL_S, self._check_all, context=Context())

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.accounts import Account
-from draftgate.gateway.dispatch.admission import Ask
+from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, invalid
 from draftgate.gateway.http.slow_readers import SlowReaders
@@ -52,10 +52,12 @@ def fingerprint(tenant: str, body: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-Asked = TypeVar("Asked", Job, Ask)
+AnyRequest = TypeVar("AnyRequest", Job, AdmissionRequest)
 
 
-def for_account(asked: Asked, account: Account, body: bytes, retries: int | None) -> Asked:
+def for_account(
+    request: AnyRequest, account: Account, body: bytes, retries: int | None
+) -> AnyRequest:
     """Return a request with the name, share and bounds of its account.
 
     The function is thread-safe.
@@ -64,8 +66,8 @@ def for_account(asked: Asked, account: Account, body: bytes, retries: int | None
         retries: how often the client has sent the request before, or None if unknown.
     """
     return replace(
-        asked,
-        service=account.capped(asked.service),
+        request,
+        service=account.capped(request.service),
         tenant=account.name,
         share=account.share,
         fingerprint=fingerprint(account.name, body),

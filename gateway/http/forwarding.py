@@ -11,8 +11,8 @@ from aiohttp import web
 
 from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
-from draftgate.gateway.accounts import EVERYBODY, Account
-from draftgate.gateway.dispatch.admission import Ask
+from draftgate.gateway.accounts import ANONYMOUS, Account
+from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.forwarding import ForwardJob
 from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
 from draftgate.gateway.errors import NotOffered, UpstreamBroken, as_gateway_error
@@ -116,7 +116,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
     """
     node = request.app[NODE]
     with node.dispatcher.counted():
-        _, body = await _read(request, node, EVERYBODY)
+        _, body = await _read(request, node, ANONYMOUS)
         call = _call(request, body, NO_SPAN, service_level(request.headers))._replace(sequences=0)
         async with node.forwarder.run_uncounted(call) as answer:
             if answer.status in missing:
@@ -254,21 +254,24 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span)
     service = account.capped(replace(service_level(request.headers), priority=fields.priority))
     prompt, output = fields.prompt_tokens, fields.max_tokens
     need = CapacityNeed(fields.n, prompt, (prompt + output) * fields.n, service.tpot_s)
-    ask = for_account(
-        Ask(new_id(), (need,), output, service), account, body, retry_count(request.headers)
+    admission = for_account(
+        AdmissionRequest(new_id(), (need,), output, service),
+        account,
+        body,
+        retry_count(request.headers),
     )
     call = _call(request, body, span, service)._replace(sequences=fields.n)
     wanted = fields.temperature, fields.mode, fields.max_draft_tokens
-    return ForwardJob(ask, call, RequestView(prompt, output, *wanted, service))
+    return ForwardJob(admission, call, RequestView(prompt, output, *wanted, service))
 
 
 def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:
     """Return the call to the upstream, with the service level of the account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-    asked = service_level(request.headers)
-    if service.ttft_s is not None and service.ttft_s != asked.ttft_s:
+    client_service = service_level(request.headers)
+    if service.ttft_s is not None and service.ttft_s != client_service.ttft_s:
         headers[TTFT_HEADER] = f"{service.ttft_s * 1e3:g}"
-    if service.tpot_s is not None and service.tpot_s != asked.tpot_s:
+    if service.tpot_s is not None and service.tpot_s != client_service.tpot_s:
         headers[TPOT_HEADER] = f"{service.tpot_s * 1e3:g}"
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     headers.update(span.propagation())

@@ -11,7 +11,7 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.accounts import EVERYBODY
+from draftgate.gateway.accounts import ANONYMOUS
 from draftgate.gateway.errors import (
     Draining,
     GatewayError,
@@ -114,7 +114,7 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
         Unauthorized: keys are required, and the request has no known key.
     """
     accounts = request.app[NODE].accounts
-    request[ACCOUNT] = EVERYBODY
+    request[ACCOUNT] = ANONYMOUS
     if is_peer(request):
         return await handler(request)
     if accounts.required and request.path not in OPEN_PATHS:

@@ -40,17 +40,17 @@ class WorkerActor:
         context = ray.get_runtime_context()
         self._host = str(ray.util.get_node_ip_address())
         self._gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
-        self._again = _was_restarted(context)
+        self._restarted = _was_restarted(context)
         self._notice = Notice()
         self._was_ready = self._stopping = False
-        here = replace(given, config=replace(given.config, host=self._host))
-        self._child = _start(here, self._gpus)
+        local = replace(given, config=replace(given.config, host=self._host))
+        self._child = _start(local, self._gpus)
         self._watch = threading.Thread(target=self._until_end, name="watch", daemon=True)
         self._watch.start()
 
     def status(self) -> WorkerStatus:
         """Return the status of the worker."""
-        return WorkerStatus(self._host, self._gpus, self._child.pid, self._again, self._notice)
+        return WorkerStatus(self._host, self._gpus, self._child.pid, self._restarted, self._notice)
 
     def stop(self) -> int:
         """Drain the worker, end its process, and return its exit status.
@@ -71,7 +71,7 @@ class WorkerActor:
         status = self._child.wait()
         if self._stopping:
             return
-        if not self._was_ready and not self._again:
+        if not self._was_ready and not self._restarted:
             # The order itself is wrong, so report the failure instead of letting Ray retry.
             reason = self._notice.failure or f"exit status {status}"
             self._notice = Notice(failure=reason)

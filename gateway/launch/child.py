@@ -31,15 +31,15 @@ from draftgate.gateway.telemetry.logs import configure
 
 FAILED: Final = 1
 
-LOOK_S: Final = 1.0
+CHECK_S: Final = 1.0
 """Interval of checking the pool, which equals the interval of the workers' reports."""
 
-HURRY_S: Final = 10.0
+FORCE_EXIT_S: Final = 10.0
 """Time to stop after the actor is gone, in seconds, before the process exits by force.
 
 The GPU may already belong to another actor, and no streams are left. (Chosen, not tuned.)"""
 
-AGAIN_S: Final = 0.2
+SECOND_SIGNAL_S: Final = 0.2
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ async def _report(where: Listening, notices: _NoticeWriter) -> None:
     while True:
         joined = await _is_joined(where.node, joined)
         notices.write(Notice(where.url, joined))
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_S)
 
 
 async def _is_joined(node: Node, before: bool) -> bool:
@@ -100,8 +100,8 @@ async def _is_joined(node: Node, before: bool) -> bool:
     snapshot = await node.store.snapshot()
     if snapshot.degraded:
         return before
-    there = {view.worker_id: view.report.epoch for view in snapshot.workers}
-    return all(there.get(worker.worker_id) == worker.epoch for worker in node.fleet.own)
+    listed = {view.worker_id: view.report.epoch for view in snapshot.workers}
+    return all(listed.get(worker.worker_id) == worker.epoch for worker in node.fleet.own)
 
 
 class _NoticeWriter:
@@ -130,9 +130,9 @@ def _end_with_actor() -> None:
         pass
     # The second signal skips draining. Two simultaneous signals would count as one.
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(AGAIN_S)
+    time.sleep(SECOND_SIGNAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(HURRY_S)
+    time.sleep(FORCE_EXIT_S)
     os._exit(FAILED)
 
 

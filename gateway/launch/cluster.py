@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from draftgate.gateway.launch.actor import WorkerActor
-from draftgate.gateway.launch.messages import Need, Order, Restarting, WorkerGone, WorkerStatus
-from draftgate.gateway.launch.plan import number_in
+from draftgate.gateway.launch.messages import Order, Resources, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.plan import worker_number
 
 NAMESPACE: Final = "draftgate"
 """The Ray namespace of the actors' names."""
@@ -20,7 +20,7 @@ NAMESPACE: Final = "draftgate"
 CALLS: Final = 4
 """Concurrent calls of an actor, for a status and for two calls that wait for the worker to stop."""
 
-ANSWER_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0
 """Timeout of a connection to the head of a Ray cluster, as in Ray's own first attempt."""
 
 
@@ -60,7 +60,7 @@ def _check_answers(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 class Actor:
@@ -77,7 +77,7 @@ class Actor:
         Raises:
             Restarting, WorkerGone: the actor has exited.
         """
-        status: WorkerStatus = await _answer(self._handle.status.remote())
+        status: WorkerStatus = await _await_call(self._handle.status.remote())
         return status
 
     async def stop(self) -> int:
@@ -88,7 +88,7 @@ class Actor:
         Raises:
             Restarting, WorkerGone: the actor has exited.
         """
-        code: int = await _answer(self._handle.stop.remote())
+        code: int = await _await_call(self._handle.stop.remote())
         return code
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class Actor:
         ray.kill(self._handle, no_restart=True)
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
+async def _await_call(call: Awaitable[Any]) -> Any:
     try:
         return await call
     except ActorUnavailableError:
@@ -108,7 +108,7 @@ async def _answer(call: Awaitable[Any]) -> Any:
         raise WorkerGone(_first_line(error)) from None
 
 
-def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
+def start(orders: Mapping[str, Order], need: Resources) -> list[Actor]:
     """Create an actor for each worker, which Ray places as resources become available.
 
     Args:
@@ -128,7 +128,7 @@ def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
     return actors
 
 
-def _start(name: str, order: Order, need: Need) -> Actor:
+def _start(name: str, order: Order, need: Resources) -> Actor:
     options = ray.remote(WorkerActor).options(
         name=name,
         num_cpus=need.cpus,
@@ -142,9 +142,9 @@ def _start(name: str, order: Order, need: Need) -> Actor:
     return Actor(name, options.remote(order.encoded()))
 
 
-def found(pool: str) -> dict[int, Actor]:
+def find_actors(pool: str) -> dict[int, Actor]:
     """Return the actors of a pool by worker number, in increasing order."""
-    names = {number_in(pool, name): name for name in ray.util.list_named_actors()}
+    names = {worker_number(pool, name): name for name in ray.util.list_named_actors()}
     numbers = sorted(number for number in names if number is not None)
     return {number: Actor(names[number], ray.get_actor(names[number])) for number in numbers}
 

@@ -12,17 +12,17 @@ from typing import Final, Protocol
 from draftgate.gateway.app import Signals, until_signal
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 """Interval of reading a worker's status."""
 
-ANSWER_S: Final = 5.0
+STATUS_TIMEOUT_S: Final = 5.0
 """Timeout of a status. Actors respond within milliseconds, so an actor without a response has not
 been placed. (Chosen, not tuned.)"""
 
-LAST_S: Final = 15.0
+STOP_TIMEOUT_S: Final = 15.0
 """Time for workers to stop after the second signal. Their processes take at most 10 s."""
 
-FINE: Final = frozenset({0, -signal.SIGTERM})
+CLEAN_STATUSES: Final = frozenset({0, -signal.SIGTERM})
 """Exit statuses of a stopped worker. A worker that did not listen yet has the second status."""
 
 
@@ -87,7 +87,7 @@ class LaunchedWorker:
         self._status: WorkerStatus | None = None
         self._shown = ""
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Read the status of the worker, after waiting until Ray has placed it."""
         try:
             status = await self.actor.status()
@@ -97,7 +97,7 @@ class LaunchedWorker:
             self._note(State.LOST, str(error))
         else:
             self._status = status
-            self._note(state_of(status))
+            self._note(worker_state(status))
 
     async def stop(self) -> None:
         """Drain the worker if it serves, end its actor, and print the outcome."""
@@ -109,7 +109,7 @@ class LaunchedWorker:
         except (Restarting, WorkerGone) as error:
             self._note(State.LOST, str(error))
         else:
-            if code in FINE:
+            if code in CLEAN_STATUSES:
                 self._note(State.STOPPED)
             else:
                 self._note(State.LOST, f"exit status {code}")
@@ -129,7 +129,7 @@ class LaunchedWorker:
 
     def _note(self, state: State, reason: str = "") -> None:
         self.state = state
-        line = line_of(self.actor.name, state, self._status, reason)
+        line = status_line(self.actor.name, state, self._status, reason)
         if line != self._shown:
             self._shown = line
             self._show(line)
@@ -148,7 +148,7 @@ class Launcher:
             show: a function that prints a line.
         """
         self.workers = [LaunchedWorker(actor, show) for actor in actors]
-        self._looked = asyncio.Event()
+        self._polled = asyncio.Event()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -174,18 +174,18 @@ class Launcher:
         """Wait until all workers have ended."""
         await self._until(lambda: self._are(OVER))
 
-    async def look_once(self) -> None:
+    async def poll_once(self) -> None:
         """Read the status of all workers once.
 
         Workers that Ray has not placed do not respond.
         """
 
-        async def look(worker: LaunchedWorker) -> None:
+        async def poll(worker: LaunchedWorker) -> None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    await worker.look()
+                async with asyncio.timeout(STATUS_TIMEOUT_S):
+                    await worker.poll()
 
-        await asyncio.gather(*map(look, self.workers))
+        await asyncio.gather(*map(poll, self.workers))
 
     async def stop(self, hurry: asyncio.Event) -> bool:
         """Drain all workers concurrently, and return whether all stopped cleanly.
@@ -200,7 +200,7 @@ class Launcher:
         hurried.cancel()
         if not stopped.done():
             tasks |= {asyncio.create_task(worker.hurry()) for worker in self.workers}
-            await asyncio.wait({stopped}, timeout=LAST_S)
+            await asyncio.wait({stopped}, timeout=STOP_TIMEOUT_S)
             for task in tasks:
                 task.cancel()
             await _all(tasks)
@@ -210,14 +210,14 @@ class Launcher:
 
     async def _follow(self, worker: LaunchedWorker) -> None:
         while worker.state not in OVER:
-            await worker.look()
-            self._looked.set()
-            await asyncio.sleep(LOOK_S)
+            await worker.poll()
+            self._polled.set()
+            await asyncio.sleep(POLL_S)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._looked.clear()
-            await self._looked.wait()
+            self._polled.clear()
+            await self._polled.wait()
 
     def _are(self, states: frozenset[State] | set[State]) -> bool:
         return all(worker.state in states for worker in self.workers)
@@ -261,31 +261,31 @@ async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
     """Drain running workers, and return whether all stopped cleanly."""
     signals = Signals()
     launcher = Launcher(actors, show)
-    await launcher.look_once()
+    await launcher.poll_once()
     return await launcher.stop(signals.first)
 
 
-async def look(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
+async def show_status(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
     """Print the state of workers, and return whether all have joined."""
     launcher = Launcher(actors, show)
-    await launcher.look_once()
+    await launcher.poll_once()
     for worker in launcher.workers:
         if worker.state is State.WAITING:
-            show(line_of(worker.actor.name, worker.state, None))
+            show(status_line(worker.actor.name, worker.state, None))
     return all(worker.state is State.JOINED for worker in launcher.workers)
 
 
-def state_of(status: WorkerStatus) -> State:
+def worker_state(status: WorkerStatus) -> State:
     """Return the state of a worker from its status."""
     notice = status.notice
-    if notice.failure and not status.again:
+    if notice.failure and not status.restarted:
         return State.FAILED
     if not notice.url:
         return State.LOADING
     return State.JOINED if notice.joined else State.READY
 
 
-def line_of(name: str, state: State, status: WorkerStatus | None, reason: str = "") -> str:
+def status_line(name: str, state: State, status: WorkerStatus | None, reason: str = "") -> str:
     """Return the printed line about a worker.
 
     Args:
@@ -298,7 +298,7 @@ def line_of(name: str, state: State, status: WorkerStatus | None, reason: str = 
         words.append(status.notice.url or status.host)
         if status.gpus:
             words.append("GPU " + ",".join(status.gpus))
-        if status.again and state not in OVER:
+        if status.restarted and state not in OVER:
             words.append("(restarted)")
     if reason and state in OVER:
         words.append(f"({reason})")

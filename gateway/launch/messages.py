@@ -21,7 +21,7 @@ class WorkerGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Resources:
     """The resources that Ray reserves for each worker.
 
     Attributes:
@@ -86,12 +86,12 @@ class WorkerStatus:
         host: address of its Ray node.
         gpus: the GPUs that Ray assigned.
         pid: process id of the child.
-        again: whether Ray has restarted the actor.
+        restarted: whether Ray has restarted the actor.
         notice: the last notice of the child.
     """
 
     host: str
     gpus: tuple[str, ...]
     pid: int
-    again: bool
+    restarted: bool
     notice: Notice

@@ -21,7 +21,7 @@ _DECIDED: Final = {
 LAST_PORT: Final = 65535
 
 
-def name_of(pool: str, number: int) -> str:
+def actor_name(pool: str, number: int) -> str:
     """Return the name of an actor.
 
     Names of pools contain no slash.
@@ -29,13 +29,13 @@ def name_of(pool: str, number: int) -> str:
     return f"{pool}/{number}"
 
 
-def number_in(pool: str, name: str) -> int | None:
+def worker_number(pool: str, name: str) -> int | None:
     """Return the number in the name of an actor of this pool, or None for other names."""
     of, _, number = name.rpartition("/")
     return int(number) if of == pool and number.isdecimal() else None
 
 
-def orders_of(
+def worker_orders(
     given: EffectiveConfig, numbers: Sequence[int], cpus: float, environ: Mapping[str, str]
 ) -> dict[str, Order]:
     """Return the order of each worker, by the name of its actor.
@@ -65,7 +65,7 @@ def orders_of(
     threads = max(1, int(cpus)) if config.threads is None else config.threads
     secret = environ.get(config.peer_secret_env) if config.peer_secret_env else None
     return {
-        name_of(config.pool, number): Order(
+        actor_name(config.pool, number): Order(
             config=replace(config, port=first and first + number, threads=threads), secret=secret
         )
         for number in numbers

@@ -59,7 +59,7 @@ class GuardedCalls:
     def __init__(
         self,
         probe: Call[object],
-        back: Call[None],
+        on_recovery: Call[None],
         *,
         clock: Callable[[], float],
         uniform: Callable[[], float],
@@ -70,28 +70,28 @@ class GuardedCalls:
 
         Args:
             probe: the call that tests whether the server has recovered.
-            back: a callback after the server has recovered.
+            on_recovery: a callback after the server has recovered.
             clock: a monotonic clock, in seconds.
             uniform: a function that draws from [0, 1), for jitter.
             patience: the limits of the breaker.
             deadline_s: deadline of a call, in seconds.
         """
         self._probe = probe
-        self._back = back
+        self._on_recovery = on_recovery
         self._clock = clock
         self._uniform = uniform
         self._first_pause_s = patience.first_pause_s
         self._deadline_s = deadline_s
         self._breaker = Breaker(patience)
         self._calls: set[asyncio.Task[Any]] = set()
-        self._returning: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
 
     @property
     def outage(self) -> str | None:
         """The reason why the breaker is open, or None while it is closed."""
         return self._breaker.reason
 
-    async def ask(self, call: Call[T], when_late: Callable[[], None] = lambda: None) -> T:
+    async def run(self, call: Call[T], when_late: Callable[[], None] = lambda: None) -> T:
         """Return the result of a call.
 
         Args:
@@ -104,19 +104,19 @@ class GuardedCalls:
             raise StoreError(self.outage)
         if len(self._calls) >= MOST_CALLS:
             raise StoreError("too many calls wait for the state store")
-        return await self._ask(call, when_late)
+        return await self._run(call, when_late)
 
     async def close(self) -> None:
         """Cancel all calls.
 
         The method is idempotent.
         """
-        ending = [*self._calls, *([self._returning] if self._returning else [])]
+        ending = [*self._calls, *([self._recovering] if self._recovering else [])]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _ask(self, call: Call[T], when_late: Callable[[], None]) -> T:
+    async def _run(self, call: Call[T], when_late: Callable[[], None]) -> T:
         task = asyncio.create_task(call())
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -124,7 +124,7 @@ class GuardedCalls:
             end = await _wait_for_answer(task, self._deadline_s, self._clock)
         finally:
             if not task.done():
-                task.add_done_callback(partial(_came_late, when_late))
+                task.add_done_callback(partial(_on_late_result, when_late))
         if end is _Wait.STALLED:
             raise StoreError("the event loop stalled")
         if end is _Wait.TIMED_OUT:
@@ -141,20 +141,20 @@ class GuardedCalls:
 
     def _failed(self, reason: str, *, timeout: bool) -> None:
         self._breaker.failed(reason, self._clock(), timeout=timeout)
-        if self.outage is not None and self._returning is None:
+        if self.outage is not None and self._recovering is None:
             # An empty context keeps request ids out of the log lines.
-            self._returning = asyncio.create_task(self._return(), context=Context())
+            self._recovering = asyncio.create_task(self._recover(), context=Context())
 
-    async def _return(self) -> None:
-        """Wait until the server has recovered, and then call `back`."""
+    async def _recover(self) -> None:
+        """Wait until the server has recovered, and then call `on_recovery`."""
         try:
             while self.outage is not None:
-                await self._outlast()
-                await self._back()
+                await self._probe_until_up()
+                await self._on_recovery()
         finally:
-            self._returning = None
+            self._recovering = None
 
-    async def _outlast(self) -> None:
+    async def _probe_until_up(self) -> None:
         """Probe until the server responds."""
         since_s = self._clock()
         log(logging.WARNING, "state store is unavailable", reason=self.outage)
@@ -162,11 +162,11 @@ class GuardedCalls:
             pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
             await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
             with suppress(StoreError):
-                await self._ask(self._probe, lambda: None)
+                await self._run(self._probe, lambda: None)
         log(logging.INFO, "state store recovered", after_s=round(self._clock() - since_s, 3))
 
 
-def _came_late(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:
+def _on_late_result(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is None:
         when_late()
 

@@ -73,11 +73,11 @@ class GuardedStore:
         self._clock = clock
         self._mirror = MemoryStore(clock, stale_s=math.inf)
         self._ttl_s = FORGET_S
-        self._owed: dict[str, float] = {}
-        self._settling: asyncio.Task[None] | None = None
+        self._pending: dict[str, float] = {}
+        self._sending: asyncio.Task[None] | None = None
         self._calls = GuardedCalls(
             self._probe,
-            self._give_back,
+            self._restore_leases,
             clock=clock,
             uniform=uniform,
             patience=patience,
@@ -93,7 +93,7 @@ class GuardedStore:
         """Replace a worker's report, as `Store.publish` describes."""
         known = await self._mirror.publish(report)
         try:
-            return await self._calls.ask(partial(self._remote.publish, report))
+            return await self._calls.run(partial(self._remote.publish, report))
         except StoreError:
             return known
 
@@ -101,7 +101,7 @@ class GuardedStore:
         """Remove a worker from the pool, as `Store.withdraw` describes."""
         await self._mirror.withdraw(worker_id, epoch, seq)
         try:
-            await self._calls.ask(partial(self._remote.withdraw, worker_id, epoch, seq))
+            await self._calls.run(partial(self._remote.withdraw, worker_id, epoch, seq))
         except StoreError:
             return
 
@@ -111,11 +111,11 @@ class GuardedStore:
         Workers that the remote store has lost remain listed for `STALE_S`.
         """
         try:
-            found = await self._calls.ask(self._remote.snapshot)
+            found = await self._calls.run(self._remote.snapshot)
         except StoreError:
             return replace(await self._mirror.snapshot(), degraded=True)
         for view in found.workers:
-            self._mirror.learn(view.report, view.age_s)
+            self._mirror.add_report(view.report, view.age_s)
         self._mirror.gateways = found.gateways
         missing = await self._missing_from(found)
         workers = sorted((*found.workers, *missing), key=lambda view: view.worker_id)
@@ -125,11 +125,11 @@ class GuardedStore:
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
-        self._owed.pop(request_id, None)
+        self._pending.pop(request_id, None)
         await self._mirror.release((request_id,))
         call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s)
         try:
-            found = await self._calls.ask(call, partial(self._owe_unless_held, (request_id,)))
+            found = await self._calls.run(call, partial(self._schedule_release, (request_id,)))
         except StoreError:
             found = None
         if found is None or found.refusal in _FORGETFUL:
@@ -156,16 +156,16 @@ class GuardedStore:
         A background task sends releases in batches, and repeats them after a failure.
         """
         await self._mirror.release(request_ids)
-        self._owe_unless_held(request_ids)
+        self._schedule_release(request_ids)
 
     async def close(self) -> None:
         """Close all connections.
 
         Pending releases are sent first, if the remote store responds.
         """
-        self._settle_soon()
-        if self._settling is not None:
-            await self._settling
+        self._start_releases()
+        if self._sending is not None:
+            await self._sending
         await self._calls.close()
         await self._remote.close()
 
@@ -178,8 +178,8 @@ class GuardedStore:
         fenced = set[str]()
         for begin in range(0, max(1, len(leases)), AT_ONCE):
             some = leases[begin : begin + AT_ONCE]
-            held = partial(self._owe_unless_held, [lease.request_id for lease in some])
-            fenced |= await self._calls.ask(partial(self._remote.renew, some, self._ttl_s), held)
+            held = partial(self._schedule_release, [lease.request_id for lease in some])
+            fenced |= await self._calls.run(partial(self._remote.renew, some, self._ttl_s), held)
             held()
         return frozenset(fenced)
 
@@ -193,45 +193,45 @@ class GuardedStore:
             if view.worker_id not in present and view.age_s < STALE_S
         ]
 
-    def _owe_unless_held(self, request_ids: Collection[str]) -> None:
+    def _schedule_release(self, request_ids: Collection[str]) -> None:
         """Schedule the release of requests that hold no lease in the mirror."""
         now_s = self._clock()
         for request_id in request_ids:
             if not self._mirror.holds(request_id):
-                self._owed.pop(request_id, None)  # insert again, to keep the order by time
-                self._owed[request_id] = now_s + self._ttl_s
-        while self._owed and next(iter(self._owed.values())) <= now_s:
-            del self._owed[next(iter(self._owed))]  # the lease has expired
-        self._settle_soon()
+                self._pending.pop(request_id, None)  # insert again, to keep the order by time
+                self._pending[request_id] = now_s + self._ttl_s
+        while self._pending and next(iter(self._pending.values())) <= now_s:
+            del self._pending[next(iter(self._pending))]  # the lease has expired
+        self._start_releases()
 
-    def _settle_soon(self) -> None:
-        if self._owed and self._settling is None and self.outage is None:
-            self._settling = asyncio.create_task(self._settle())
+    def _start_releases(self) -> None:
+        if self._pending and self._sending is None and self.outage is None:
+            self._sending = asyncio.create_task(self._send_releases())
 
-    async def _settle(self) -> None:
+    async def _send_releases(self) -> None:
         """Release all pending requests in batches, until a call fails."""
         try:
-            while self._owed:
-                await self._calls.ask(self._release_owed)
+            while self._pending:
+                await self._calls.run(self._release_batch)
         except StoreError:
             return
         finally:
-            self._settling = None
+            self._sending = None
 
-    async def _release_owed(self) -> None:
-        owed = dict(islice(self._owed.items(), AT_ONCE))
-        await self._remote.release(tuple(owed))
-        for request_id, until_s in owed.items():
-            if self._owed.get(request_id) == until_s:
-                del self._owed[request_id]
+    async def _release_batch(self) -> None:
+        batch = dict(islice(self._pending.items(), AT_ONCE))
+        await self._remote.release(tuple(batch))
+        for request_id, until_s in batch.items():
+            if self._pending.get(request_id) == until_s:
+                del self._pending[request_id]
 
     async def _probe(self) -> None:
         """Call the remote store with a request that needs a writable server."""
         await self._remote.renew((), self._ttl_s)
 
-    async def _give_back(self) -> None:
+    async def _restore_leases(self) -> None:
         """Update the remote store with the leases of this gateway."""
-        self._settle_soon()
+        self._start_releases()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
 

@@ -75,9 +75,9 @@ class MemoryStore:
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
-        return self.learn(report, 0.0)
+        return self.add_report(report, 0.0)
 
-    def learn(self, report: WorkerReport, age_s: float) -> bool:
+    def add_report(self, report: WorkerReport, age_s: float) -> bool:
         """Publish a report with an age of `age_s` seconds."""
         worker = self._entered(report.worker_id, report.epoch)
         if worker is None or report.seq <= worker.seq:

@@ -14,7 +14,7 @@ import pytest
 from draftgate.gateway.app import Listening, StartError, build_node, drain, start_workers
 from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.dispatch.failover import COMEBACK_S
+from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Snapshot
@@ -308,7 +308,7 @@ async def test_a_stopping_node_ends_its_streams_at_once(
         begun_s = asyncio.get_running_loop().time()
         await where.node.stop()
         told = events((await asked).text)
-        assert asyncio.get_running_loop().time() - begun_s < COMEBACK_S / 3
+        assert asyncio.get_running_loop().time() - begun_s < RECOVERY_S / 3
         assert sum("error" in event for event in told if isinstance(event, dict)) == 1
 
 

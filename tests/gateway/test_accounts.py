@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from draftgate.gateway.accounts import EVERYBODY, Account, Accounts, read_accounts
+from draftgate.gateway.accounts import ANONYMOUS, Account, Accounts, read_accounts
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.policies.types import ServiceLevel
@@ -199,5 +199,5 @@ def test_keys_from_the_environment_have_accounts_of_their_own() -> None:
 def test_requests_are_not_capped_without_keys() -> None:
     """A node without keys honours every priority and target."""
     wish = ServiceLevel(0.001, 0.001, -99)
-    assert EVERYBODY.capped(wish) == wish
+    assert ANONYMOUS.capped(wish) == wish
     assert Account("a", "k").capped(wish) == ServiceLevel(0.001, 0.001, 0)

@@ -12,7 +12,7 @@ import pytest
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
-from draftgate.gateway.dispatch.failover import COMEBACK_S
+from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from tests.gateway.harness import ScriptedBackend
@@ -65,7 +65,7 @@ def test_a_suspect_waits_for_a_second_worker() -> None:
 
     async def scenario() -> None:
         async with suspected() as suspect:
-            await asyncio.sleep(COMEBACK_S / 2)
+            await asyncio.sleep(RECOVERY_S / 2)
             assert suspect.last.submitted.empty()
             suspect.lost[0].failure = None
             request = await suspect.last.submitted.get()
@@ -86,7 +86,7 @@ def test_a_suspect_is_given_up_without_a_second_worker() -> None:
             with pytest.raises(BackendFailed, match=r"lost 2 workers.* gone"):
                 await suspect.answering
             waited_s = asyncio.get_running_loop().time() - begun_s
-            assert waited_s == pytest.approx(COMEBACK_S)
+            assert waited_s == pytest.approx(RECOVERY_S)
             assert suspect.told.losses == [(Cause.FAILED, GivenUp.LAST_WORKER)]
             assert suspect.last.submitted.empty()
             assert await suspect.there.is_idle()

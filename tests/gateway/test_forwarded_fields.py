@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftgate.gateway.accounts import EVERYBODY, Account
+from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.forwarded import (
     DEFAULT_OUTPUT_TOKENS,
@@ -121,7 +121,7 @@ def test_priority_is_capped_by_the_account(said: bytes, sent: bytes) -> None:
     """Only that value changes, and only if it is better than allowed."""
     found = changed_fields(read_fields(said), (None, "theirs"), CAPPED)
     assert rewrite_body(said, found) == sent
-    assert not changed_fields(read_fields(said), (None, "theirs"), EVERYBODY)
+    assert not changed_fields(read_fields(said), (None, "theirs"), ANONYMOUS)
 
 
 @pytest.mark.parametrize("said", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}'])

@@ -37,7 +37,7 @@ async def test_a_terminal_gets_a_bar_that_follows_the_workers(
     console: Console, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bar shows the share that is done, names the model as it is, and is gone at the end."""
-    monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loading, "BAR_DELAY_S", 0.0)
     fleet = scripted_fleet(CONFIG, [scripted])
     await fleet.start()
     screen = console.file

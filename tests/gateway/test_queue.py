@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim.virtual_time import run_virtual
-from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
+from draftgate.gateway.dispatch.admission import (
+    DEFAULT_BOUNDS,
+    AdmissionController,
+    AdmissionRequest,
+)
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.errors import Overloaded, QueueTimeout
@@ -238,7 +242,7 @@ def test_retry_after_is_at_most_an_hour() -> None:
         fleet, ledger = Fleet(workers=workers), QuotaLedger({})
         admission = AdmissionController(fleet, queue, Never(), ledger, DEFAULT_BOUNDS, lambda: 0.0)
         with pytest.raises(Overloaded) as caught:
-            admission.admit(Ask("r", (CapacityNeed(1, 1, 2),), 1))
+            admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
         assert caught.value.headers()["Retry-After"] == "3600"
 
     run_virtual(scenario())

@@ -181,7 +181,7 @@ async def test_server_error_of_the_upstream_becomes_502(status: int) -> None:
     async with upstream(refusal(status, BUSY)) as there, in_front(there) as where:
         got, body, _ = await answered(where)
         assert got == 502
-        assert f"answered {status}: slow down".encode() in body
+        assert f"responded with status {status}: slow down".encode() in body
         assert len(there.requests) == 1
 
 

@@ -242,10 +242,10 @@ def test_a_slow_client_is_not_silence() -> None:
 def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simultaneous disconnect takes precedence over the watchdog."""
     leaving: list[asyncio.Task] = []
-    wake = Reading.wake
+    interrupt = Reading.interrupt
 
-    def wake_and_leave(self: Reading, reason: str) -> None:
-        acts = [lambda: wake(self, reason), leaving[0].cancel]
+    def interrupt_and_leave(self: Reading, reason: str) -> None:
+        acts = [lambda: interrupt(self, reason), leaving[0].cancel]
         for act in acts if order == "behind" else reversed(acts):
             act()
 
@@ -261,7 +261,7 @@ def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPa
             assert other.submitted.empty()
             assert await there.is_idle()
 
-    monkeypatch.setattr(Reading, "wake", wake_and_leave)
+    monkeypatch.setattr(Reading, "interrupt", interrupt_and_leave)
     play(scenario())
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from draftgate.gateway.launch import launcher as launching
-from draftgate.gateway.launch.launcher import launch, look, stop
+from draftgate.gateway.launch.launcher import launch, show_status, stop
 from draftgate.gateway.launch.messages import Notice, Restarting, WorkerGone, WorkerStatus
 from tests.gateway.harness import until
 
@@ -51,8 +51,8 @@ class PlayedActor:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the launcher poll without a pause."""
-    monkeypatch.setattr(launching, "LOOK_S", 0.001)
-    monkeypatch.setattr(launching, "ANSWER_S", 0.05)
+    monkeypatch.setattr(launching, "POLL_S", 0.001)
+    monkeypatch.setattr(launching, "STATUS_TIMEOUT_S", 0.05)
 
 
 def send(signal_number: int = signal.SIGTERM) -> None:
@@ -161,8 +161,8 @@ async def test_a_failure_while_draining_fails_the_command() -> None:
 async def test_status_lists_unplaced_workers_and_fails_for_an_incomplete_pool() -> None:
     """A worker that has not been placed is listed, and the status fails."""
     lines: list[str] = []
-    assert await look([PlayedActor("p/0")], lines.append)
-    assert not await look([PlayedActor("p/0"), PlayedActor("p/1", None)], lines.append)
+    assert await show_status([PlayedActor("p/0")], lines.append)
+    assert not await show_status([PlayedActor("p/0"), PlayedActor("p/1", None)], lines.append)
     assert lines[-1].split(maxsplit=1) == ["p/1", "waits for Ray"]
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from draftgate.gateway.config import ConfigError, effective_config
-from draftgate.gateway.launch.launcher import State, line_of, state_of
+from draftgate.gateway.launch.launcher import State, status_line, worker_state
 from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
-from draftgate.gateway.launch.plan import name_of, number_in, orders_of
+from draftgate.gateway.launch.plan import actor_name, worker_number, worker_orders
 
 JOIN = {"join": "redis://:hush@10.0.0.1:6379"}
 
@@ -22,7 +22,7 @@ def orders(
     **flags: str,
 ) -> list[Order]:
     given = effective_config({**JOIN, **flags}, {})
-    return list(orders_of(given, numbers, cpus, environ or {}).values())
+    return list(worker_orders(given, numbers, cpus, environ or {}).values())
 
 
 def test_ports_are_free_ones_or_count_up() -> None:
@@ -59,7 +59,7 @@ def test_settings_that_ray_decides_are_refused(flags: dict[str, str], said: str)
 def test_workers_need_a_pool() -> None:
     """Without `--join` no gateway could find the workers."""
     with pytest.raises(ConfigError, match="--join is missing"):
-        orders_of(effective_config({}, {}), range(1), 1.0, {})
+        worker_orders(effective_config({}, {}), range(1), 1.0, {})
 
 
 def test_an_order_survives_encoding() -> None:
@@ -83,9 +83,9 @@ def test_an_order_survives_encoding() -> None:
 
 def test_a_worker_name_belongs_to_one_pool() -> None:
     """The name of a worker belongs to exactly one pool."""
-    assert number_in("blue", name_of("blue", 12)) == 12
-    assert number_in("blue", name_of("blue.1", 12)) is None
-    assert number_in("blue", "somebody-else") is None
+    assert worker_number("blue", actor_name("blue", 12)) == 12
+    assert worker_number("blue", actor_name("blue.1", 12)) is None
+    assert worker_number("blue", "somebody-else") is None
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_a_line_shows_a_worker_and_its_state(
 ) -> None:
     """The line has name, state, address, GPUs and the reason of an end."""
     status = WorkerStatus("10.0.0.2", ("3",), 1, again, notice)
-    assert state_of(status) is state
+    assert worker_state(status) is state
     if line is not None:
-        assert line_of("blue/0", state, status) == line
+        assert status_line("blue/0", state, status) == line
 
 
 def test_without_ray_the_command_says_what_to_install() -> None:

@@ -148,7 +148,7 @@ async def test_worker_error_is_on_the_spans_of_both_nodes(
 ) -> None:
     """Each node marks its own part of the trace."""
     monkeypatch.setattr(
-        "draftgate.gateway.dispatch.failover.COMEBACK_S", 0.0
+        "draftgate.gateway.dispatch.failover.RECOVERY_S", 0.0
     )  # no worker comes back
     backend = ScriptedBackend()
     async with (

@@ -157,7 +157,7 @@ def _without_health(summary: dict[str, Any]) -> dict[str, Any]:
     return {**summary, "details": kept}
 
 
-_REQUEST_FIGURES: Final[dict[str, Callable[[Record], float | None]]] = {
+_REQUEST_METRICS: Final[dict[str, Callable[[Record], float | None]]] = {
     "latency_s.mean": lambda record: latency_s(record) if record.chunks else None,
     "ttft_s.mean": ttft_s,
     "tpot_s.mean": tpot_s,
@@ -165,8 +165,8 @@ _REQUEST_FIGURES: Final[dict[str, Callable[[Record], float | None]]] = {
 }
 """Means over requests, whose intervals result from the batches of a single run."""
 
-_SEED_FIGURES: Final = (
-    *_REQUEST_FIGURES,
+_SEED_METRICS: Final = (
+    *_REQUEST_METRICS,
     "latency_s.p99",
     "ttft_s.p99",
     "tpot_s.p99",
@@ -178,12 +178,12 @@ _SEED_FIGURES: Final = (
 
 def _add_samples(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
     if not repeated:
-        for figure, value in _REQUEST_FIGURES.items():
-            outcome.samples[figure] = batch_means([value(record) for record in run.records])
+        for metric, value in _REQUEST_METRICS.items():
+            outcome.samples[metric] = batch_means([value(record) for record in run.records])
         return
-    for figure in _SEED_FIGURES:
+    for metric in _SEED_METRICS:
         value_or_none: Any = outcome.summaries[-1]
-        for name in figure.split("."):
+        for name in metric.split("."):
             value_or_none = None if value_or_none is None else value_or_none[name]
         sample = None if value_or_none is None else float(value_or_none)
-        outcome.samples.setdefault(figure, []).append(sample)
+        outcome.samples.setdefault(metric, []).append(sample)

@@ -95,19 +95,19 @@ def settings_of(setup: Setup) -> dict[str, Any]:
 def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
     """Return the differences to another policy on the same requests, by metric."""
     found = {}
-    for figure, ours in outcome.samples.items():
-        theirs = to.samples[figure]
+    for metric, ours in outcome.samples.items():
+        theirs = to.samples[metric]
         difference, base = estimate(differences(ours, theirs)), estimate(known(theirs))
         if difference is not None and base is not None:
             relative = difference.mean / base.mean if base.mean else None
-            found[figure] = {**difference.as_dict(), "relative": relative}
+            found[metric] = {**difference.as_dict(), "relative": relative}
     return found
 
 
 def estimates(outcome: Outcome) -> dict[str, Estimate]:
     """Return the means of an outcome with their intervals, by metric."""
-    found = {figure: estimate(known(values)) for figure, values in outcome.samples.items()}
-    return {figure: value for figure, value in found.items() if value is not None}
+    found = {metric: estimate(known(values)) for metric, values in outcome.samples.items()}
+    return {metric: value for metric, value in found.items() if value is not None}
 
 
 def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _policy(outcome: Outcome) -> dict[str, Any]:
-    intervals = {figure: value.as_dict() for figure, value in estimates(outcome).items()}
+    intervals = {metric: value.as_dict() for metric, value in estimates(outcome).items()}
     if len(outcome.summaries) == 1:
         return {**outcome.summaries[0], "intervals": intervals}
     return {**mean_summary(outcome.summaries), "intervals": intervals, "runs": outcome.summaries}

@@ -46,9 +46,9 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     node = request.app[NODE]
     if _are_the_upstreams(node):
         return await pass_on(request)
-    asked, model = request.match_info["model"], _model(node)
-    if asked != model.id:
-        raise ModelNotFound(asked, model.id)
+    requested, model = request.match_info["model"], _model(node)
+    if requested != model.id:
+        raise ModelNotFound(requested, model.id)
     return json_response(model)
 
 
