@@ -216,7 +216,7 @@ async def test_releases_of_an_outage_are_sent_afterwards() -> None:
         for index in range(1000):
             await store.release((f"s{index}",))
             await asyncio.sleep(1.0)
-        assert len(store._owed) <= 31
+        assert len(store._pending) <= 31
 
 
 @in_virtual_time
