@@ -49,7 +49,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Data type of weights and activations."""
 
     exact: bool = False
-    """Produce the same bits for any batch composition, even where it is slower."""
+    """Produce the same bits for any batch composition, even if this is slower."""
 
     speculation: Annotated[str, kind("speculation")] = "auto"
     """Speculation policy: auto, off, fixed:K, smartspec, adaptive_verification, ..."""
@@ -59,7 +59,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     draft_model: str | None = None
     """Draft model with the model's vocabulary: a directory or a hub name (default: the shipped one
-    for the shipped model, else none)."""
+    for the shipped model, otherwise none)."""
 
     draft_window_tokens: Positive | None = None
     """Attention window of each layer of the draft model, in tokens (default: the model's)."""
@@ -71,7 +71,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Tokens of a sequence that sparse self-speculation reads."""
 
     sparse_sink_tokens: Count = 16
-    """How many of those tokens are the first ones of the sequence."""
+    """Tokens at the start of a sequence that sparse self-speculation always reads."""
 
     verify: Annotated[str, choices("coupled", "rejection")] = "coupled"
     """Verification: coupled makes the text depend on the seed alone, rejection accepts more
@@ -91,7 +91,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Device of the engine."""
 
     kv_bytes: Size | None = None
-    """Memory of a worker's KV cache, such as 512MiB (default: what is free)."""
+    """Memory of a worker's KV cache, such as 512MiB (default: from the free memory)."""
 
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights, activations and KV cache may use without --kv-bytes."""
@@ -115,7 +115,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Environment variable that holds the API key of the upstreams."""
 
     upstream_concurrency: Count = 0
-    """Maximum requests that an upstream runs at once (0: as its metrics say)."""
+    """Maximum concurrent requests of an upstream (0: according to its metrics)."""
 
     peer_secret_env: str | None = None
     """Environment variable that holds the secret of the cluster's nodes (default: only nodes on

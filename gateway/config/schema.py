@@ -43,7 +43,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Ordering policy, which picks the next queued request: fair, edf, fcfs, ..."""
 
     admission: Annotated[str, kind("admission")] = "deadline"
-    """Admission policy: deadline (rejects requests that would finish late), bounded, none, ..."""
+    """Admission policy: deadline (rejects requests that would be late), bounded, none, ..."""
 
     routing: Annotated[str, kind("routing")] = "least_cost"
     """Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity,
@@ -62,10 +62,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Maximum number of times that a request may resume on another worker."""
 
     upstream: Annotated[tuple[str, ...], kind("urls")] = ()
-    """Address of a server that runs requests, for the backends openai and peer; repeatable."""
+    """Address of a server that runs requests, for the backends openai and peer. Repeatable."""
 
     upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
-    """An --upstream that drafts for every request; repeatable (default: read from its metrics)."""
+    """An --upstream that drafts for every request (default: read from its metrics). Repeatable."""
 
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
@@ -78,7 +78,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     redis+sentinel://HOST:26379/SERVICE or redis+cluster:// (default: none)."""
 
     pool: Annotated[str, kind("pool")] = "default"
-    """Name of the pool in that Redis; nodes of one pool form a cluster."""
+    """Name of the pool in Redis. The nodes of one pool form a cluster."""
 
     no_worker: bool = False
     """Run only a gateway for the workers of the pool."""
@@ -88,7 +88,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     listens)."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 means every interface."""
+    """Address to listen on. 0.0.0.0 means every interface."""
 
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on; 0 picks a free one."""
@@ -100,7 +100,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """YAML file of API keys and their limits."""
 
     api_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
-    """API keys without limits; prefer the environment variable."""
+    """API keys without limits. Prefer the environment variable."""
 
     max_body_bytes: Size = 8 << 20
     """Largest request body, such as 8MiB."""
@@ -116,7 +116,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     otlp_endpoint: Annotated[str, kind("url")] | None = None
     """Send a trace of each request to this OTLP/HTTP collector, such as http://127.0.0.1:4318
-    (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)."""
+    (default: OTEL_EXPORTER_OTLP_ENDPOINT, otherwise none)."""
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
         """Return the configurations of this node's workers, one per upstream or device.
