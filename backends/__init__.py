@@ -1,1 +1,1 @@
-"""Backends run requests: `core` plans steps, and the packages beside it run them."""
+"""Backends, which run requests. `core` plans steps, and the other packages execute them."""

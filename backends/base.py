@@ -1,4 +1,4 @@
-"""The contract between the gateway and whatever runs requests."""
+"""The interfaces between the gateway and the backends that run its requests."""
 
 from __future__ import annotations
 
@@ -12,92 +12,93 @@ from draftgate.policies.types import WorkerLoad
 
 
 class WorkerHandle(Protocol):
-    """What a `Backend` and an `Upstream` have in common.
+    """The interface that `Backend` and `Upstream` share.
 
-    `start` is called once, then any number of concurrent requests run, and `stop` ends it. All
-    methods are called on the event loop's thread.
+    The gateway calls `start` once, then runs any number of concurrent requests, and calls `stop` at
+    the end. It calls all methods on the event loop's thread.
     """
 
     @property
     def card(self) -> ModelCard:
-        """What is served. Valid after `start`."""
+        """The model that the worker serves. Valid after `start`."""
 
     @property
     def progress(self) -> float:
-        """The share of loading that is done, 0 to 1. Valid at any time."""
+        """The completed share of loading, 0 to 1. Valid at any time."""
 
     async def start(self) -> None:
-        """Load and warm up; the worker is ready when this returns.
+        """Load and warm up. The worker is ready when this method returns.
 
         Raises:
             CheckpointError: the model cannot be loaded.
         """
 
     async def stop(self) -> None:
-        """Stop at once: open streams end with `BackendFailed`. Idempotent."""
+        """Stop immediately. Open streams end with `BackendFailed`. Idempotent."""
 
     def load(self) -> WorkerLoad:
         """Return the current load, at the cost of reading a few numbers."""
 
     @property
     def failure(self) -> str | None:
-        """Why it serves no requests now; None while it is well."""
+        """The reason for which the worker serves no requests now, or None."""
 
     @property
     def recovers(self) -> bool:
-        """Whether it may recover from a failure, which it then checks in the background."""
+        """Whether the worker may recover from a failure, which it then checks in the background."""
 
 
 class Backend(WorkerHandle, Protocol):
-    """Runs requests of token ids, on a device or simulated."""
+    """Runs requests of token ids, on a real or simulated device."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Valid after `start`."""
 
     def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here. May be called in any thread.
+        """Check that the worker can run the request. May be called in any thread.
 
-        The first check of a grammar takes long, since it compiles the grammar.
+        The first check of a grammar takes long, because it compiles the grammar.
 
         Raises:
-            RequestRejected: it can never run; for example, it is longer than the context.
+            RequestRejected: the worker can never run the request, for example because it is longer
+                than the context.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Run a request that passed `check`, and yield the deltas of its choices.
 
-        The request is not checked again here, on the event loop: that takes 10 ms for half a
-        million tokens (one core, Zen 4, 2026-11-21).
+        The method does not check the request again, because a check of half a million tokens takes
+        10 ms of the event loop (one core, Zen 4, 2026-11-21).
 
-        The generator ends after every choice had its `finish_reason`. Closing it early cancels the
-        request and frees its KV memory within one step.
+        The generator ends after the `finish_reason` of the last choice. Closing it early cancels
+        the request and frees its KV memory within one step.
 
         Raises:
-            BackendFailed: the worker broke; no delta follows.
+            BackendFailed: the worker failed, and no delta follows.
         """
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Set the pace of a request, from one of its next steps on.
+        """Set the pace of a request, which takes effect within the next steps.
 
-        The pace does not change the output. Unknown ids are ignored, and so are requests that have
+        The pace does not change the output. The method ignores unknown ids and requests that have
         ended.
         """
 
     def unread_tokens(self, request_id: str) -> int:
         """Return how many delivered tokens the reader of `generate` has not taken.
 
-        It is 0 for unknown ids, and once all tokens have been delivered, when no pace would help.
-        The cost is linear in the waiting deltas.
+        The number is 0 for unknown ids. It is also 0 after the delivery of the last token, when no
+        pace would help. The cost is linear in the number of waiting deltas.
         """
 
 
 class UpstreamCall(NamedTuple):
-    """A client's request as an upstream gets it.
+    """A client's request in the form that an upstream receives.
 
     Attributes:
-        path: with the query, such as `/v1/chat/completions`.
-        sequences: choices that it generates.
+        path: path with the query, such as `/v1/chat/completions`.
+        sequences: number of choices that it generates.
     """
 
     method: str
@@ -108,14 +109,14 @@ class UpstreamCall(NamedTuple):
 
 
 BYTES_PER_TOKEN: Final = 4
-"""Of English text in JSON, roughly. It is used for estimates only."""
+"""Approximate bytes of a token in English text in JSON, for estimates only."""
 
 
 class TokenUsage(NamedTuple):
-    """Tokens of an answer, as in OpenAI's `usage`.
+    """The token counts of a response, as in OpenAI's `usage`.
 
     Attributes:
-        cached: tokens of the prompt that were not computed again.
+        cached: number of prompt tokens that were not computed again.
     """
 
     prompt: int
@@ -124,11 +125,12 @@ class TokenUsage(NamedTuple):
 
 
 class UpstreamPause(NamedTuple):
-    """A time during which an upstream must not be called.
+    """A time during which the gateway must not call an upstream.
 
     Attributes:
-        remaining_s: more than 0.
-        status: for clients meanwhile: 429 if it is overloaded, 503 if it is out.
+        remaining_s: remaining seconds, more than 0.
+        status: HTTP status for clients meanwhile: 429 if the upstream is overloaded, 503 if it is
+            out.
     """
 
     remaining_s: float
@@ -137,12 +139,12 @@ class UpstreamPause(NamedTuple):
 
 
 class Exchange(Protocol):
-    """An upstream's answer whose head has arrived.
+    """An upstream's response after the arrival of its head.
 
     Attributes:
-        status: the HTTP status.
-        headers: without those that concern the connection or the encoding.
-        streaming: whether it is a stream of events.
+        status: HTTP status.
+        headers: HTTP headers, except those of the connection and the encoding.
+        streaming: whether the response is a stream of events.
     """
 
     status: int
@@ -151,12 +153,12 @@ class Exchange(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Events with output so far; 0 if it is not a stream."""
+        """Number of events with output so far, or 0 without a stream."""
 
     def blocks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it arrives; a stream in complete events only.
+        """Yield the body as it arrives. A stream is yielded in complete events.
 
-        Unread parts stay at the upstream. Nothing follows `[DONE]` or an error event of the
+        Unread parts stay at the upstream. No block follows `[DONE]` or an error event of the
         upstream (see `error_sent`).
 
         Raises:
@@ -168,19 +170,19 @@ class Exchange(Protocol):
         """Whether the stream ended with an error event of the upstream."""
 
     def usage(self) -> TokenUsage:
-        """Return the tokens so far: as reported, or else one per event with output."""
+        """Return the reported token counts, or else count one token per event with output."""
 
 
 class Upstream(WorkerHandle, Protocol):
-    """Passes requests on to a server that speaks OpenAI's API."""
+    """Forwards requests to a server with OpenAI's API."""
 
     @property
     def pause(self) -> UpstreamPause | None:
-        """How long it must not be called; None if it may be called."""
+        """The pause of the upstream, or None if the gateway may call it."""
 
     def forward(self, call: UpstreamCall) -> AbstractAsyncContextManager[Exchange]:
-        """Pass a request on; leaving the context early cancels it at the upstream.
+        """Forward a request. Leaving the context early cancels it at the upstream.
 
         Raises:
-            UpstreamUnreachable: on entering: there was no answer.
+            UpstreamUnreachable: the upstream sent no response; raised on entering the context.
         """

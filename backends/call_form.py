@@ -1,7 +1,7 @@
 """Grammars of function calls: the text around the calls, and the schemas of their arguments.
 
-The API layer writes a `CallForm` for a model's call syntax, and the engine masks tokens by it. The
-form travels between them, maybe between processes, as JSON in a `GrammarSpec`.
+The API layer writes a `CallForm` for a model's call syntax, and the engine masks tokens with it.
+The form travels to the engine, which may be another process, as JSON in a `GrammarSpec`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftgate.backends.schema_bounds import check_schema
 
 
 class FunctionForm(msgspec.Struct, frozen=True):
-    """A call of one function: a head, arguments of a schema, and a tail."""
+    """The call of a function: a head, arguments with a schema, and a tail."""
 
     head: str
     schema: dict[str, Any]
@@ -29,9 +29,9 @@ class CallForm(msgspec.Struct, frozen=True):
 
     Attributes:
         opened: text before the first call.
-        between: text between two calls; None allows only one call.
+        between: text between two calls, or None to allow only one call.
         closed: text after the last call.
-        markers: parts of these texts that are single tokens if the vocabulary has them.
+        markers: parts of these texts that are single tokens if the vocabulary contains them.
     """
 
     functions: tuple[FunctionForm, ...]
@@ -46,7 +46,7 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
 
     Args:
         text: the form as JSON.
-        vocabulary: ids by token.
+        vocabulary: token ids by token.
         layout: JSON options of llguidance (`x-guidance`).
 
     Raises:

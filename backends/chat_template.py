@@ -1,11 +1,12 @@
 """Chat templates: Jinja programs that format a conversation as in the model's training data.
 
-The prompts are exactly those of `transformers` 5 (`apply_chat_template` with a generation prompt).
+The prompts are identical to those of `transformers` 5 (`apply_chat_template` with a generation
+prompt).
 
-Templates are untrusted code, since they come with checkpoints. A sandbox isolates them from the
-process, and the lengths of their output, of repetitions and of ranges are bounded. Their time and
-the memory of their variables are not: do not load a checkpoint whose template loops without output
-or doubles a variable again and again.
+Templates are untrusted code, because checkpoints contain them. A sandbox isolates them from the
+process, and bounds the lengths of their output, of repetitions and of ranges. The sandbox bounds
+neither their time nor the memory of their variables. Do not load a checkpoint whose template loops
+without output or repeatedly doubles a variable.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from draftgate.backends.errors import CheckpointError, RequestRejected
 
 MAX_PROMPT_CHARS: Final = 1 << 24
-"""Longest prompt of a template: about four million tokens, more than any context holds."""
+"""Maximum length of a template's prompt: about four million tokens, more than any context."""
 
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
-"""Names of templates in checkpoints that have several."""
+"""Names of templates in checkpoints with several templates."""
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-"""Files of a checkpoint that hold templates, besides its `tokenizer_config.json`."""
+"""Template files of a checkpoint, in addition to its `tokenizer_config.json`."""
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint, with a separate one for tools if it has that.
+    """The chat template of a checkpoint, with an optional separate template for tools.
 
-    It is immutable, so it may render in any thread.
+    The object is immutable, so it may render in any thread.
 
     Attributes:
-        for_tools: text of the template that renders tools; None without any template.
+        for_tools: text of the template that renders tools, or None without a template.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class ChatTemplate:
         """Compile the templates.
 
         Args:
-            sources: text by name; only `DEFAULT` and `TOOL_USE` are used.
-            special_tokens: text by role, such as `bos_token`; they are variables of the templates.
-            now: clock in local time, since some templates write today's date.
+            sources: template texts by name, of which only `DEFAULT` and `TOOL_USE` are used.
+            special_tokens: token texts by role, such as `bos_token`, as variables of the templates.
+            now: clock in local time, because some templates write today's date.
 
         Raises:
             CheckpointError: a template does not compile.
@@ -75,14 +76,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt of a conversation, up to the start of the model's answer.
+        """Return the prompt of a conversation, up to the start of the model's response.
 
         Args:
-            messages: JSON values; a key whose value is None counts as absent.
-            tools: JSON schemas of functions; None if the request has none.
+            messages: JSON values, in which a key with the value None counts as absent.
+            tools: JSON schemas of functions, or None if the request has no tools.
 
         Raises:
-            RequestRejected: there is no template, or it raised an error.
+            RequestRejected: the model has no template, or the template raised an error.
         """
         template = self._templates.get(DEFAULT if tools is None else TOOL_USE)
         template = template or self._templates.get(DEFAULT)
@@ -103,20 +104,20 @@ class ChatTemplate:
                 chars += len(piece)
                 if chars > MAX_PROMPT_CHARS:
                     raise SecurityError(f"it writes more than {MAX_PROMPT_CHARS} characters")
-        except Exception as error:  # untrusted code may raise anything
+        except Exception as error:  # untrusted code may raise any exception
             raise RequestRejected(f"error in the chat template: {error}", "messages") from error
         return "".join(prompt)
 
 
 def template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a checkpoint's chat templates by name; empty if it has none.
+    """Return the texts of a checkpoint's chat templates by name.
 
     `chat_template.jinja` and `additional_chat_templates/*.jinja` take precedence over the settings.
 
     Args:
-        directory: the checkpoint.
-        settings: its `tokenizer_config.json`, whose `chat_template` is one text, or a list of
-            objects with `name` and `template`.
+        directory: directory of the checkpoint.
+        settings: its `tokenizer_config.json`, whose `chat_template` is a text, or a list of objects
+            with `name` and `template`.
 
     Raises:
         CheckpointError: a template is not text.
@@ -152,14 +153,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return `left operator right`, unless the result would be huge."""
+        """Return `left operator right`, unless the result would be too large."""
         if _size(operator, left, right) > MAX_PROMPT_CHARS:
             raise SecurityError(f"a result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the length of a repeated sequence, or the bits of a power; 0 for other results."""
+    """Return the length of a repeated sequence, the bits of a power, or 0 for other results."""
     if operator == "**":
         both = isinstance(left, int) and isinstance(right, int)
         return left.bit_length() * right if both else 0
@@ -169,7 +170,10 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's text for training; here it is only a scope."""
+    """The block `{% generation %}`, which marks the assistant's text for training.
+
+    Here the block is only a scope.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -194,7 +198,7 @@ def _environment(now: Callable[[], datetime]) -> _Sandbox:
 def _compiled(environment: _Sandbox, name: str, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
-    except Exception as error:  # jinja2 folds constants, so untrusted code runs here, too
+    except Exception as error:  # jinja2 folds constants, so untrusted code runs here too
         raise CheckpointError(f"damaged chat template {name!r}: {error}") from error
 
 
@@ -205,7 +209,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON for a model; jinja2's own filter escapes it for HTML."""
+    """Return JSON for a model, without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,8 +1,7 @@
 """Locations of checkpoints: the shipped model, directories, and the cache of the Hugging Face hub.
 
-Hub names are resolved by `huggingface_hub`, which reads its own environment variables: `HF_TOKEN`
-for gated models, `HF_HOME` for the cache, `HF_HUB_OFFLINE` and `HF_ENDPOINT`. Cached models are
-found without a network.
+`huggingface_hub` resolves hub names and reads its own environment variables: `HF_TOKEN` for gated
+models, `HF_HOME` for the cache, `HF_HUB_OFFLINE` and `HF_ENDPOINT`. Cached models need no network.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ SHIPPED_MODEL: Final = Path(__file__).parent / "engine" / "demo" / "target"
 """Directory of the shipped target model, in Hugging Face layout."""
 
 SHIPPED_DRAFT: Final = SHIPPED_MODEL.parent / "draft"
-"""Directory of its draft model."""
+"""Directory of the shipped draft model."""
 
 SHIPPED_DRAFT_WINDOW: Final = 256
-"""Tokens that each layer of the shipped draft model looks back; its loss rises beyond 1,024.
+"""Attention window of each layer of the shipped draft model, in tokens. The model's loss rises
+beyond 1,024.
 
 Accepted share of drafts of 4 tokens after 4,000 tokens, with a window of 128 / 256 / 512 / 1,024 /
 none: greedy 56 / 59 / 60 / 26 / 13 %, at temperature 0.8 35 / 36 / 37 / 22 / 12 %. After 100 to 240
-tokens it is 77 and 49 % with any window (`bench/engine/proposers.py`, 2026-11-21)."""
+tokens, the shares are 77 and 49 % with any window (`bench/engine/proposers.py`, 2026-11-21).
+"""
 
 SHIPPED_MODEL_ID: Final = "draftgate-demo"
-"""The name by which clients request the shipped model."""
+"""Name by which clients request the shipped model."""
 
 _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 
@@ -39,18 +40,19 @@ _IGNORED: Final = ("[!1]*/*.json", "*/*.safetensors", "consolidated*.safetensors
 
 
 def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, and download it if necessary, which may take long.
+    """Return the directory of a checkpoint, and download it if necessary.
 
-    May be called in any thread. Progress bars appear if stderr is a terminal.
+    A download may take long. The function may be called in any thread. Progress bars appear if
+    stderr is a terminal.
 
     Args:
-        name: a directory, or else `organisation/model` on the hub, optionally followed by
-            `@revision` (branch, tag or commit); None is the shipped model.
-        weights: False downloads only tokenizer and configuration.
+        name: a directory, or `organisation/model` on the hub with an optional `@revision` (branch,
+            tag or commit). None is the shipped model.
+        weights: whether to download weights, not only tokenizer and configuration.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or the hub refuses it; the message says what
-            to do.
+        CheckpointError: the checkpoint does not exist, or the hub denies access. The message
+            contains the remedy.
     """
     if name is None:
         return SHIPPED_MODEL
@@ -79,12 +81,12 @@ def checkpoint_id(name: str | None) -> str:
 
 def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     """Return a snapshot of a model on the hub with the files that match these patterns."""
-    # Imported here because it takes half a second, and most checkpoints are directories.
+    # Imported here because the import takes half a second, and most checkpoints are directories.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
-        disable_progress_bars()  # they would fill a server's log
+        disable_progress_bars()  # progress bars would fill a server's log
     try:
         return Path(
             snapshot_download(
@@ -99,10 +101,10 @@ def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, .
 
 
 def _advice(error: Exception) -> str:
-    """Return what went wrong and how to fix it."""
+    """Return the cause of a failed download and its remedy."""
     from huggingface_hub import errors
 
-    # The first match counts: a gated repository is also a repository that was not found.
+    # The first match counts, because a gated repository is also a repository that was not found.
     advice: dict[type[Exception], str] = {
         errors.GatedRepoError: "its owner requires a licence; accept it on the model's page and "
         "set HF_TOKEN to a token of that account",

@@ -1,4 +1,4 @@
-"""Reasons for failed connections that strangers may read, e.g. in `/health`."""
+"""Public descriptions of failed connections, for example in `/health`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import aiohttp
 
 
 def public_reason(error: Exception) -> str:
-    """Return what went wrong with a connection, without addresses and parts of answers.
+    """Return the cause of a failed connection, without addresses and parts of responses.
 
-    aiohttp's own messages quote both.
+    The messages of aiohttp contain both.
     """
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name cannot be resolved"
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
         return "TLS failed"
     if isinstance(error, TimeoutError):
-        return "it did not answer in time"
+        return "it did not respond in time"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -26,4 +26,4 @@ def public_reason(error: Exception) -> str:
         return str(error) or "the connection broke"  # a message of `HttpExchange.fail`
     if isinstance(error, OSError):
         return os.strerror(error.errno).lower() if error.errno else "it cannot be reached"
-    return f"its answer cannot be read ({type(error).__name__})"
+    return f"its response cannot be read ({type(error).__name__})"

@@ -1,20 +1,18 @@
 """Errors of backends.
 
-BackendError
-├── CheckpointError     a model cannot be loaded
-├── RequestRejected     a request can never run here
-└── BackendFailed       the worker is broken, and its streams end with this
-    ├── WorkerLeft      it is shutting down in order, and the stream had not ended
-    ├── WorkerStalled   it makes no progress, without an error
-    └── UpstreamFailed  an upstream broke, or its answer cannot be passed on
-        └── UpstreamUnreachable  it did not answer at all, so another one may be called
+BackendError ├── CheckpointError a model cannot be loaded ├── RequestRejected the worker can never
+run the request └── BackendFailed the worker failed, and its streams end with this error ├──
+WorkerLeft the worker is shutting down in order, and the stream had not ended ├── WorkerStalled the
+worker makes no progress, without an error └── UpstreamFailed an upstream failed, or its response
+cannot be forwarded └── UpstreamUnreachable the upstream did not respond, so another upstream may be
+called
 """
 
 from __future__ import annotations
 
 
 class BackendError(Exception):
-    """Any error of a backend."""
+    """Base class of all errors of backends."""
 
 
 class CheckpointError(BackendError):
@@ -22,12 +20,12 @@ class CheckpointError(BackendError):
 
 
 class RequestRejected(BackendError):
-    """A request can never run on this backend.
+    """The backend can never run the request.
 
     Attributes:
-        param: the request parameter at fault.
-        limit_tokens: if the request is too long, the most tokens of prompt and output together
-            that can run here; None for any other fault.
+        param: request parameter at fault.
+        limit_tokens: if the request is too long, the maximum number of prompt and output tokens
+            together on this backend. None for any other fault.
     """
 
     def __init__(self, message: str, param: str, limit_tokens: int | None = None) -> None:
@@ -41,16 +39,16 @@ class BackendFailed(BackendError):
 
 
 class WorkerLeft(BackendFailed):
-    """The worker shuts down in order; the requests that it ran are not to blame."""
+    """The worker is shutting down in order, so its requests are not to blame."""
 
 
 class WorkerStalled(BackendFailed):
-    """The worker made no progress, without an error, and the watchdog gave it up."""
+    """The watchdog declared the worker lost, because it made no progress and raised no error."""
 
 
 class UpstreamFailed(BackendFailed):
-    """An upstream broke during its answer, or its answer cannot be passed on."""
+    """An upstream failed during its response, or its response cannot be forwarded."""
 
 
 class UpstreamUnreachable(UpstreamFailed):
-    """No byte of an answer arrived from an upstream."""
+    """No byte of a response arrived from an upstream."""

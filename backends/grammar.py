@@ -1,10 +1,10 @@
-"""JSON schemas, regular expressions and function calls as token masks, compiled by llguidance.
+"""Token masks for JSON schemas, regular expressions and function calls, compiled by llguidance.
 
-The state of a grammar is that of a parser which has read the output's tokens. It is a function of
-these tokens, whatever was drafted or masked before. Copies cost microseconds, since they share the
-automaton, which grows as texts are explored.
+The state of a grammar is the state of a parser that has read the output's tokens. The state is a
+function of these tokens, whatever was drafted or masked before. Copies cost microseconds, because
+they share the automaton, which grows as texts are explored.
 
-JSON has the layout of `json.dumps`: one line with `, ` and `: `. The text between values is thereby
+JSON has the layout of `json.dumps`: one line with `, ` and `: `. So the text between values is
 determined and costs no step (`Grammar.forced`), and models cannot produce endless white space. A
 schema may set another layout with llguidance's `x-guidance`.
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MOST_COMPILED: Final = 64
-"""Compiled grammars in the cache: as many as a batch has sequences."""
+"""Maximum number of compiled grammars in the cache, the usual number of sequences in a batch."""
 
 MOST_LEXER_STATES: Final = 50_000
-"""Of the automaton that all sequences of a grammar share; llguidance allows five times as many."""
+"""Maximum size of the automaton that all sequences of a grammar share, a fifth of llguidance's
+limit."""
 
 _WORDS: Final = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
@@ -53,18 +54,18 @@ _LAYOUT: Final[JsonCompileOptions] = {
 }
 
 _STRICT: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
-"""A schema that cannot be enforced exactly is rejected, whatever its `x-guidance` says."""
+"""A schema that cannot be enforced exactly is rejected, even if its `x-guidance` permits it."""
 
 
 class LlGrammar:
-    """The grammar of one sequence; implements `backends.core.grammar.Grammar`.
+    """The grammar of one sequence, which implements `backends.core.grammar.Grammar`.
 
     A text may reach the limits of llguidance. Then only the end is allowed, and `is_complete` is
     false.
     """
 
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
-        """Own a matcher.
+        """Take ownership of a matcher.
 
         Args:
             eos_ids: tokens that end a sequence.
@@ -82,13 +83,13 @@ class LlGrammar:
         self._matcher.consume_token(token_id)
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of the tokens are allowed, up to one that ends the sequence."""
+        """Return how many of the tokens are allowed, up to a token that ends the sequence."""
         if self._matcher.is_stopped():  # the parser takes no tokens, not even the end
             return int(self.is_complete and bool(token_ids) and token_ids[0] in self._eos_ids)
         return self._matcher.validate_tokens(list(token_ids))
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        """Return the tokens of the text that must follow, as the tokenizer encodes it.
+        """Return the tokens of the text that must follow, in the tokenizer's encoding.
 
         The mask would allow only these tokens.
         """
@@ -97,7 +98,7 @@ class LlGrammar:
     def masks(self, draft: Draft) -> list[bytes]:
         """Return the mask of each row."""
         at = {ROOT: self._matcher}
-        # A token that is not allowed, such as one after an end, does not advance its parser.
+        # A token that is not allowed, such as a token after an end, does not advance its parser.
         for place, token in enumerate(draft.token_ids):
             at[place] = at[draft.parent(place)].deep_copy()
             at[place].try_consume_tokens([token])
@@ -105,10 +106,10 @@ class LlGrammar:
 
 
 class LlGrammars:
-    """Compiles grammars for one tokenizer; implements `backends.core.grammar.Grammars`."""
+    """Compiles grammars for one tokenizer, and implements `backends.core.grammar.Grammars`."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int]) -> None:
-        """Use a tokenizer; `eos_ids` beyond its vocabulary are ignored."""
+        """Use a tokenizer, and ignore `eos_ids` beyond its vocabulary."""
         self._plain = tokenizer
         self._eos_ids = sorted(i for i in eos_ids if 0 <= i < tokenizer.vocab_size)
         # Least recently used first.
@@ -119,12 +120,12 @@ class LlGrammars:
         """Return a grammar in its initial state.
 
         Raises:
-            RequestRejected: it cannot be compiled.
+            RequestRejected: the grammar cannot be compiled.
         """
         with self._lock:
             compiled = self._compiled.get(spec)
         if compiled is None or (matcher := _initial(compiled)).is_error():
-            # Its automaton has reached the limits, so it is compiled again.
+            # Its automaton has reached the limits, so the grammar is compiled again.
             compiled = self._compile(spec)
             matcher = _initial(compiled)
             _check(matcher, spec)
@@ -182,8 +183,8 @@ def _literal_tokenizer(tokenizer_json: str) -> str:
     """Return a `tokenizer.json` that encodes text literally.
 
     Special tokens get secret names, so that `<|user|>` is plain text. So do tokens between `<` and
-    `>`, which llguidance takes for special ones. A tokenizer for all bytes does not normalise,
-    since a composed character differs from a decomposed one in a schema.
+    `>`, because llguidance treats them as special. A tokenizer for all bytes does not normalise,
+    because a composed character differs from a decomposed character in a schema.
     """
     settings = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)
@@ -229,10 +230,10 @@ def _initial(compiled: LLMatcher) -> LLMatcher:
 
 
 def _check(matcher: LLMatcher, spec: GrammarSpec) -> None:
-    """Check that llguidance supports all of a grammar.
+    """Check that llguidance supports the whole grammar.
 
     Raises:
-        RequestRejected: it does not.
+        RequestRejected: llguidance does not support it.
     """
     words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
     if words:

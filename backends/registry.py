@@ -1,4 +1,4 @@
-"""Backends by name, imported on demand: `--backend sim` never imports torch."""
+"""Backends by name, imported on demand, so that `--backend sim` never imports torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backend_factory(name: str) -> Callable[[WorkerConfig], Backend | Upstream]:
     """Import a backend, which may take seconds, and return the function that builds it.
 
     Raises:
-        ValueError: there is no such backend; the message lists the names.
+        ValueError: the backend does not exist. The message lists the names.
         ImportError: a package that the backend needs is not installed.
     """
     entry = _BUILT_IN.get(name) or _installed().get(name)

@@ -1,14 +1,15 @@
-"""Workers outside the gateway's process: the messages they exchange with it, and what they can run.
+"""Workers outside the gateway's process: their messages, and the requests that they can run.
 
-Such a worker is an engine in its own process, reached over a socket (`engine/channel.py`), or a
-worker of another node, reached over a WebSocket (`peer/channel.py`). Messages are msgpack, in which
-token ids are bytes. A link carries many requests, each under an id of its own that is used once: a
-late message for an abandoned request is not mistaken for its second try.
+Such a worker is an engine in its own process or a worker of another node. The gateway reaches the
+engine over a socket (`engine/channel.py`) and the other node over a WebSocket (`peer/channel.py`).
+Messages are msgpack, in which token ids are bytes. A link carries many requests. Each has an id
+that is used once, so that a late message for an abandoned request is not mistaken for its second
+attempt.
 
-The load of another node's worker is in `Update`, which arrives ten times a second; admission,
-routing, speculation and the watchdog read it there. The worker's report in the state store
-(`gateway.state.store`) has no load: only capacity and watermark for reservations, and the address,
-the model and the context length for discovery.
+The load of another node's worker is in `Update`, which arrives ten times a second. Admission,
+routing, speculation and the watchdog read the load there. The worker's report in the state store
+(`gateway.state.store`) contains no load. It has capacity and watermark for reservations, and the
+address, the model and the context length for discovery.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ Received = TypeVar("Received")
 
 
 class WorkerMessage(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Any message. Fields that the receiver does not know are ignored."""
+    """Base class of all messages. The receiver ignores unknown fields."""
 
 
 class Start(WorkerMessage, frozen=True):
-    """To an engine's process, as the first message: load this."""
+    """First message to an engine's process, which loads the model."""
 
     config: WorkerConfig
 
 
 class Submit(WorkerMessage, frozen=True):
-    """To the worker: run a request that has been checked.
+    """Message to the worker to run a request that has been checked.
 
     Attributes:
-        lease_number: number of the lease on the worker's capacity; 0 without a lease.
+        lease_number: number of the lease on the worker's capacity, or 0 without a lease.
     """
 
     id: str
@@ -51,35 +52,35 @@ class Submit(WorkerMessage, frozen=True):
 
 
 class Cancel(WorkerMessage, frozen=True):
-    """To the worker: end a request, if it has not ended."""
+    """Message to the worker to end a request, if it has not ended."""
 
     id: str
 
 
 class SetPace(WorkerMessage, frozen=True):
-    """To the worker: change the pace of a request, if it has not ended."""
+    """Message to the worker to change the pace of a request, if it has not ended."""
 
     id: str
     pace: Pace
 
 
 class FetchTokenizer(WorkerMessage, frozen=True):
-    """To a peer: send the files of the model's tokenizer."""
+    """Message to a peer to send the files of the model's tokenizer."""
 
 
 class Loading(WorkerMessage, frozen=True):
-    """From an engine's process: the share of loading that is done."""
+    """Message from an engine's process with the completed share of loading."""
 
     share: float
 
 
 class Ready(WorkerMessage, frozen=True):
-    """From the worker, once it can run requests; from a peer, the first message.
+    """Message from the worker once it can run requests. The first message of a peer.
 
     Attributes:
-        epoch: of a peer: this life of the worker; each restart has a greater one.
-        tokenizer: of a peer: the digest of its tokenizer's files.
-        proof: of a peer: that it knows the secret, too; empty if it has none.
+        epoch: epoch of a peer's worker, which each restart increases.
+        tokenizer: digest of a peer's tokenizer files.
+        proof: proof that a peer knows the secret too, or empty if it has none.
     """
 
     card: ModelCard
@@ -89,16 +90,18 @@ class Ready(WorkerMessage, frozen=True):
 
 
 class Update(WorkerMessage, frozen=True):
-    """From the worker: what a step produced. An empty update shows that the worker is alive.
+    """Message from the worker with the deltas of a step.
+
+    An empty update shows that the worker is alive.
 
     Attributes:
-        deltas: in order, each with the id of its request.
-        load: of the worker, after these deltas.
+        deltas: deltas in order, each with the id of its request.
+        load: load of the worker after these deltas.
         failed: requests that ended with an error after these deltas, with the reasons.
-        sent_s: of a peer: the time of sending, by the clock of the deltas' `phases`.
-        refusing: of a peer: why it takes no further requests; empty while it takes some.
-        watermark: of a peer: number of the last lease that `load` includes.
-        leaving: of a peer: whether it is shutting down in order; `failed` is due to that.
+        sent_s: time at which a peer sent the update, by the clock of the deltas' `phases`.
+        refusing: reason for which a peer takes no further requests, or empty.
+        watermark: number of the last lease that the `load` of a peer includes.
+        leaving: whether a peer is shutting down in order, which then is the cause of `failed`.
     """
 
     deltas: list[tuple[str, Delta]]
@@ -111,7 +114,7 @@ class Update(WorkerMessage, frozen=True):
 
 
 class Failed(WorkerMessage, frozen=True):
-    """From an engine's process, as the last message: loading or a step failed.
+    """Last message from an engine's process, after loading or a step failed.
 
     Attributes:
         kind: name of the error's class.
@@ -122,7 +125,7 @@ class Failed(WorkerMessage, frozen=True):
 
 
 class TokenizerFiles(WorkerMessage, frozen=True):
-    """From a peer: the files of its tokenizer, by path."""
+    """Message from a peer with the files of its tokenizer, by path."""
 
     files: dict[str, bytes]
 
@@ -135,7 +138,7 @@ class Codec(Generic[Received]):
     """Encodes any message, and decodes messages of one kind."""
 
     def __init__(self, received: object) -> None:
-        """Decode messages of this type: a struct, or a union of structs."""
+        """Decode messages of this type, which is a struct or a union of structs."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_ids_to_bytes)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
             received, dec_hook=_ids_from_bytes
@@ -149,12 +152,12 @@ class Codec(Generic[Received]):
         """Return the message that these bytes encode.
 
         Raises:
-            ValueError: they encode none.
+            ValueError: the bytes encode no message.
         """
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"not a message of this protocol: {error}") from None
+            raise ValueError(f"the data is not a message of this protocol: {error}") from None
 
 
 def _ids_to_bytes(ids: TokenIds) -> bytes:
@@ -167,7 +170,7 @@ def _ids_from_bytes(_: type, data: Any) -> TokenIds:
 
 
 def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:
-    """Return what a worker with this card can run, to check requests before they are sent."""
+    """Return the limits of a worker with this card, to check requests before they are sent."""
     able = card.capabilities
     grammars = LlGrammars(tokenizer, frozenset(card.eos_ids)) if able.formats else None
     pool_tokens = card.pool_tokens or card.max_model_len

@@ -1,8 +1,8 @@
 """Bounds on JSON schemas, checked before llguidance compiles them.
 
-llguidance limits most of its work, but not all. Each bound is far above schemas in use. Within the
-bounds the slowest schema found, with 5000 optional properties, takes 2 s (AMD EPYC Zen 4,
-2026-11-21); beyond them some schemas take minutes.
+llguidance limits most of its work, but not all. Each bound is far above the values of schemas in
+use. The slowest schema found within the bounds, with 5000 optional properties, takes 2 s (AMD EPYC
+Zen 4, 2026-11-21). Beyond the bounds, some schemas take minutes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, Final, TypeGuard
 
 MOST_SCHEMA_CHARACTERS: Final = 1 << 16
 MOST_PATTERN_CHARACTERS: Final = 1 << 12
-"""Of a regular expression, or of all expressions of a schema together."""
+"""Maximum length of a regular expression, or of all expressions of a schema together."""
 
 MOST_NAME_PATTERNS: Final = 32
-"""Patterns in `patternProperties`, which are compared in pairs."""
+"""Maximum number of patterns in `patternProperties`, which are compared in pairs."""
 
 MOST_MULTIPLES: Final = 10_000
-"""States for remainders: the sum of all `multipleOf`, and their least common multiple."""
+"""Maximum number of states for remainders. It limits both the sum of all `multipleOf` and their
+least common multiple."""
 
 _DATA_KEYWORDS: Final = frozenset({"const", "enum", "default", "examples"})
 """Keywords of JSON schemas whose values are data and not schemas."""
@@ -31,7 +32,7 @@ def check_schema(text: str) -> None:
     """Check that a schema is within the bounds.
 
     Raises:
-        ValueError: it is not, or it is not JSON.
+        ValueError: the schema exceeds a bound, or is not JSON.
     """
     _check("characters", len(text), MOST_SCHEMA_CHARACTERS)
     try:
@@ -52,7 +53,7 @@ def check_pattern(text: str) -> None:
     """Check that a regular expression is within the bounds.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the expression exceeds a bound.
     """
     _check("characters", len(text), MOST_PATTERN_CHARACTERS)
 
@@ -74,7 +75,7 @@ def _check_multiples(multiples: list[float]) -> None:
 
 
 def _exponent(number: Decimal) -> int:
-    """Return the exponent of the last decimal digit; 0 for a whole number."""
+    """Return the exponent of the last decimal digit, or 0 for a whole number."""
     return min(0, int(number.as_tuple().exponent))
 
 
@@ -82,7 +83,7 @@ def _check_property_count(part: dict[str, Any]) -> None:
     """Check that an object cannot reach its `minProperties` by repeating a key.
 
     The parser counts repeated keys, but a reader of the object sees them as one property. Required
-    keys never repeat, and one more key is always different.
+    keys never repeat, and a single additional key is always different.
     """
     least, required = part.get("minProperties"), part.get("required")
     sure = 1 + (len(required) if isinstance(required, list) else 0)

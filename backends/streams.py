@@ -1,11 +1,12 @@
-"""The event-loop side of a backend: hands the deltas of each step to the readers of requests.
+"""The event-loop side of a backend, which delivers the deltas of each step to their readers.
 
-A worker delivers one batch of deltas per step, and each reader takes those of its request. Waiting
-deltas of a choice are merged into one, so a slow reader gets fewer and larger chunks, and memory is
-bounded by the request's own output.
+A worker delivers one batch of deltas per step, and each reader takes the deltas of its request.
+Waiting deltas of a choice are merged into one. So a slow reader gets fewer and larger chunks, and
+the request's own output limits the memory.
 
-States of a stream: *open* (the worker owes it deltas), *complete* (every choice has finished, and
-deltas may wait), *failed* (deltas may wait, then the error is raised), *closed*.
+A stream has four states. While it is *open*, the worker still produces deltas. When it is
+*complete*, every choice has finished, and deltas may be waiting. When it has *failed*, deltas may
+be waiting, and then the error is raised. The last state is *closed*.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from draftgate.backends.types import Delta, GenerationRequest
 
 
 class DeltaStreams:
-    """The open streams of a backend, by request id. Use it on the event loop's thread only."""
+    """The open streams of a backend by request id, for use on the event loop's thread."""
 
     def __init__(self, on_abandon: Callable[[str], None]) -> None:
         """Start without streams.
 
         Args:
-            on_abandon: called once with the request id of a stream that is closed while the worker
-                owes it deltas; it must cancel the request.
+            on_abandon: cancels a request, and is called once with its id if its stream is closed
+                while the worker still produces deltas.
         """
         self._on_abandon = on_abandon
         self._open: dict[str, _Stream] = {}
@@ -36,7 +37,8 @@ class DeltaStreams:
         """Return a new stream. Submit the request to the worker afterwards.
 
         The stream ends when all `request.choices` have finished, and raises `BackendFailed` after
-        `fail`. It must be closed (`aclosing`), read or not; cancelling its reader closes it.
+        `fail`. The caller must close every stream (`aclosing`), even an unread one. Cancelling its
+        reader closes it.
 
         Raises:
             ValueError: a stream of that request id is open.
@@ -48,14 +50,14 @@ class DeltaStreams:
         return stream
 
     def deliver(self, batch: Iterable[tuple[str, Delta]]) -> None:
-        """Deliver the deltas of a step. Those without an open stream are dropped."""
+        """Deliver the deltas of a step, and drop deltas without an open stream."""
         for request_id, delta in batch:
             stream = self._open.get(request_id)
             if stream is not None and stream.put(delta):
                 del self._open[request_id]
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for the reader of an open stream; 0 if it is not open."""
+        """Return how many tokens wait for the reader of an open stream, or 0 if it is not open."""
         stream = self._open.get(request_id)
         return 0 if stream is None else stream.unread_tokens
 
@@ -72,7 +74,7 @@ class DeltaStreams:
                 stream.fail(kind(message))
 
     def close(self, request_id: str) -> None:
-        """Forget a stream, and abandon the request if the worker owes it deltas."""
+        """Forget a stream, and abandon the request if the worker still produces deltas."""
         if self._open.pop(request_id, None) is not None:
             self._on_abandon(request_id)
 
@@ -84,19 +86,22 @@ class DeltaStreams:
 
 
 class _Stream(AsyncGenerator[Delta, None]):
-    """One request's deltas. `aclose` of a native generator that never ran would do nothing."""
+    """The deltas of one request.
+
+    This is not a native generator, because `aclose` of one that never ran would do nothing.
+    """
 
     def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
         self._owner = owner
         self._request_id = request_id
         self._unfinished = choices
-        self._waiting: dict[int, list[Delta]] = {}  # by choice, the longest waiting first
+        self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
         self._reader: asyncio.Future[None] | None = None  # at most one reader waits
         self._failure: BackendFailed | None = None
         self._closed = False
 
     def put(self, delta: Delta) -> bool:
-        """Add a delta; return whether it was the last one."""
+        """Add a delta, and return whether it was the last delta."""
         self._waiting.setdefault(delta.choice, []).append(delta)
         self._unfinished -= delta.finish_reason is not None
         self._wake()
@@ -104,7 +109,7 @@ class _Stream(AsyncGenerator[Delta, None]):
 
     @property
     def unread_tokens(self) -> int:
-        # Counted on demand, since deltas arrive far more often.
+        # Counted on demand, because deltas arrive far more often.
         return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
 
     def fail(self, error: BackendFailed) -> None:
@@ -113,10 +118,10 @@ class _Stream(AsyncGenerator[Delta, None]):
         self._wake()
 
     def __anext__(self) -> Coroutine[Any, Any, Delta]:
-        return self.asend(None)  # the inherited one costs a second coroutine per delta
+        return self.asend(None)  # the inherited method costs a second coroutine per delta
 
     async def asend(self, value: None, /) -> Delta:
-        """Return the next delta: all waiting ones of one choice."""
+        """Return the next delta, merged from all waiting deltas of one choice."""
         while not self._closed:
             if self._waiting:
                 choice = next(iter(self._waiting))
@@ -173,5 +178,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         steps=tuple(step for delta in deltas for step in delta.steps),
-        phases=deltas[0].phases,  # they are on the first one
+        phases=deltas[0].phases,  # they are on the first delta
     )

@@ -1,7 +1,8 @@
-"""Conformance checks for backends, also for use by third parties.
+"""Conformance checks for the backends of this project and of third parties.
 
-`check_backend` runs all checks on a fresh backend. Each check may also run alone on a started one.
-They compare a backend with the contract of `Backend`, and need no particular model or speed.
+`check_backend` runs all checks on a fresh backend. Each check may also run alone on a started
+backend. The checks compare a backend with the interface `Backend`, and need no particular model or
+speed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from draftgate.backends.types import (
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PATIENCE_S: Final = 60.0
-"""Timeout of a check; generous, since only failures take that long."""
+"""Timeout of a check in seconds, which only failures reach."""
 
 _NO_DRAFTS: Final = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a conformance check")
 _ids = count()
@@ -48,7 +49,7 @@ async def check_backend(backend: Backend) -> None:
     """Start a fresh backend, run every check on it, and stop it.
 
     Raises:
-        AssertionError: the backend breaks its contract; the message says how.
+        AssertionError: the backend breaks its contract. The message contains the details.
     """
     await backend.start()
     try:
@@ -80,7 +81,7 @@ def make_request(
     n: int = 1,
     speculation: SpeculationPlan = _NO_DRAFTS,
 ) -> GenerationRequest:
-    """Return a request that samples for exactly `max_tokens` tokens."""
+    """Return a request that samples exactly `max_tokens` tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     prompt_ids = compact(backend.tokenizer.encode(prompt))
     return GenerationRequest(_id(), prompt_ids, sampling, speculation, n)
@@ -99,7 +100,7 @@ async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]
 
 
 def check_rejections(backend: Backend) -> None:
-    """Check that `check` rejects requests that can never run, and names the parameter."""
+    """Check that `check` rejects impossible requests and names the parameter."""
     longest = backend.card.max_model_len
     good = make_request(backend)
     backend.check(good)
@@ -139,7 +140,7 @@ async def check_replay(backend: Backend) -> None:
 
 
 async def check_streams_are_not_crossed(backend: Backend) -> None:
-    """Check that concurrent requests get the output that each gets alone."""
+    """Check that concurrent requests get the same output as single requests."""
     prompts = [f"def f{i}(x):\n    return x" for i in range(6)]
     requests = [make_request(backend, p, seed=i, n=1 + i % 2) for i, p in enumerate(prompts)]
     together = await asyncio.gather(*(collect(backend, request) for request in requests))
@@ -160,7 +161,7 @@ async def check_speculation_changes_nothing(backend: Backend) -> None:
 
 
 async def check_resume(backend: Backend) -> None:
-    """Check that choices of another worker are resumed as if nothing had happened."""
+    """Check that resumed choices of another worker continue with the same output."""
     request = make_request(backend, n=2, max_tokens=16)
     first, second = await collect(backend, request)
     for done in (1, 8, 15):
@@ -190,7 +191,7 @@ def check_card(backend: Backend) -> None:
 
 
 async def check_traces(backend: Backend) -> None:
-    """Check the step traces of traced requests, and the phases of all."""
+    """Check the step traces of traced requests, and the phases of all requests."""
     plans = [_NO_DRAFTS, *(_drafting(name) for name in backend.load().proposers)]
     for plan in plans:
         plain = make_request(backend, n=2, max_tokens=16, speculation=plan)
@@ -244,7 +245,7 @@ async def check_load(backend: Backend) -> None:
 
 
 async def check_unread_tokens(backend: Backend) -> None:
-    """Check that tokens are counted from delivery until they are read."""
+    """Check that tokens are counted from delivery until the client reads them."""
     request = make_request(backend, max_tokens=400)
     assert backend.unread_tokens(request.request_id) == 0, "an unknown request has no tokens"
     async with aclosing(backend.generate(request)) as stream, _patience():
@@ -290,7 +291,7 @@ async def check_pace(backend: Backend) -> None:
 
 
 async def check_embeddings(backend: Backend) -> None:
-    """Check that an embedding is one delta and reproducible, or rejected if not supported."""
+    """Check that an embedding is a single reproducible delta, or is rejected if not supported."""
     wanted = make_request(backend)
     sampling = replace(wanted.sampling, max_tokens=0)
     wanted = replace(wanted, sampling=sampling, task=Task.EMBED)
@@ -312,7 +313,7 @@ async def check_embeddings(backend: Backend) -> None:
 
 
 async def check_closing_frees(backend: Backend) -> None:
-    """Check that closing a stream, running or queued, frees its KV within one step."""
+    """Check that closing a running or queued stream frees its KV within one step."""
     await _until_idle(backend)
     free = backend.load().kv_blocks_free
     leaver = backend.generate(make_request(backend, "leave " * 40, max_tokens=200))
@@ -322,8 +323,8 @@ async def check_closing_frees(backend: Backend) -> None:
         await anext(leaver)
         await leaver.aclose()
         await never_read.aclose()
-        # A worker in a thread may be ahead of its readers: one delta waits here, one is on its way,
-        # one step was running, and the closed streams must be gone in the next one.
+        # A worker in a thread may be ahead of its readers. One delta waits here, the next is in
+        # transit, a step was running, and the closed streams must be gone in the step after it.
         for _ in range(4):
             await anext(keeper)
         load = backend.load()

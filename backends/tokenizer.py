@@ -19,10 +19,11 @@ FILES: Final = (
     "special_tokens_map.json",
     *TEMPLATE_FILES,
 )
-"""Files of a checkpoint that define its tokenizer; `*` stands for part of a name."""
+"""Files of a checkpoint that define its tokenizer, where `*` matches part of a name."""
 
 BRIEF_TOKENS: Final = 1024
-"""Decoding this many tokens blocks other threads for 0.1 ms (one core, Zen 4, 2026-11-21)."""
+"""Number of tokens up to which decoding keeps the GIL, which blocks other threads for 0.1 ms (one
+core, Zen 4, 2026-11-21)."""
 
 _REPLACEMENT: Final = "\ufffd"
 
@@ -32,21 +33,21 @@ replaces a whole run of invalid bytes, which does not matter after complete char
 
 
 class Tokenizer:
-    """`tokenizer.json`, its settings and the chat template of a Hugging Face directory.
+    """The `tokenizer.json`, settings and chat template of a Hugging Face directory.
 
-    It is immutable after loading, so every method may be called in any thread.
+    The object is immutable after loading, so every method may be called in any thread.
 
     Attributes:
         vocabulary: ids by token, including added tokens.
-        vocab_size: the largest token id plus one; ids below it may be unused.
-        texts: what each token adds to a text by itself.
+        vocab_size: the largest token id plus one, where ids below may be unused.
+        texts: text that each token adds by itself.
     """
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        """Load it.
+        """Load the tokenizer.
 
         Args:
-            directory: the checkpoint.
+            directory: directory of the checkpoint.
             now: clock in local time, for chat templates that write today's date.
 
         Raises:
@@ -61,7 +62,8 @@ class Tokenizer:
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
-        # The state of the decoder alone: that of the tokenizer includes the vocabulary and is slow.
+        # Use only the state of the decoder, because that of the tokenizer includes the vocabulary
+        # and is slow.
         decoder = self._fast.decoder and json.loads(self._fast.decoder.__getstate__())
         self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
         settings = read_json(directory / "tokenizer_config.json", missing={})
@@ -79,16 +81,16 @@ class Tokenizer:
         return json.dumps({**settings, "truncation": None, "padding": None})
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that define it, by path, so that another process can load it.
+        """Return the files that define the tokenizer, by path, so that another process can load it.
 
         Raises:
-            CheckpointError: they can no longer be read.
+            CheckpointError: the files can no longer be read.
         """
         paths = sorted(path for pattern in FILES for path in self._directory.glob(pattern))
         try:
             return {p.relative_to(self._directory).as_posix(): p.read_bytes() for p in paths}
         except OSError as error:
-            raise CheckpointError(f"the tokenizer is gone: {error}") from error
+            raise CheckpointError(f"the tokenizer can no longer be read: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -98,7 +100,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unused ids are skipped."""
+        """Return the text of token ids, skipping unused ids."""
         ids = list(token_ids)
         if len(ids) <= BRIEF_TOKENS:
             text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -107,18 +109,18 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token; an incomplete character becomes U+FFFD."""
+        """Return the text of one token, in which an incomplete character becomes U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id of a special token by its role, such as `eos_token`; None without one."""
+        """Return the id of a special token by its role, such as `eos_token`, or None."""
         content = self._special_tokens.get(name)
         token_id: int | None = self._fast.token_to_id(content) if content else None
         return token_id
 
     @property
     def tool_template(self) -> str | None:
-        """The text of the chat template that renders tools; None without a template."""
+        """The text of the chat template that renders tools, or None without a template."""
         return self._template.for_tools
 
     def render_chat(
@@ -126,7 +128,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render messages, and tools, as a prompt with the model's chat template.
+        """Return messages, and tools, as a prompt in the format of the model's chat template.
 
         Raises:
             RequestRejected: the model has no template, or the template raised an error.
@@ -135,9 +137,9 @@ class Tokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text that a token adds after complete characters, by id; None if that varies.
+    """The text that a token adds after complete characters by id, or None if that varies.
 
-    Entries are computed on first use, since most tokens of a large vocabulary are never used.
+    Entries are computed on first use, because most tokens of a large vocabulary are never used.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class TokenTexts(dict[int, str | None]):
 
         Args:
             decode: computes the texts.
-            decoder: its settings, as in `tokenizer.json`.
+            decoder: settings of the decoder, as in `tokenizer.json`.
             anchor: tokens of complete characters to put before each token, because some decoders
                 strip the start of a text.
         """
@@ -172,7 +174,10 @@ class TokenTexts(dict[int, str | None]):
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether a relative path is one of `FILES`. Paths from a network may lead anywhere."""
+    """Return whether a relative path is one of `FILES`.
+
+    Paths from a network may lead anywhere.
+    """
     path = PurePosixPath(name)
     return any(
         len(path.parts) == len(PurePosixPath(pattern).parts) and path.match(pattern)
@@ -181,10 +186,10 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file, or `missing` if there is no such file.
+    """Return the JSON object in a file, or `missing` if the file does not exist.
 
     Raises:
-        CheckpointError: the file is missing and there is no default, or it holds no JSON object.
+        CheckpointError: the file is missing without a default, or holds no JSON object.
     """
     if not path.is_file():
         if missing is None:
@@ -219,7 +224,7 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
 
 
 def _is_local(decoder: Mapping[str, Any]) -> bool:
-    """Return whether the text of a token, complete characters given, depends on it alone."""
+    """Return whether the text of a token after complete characters depends on the token alone."""
     match decoder:
         case {"type": "Sequence", "decoders": parts}:
             return all(map(_is_local, parts))

@@ -14,15 +14,15 @@ from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
 
 
 class Task(StrEnum):
-    """What to compute from a prompt."""
+    """The result to compute from a prompt."""
 
     GENERATE = "generate"
     EMBED = "embed"
-    """The pooled hidden state; no token is sampled."""
+    """The pooled hidden state, without sampling a token."""
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, as in OpenAI's API; `ABORT` never reaches a client.
+    """The reason for the end of a choice, as in OpenAI's API. `ABORT` never reaches a client.
 
     With a grammar, `STOP` without a stop text means that the output is complete.
     """
@@ -34,25 +34,27 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled.
+    """The sampling parameters of a request.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1; 0 for an embedding.
+        max_tokens: maximum number of tokens to generate, at least 1, or 0 for an embedding.
         seed: 64-bit key of the sampling noise.
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens with this total probability; 1 keeps all.
-        min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
+        temperature: sampling temperature, where 0 is greedy.
+        top_k: keep the k likeliest tokens, or all tokens with 0.
+        top_p: keep the smallest set of tokens with this total probability, or all tokens with 1.
+        min_p: keep tokens with at least this share of the highest probability, or all tokens with
+            0.
         logit_bias: pairs (token id, addend of its logit), by ascending id.
-        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies
-            negative ones; 1 is off (CTRL, arXiv 1909.05858).
+        repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of
+            negative logits, where 1 has no effect (CTRL, arXiv 1909.05858).
         frequency_penalty: subtracted from a token's logit for each occurrence in the output.
         presence_penalty: subtracted from a token's logit once it occurs in the output.
-        min_tokens: tokens before an end-of-sequence token or a stop text may end a choice;
-            end-of-sequence tokens are not sampled until then.
+        min_tokens: number of tokens before an end-of-sequence token or a stop text may end a
+            choice. End-of-sequence tokens are not sampled before.
         stop: texts that end a choice, without being part of the output.
-        ignore_eos: continue after an end-of-sequence token.
-        logprobs: alternatives to report for each token; None reports no log probabilities.
+        ignore_eos: whether to continue after an end-of-sequence token.
+        logprobs: number of alternatives to report for each token, or None to report no log
+            probabilities.
     """
 
     max_tokens: int
@@ -111,7 +113,7 @@ class GrammarSpec:
 
     @property
     def param(self) -> str:
-        """The request parameter that sets it."""
+        """The request parameter that sets the grammar."""
         return "tools" if self.kind is GrammarKind.CALLS else "response_format"
 
 
@@ -119,12 +121,12 @@ class GrammarSpec:
 class ResumedChoice:
     """A choice that another worker began.
 
-    Its tokens suffice to resume it. The noise is a function of seed, choice and position, the
-    penalties follow from the tokens, and so does text that was held back (a part of a character or
-    of a stop text).
+    Its tokens suffice to resume the choice. The noise is a function of seed, choice and position.
+    The penalties follow from the tokens. So does held-back text, which is a part of a character or
+    of a stop text.
 
     Attributes:
-        output_ids: the tokens generated so far, all of which have been delivered.
+        output_ids: tokens generated so far, all of which have been delivered.
     """
 
     choice: int
@@ -141,16 +143,16 @@ class GenerationRequest:
     """A validated request for `n` continuations of one prompt, or for its embedding.
 
     Attributes:
-        tenant: owner of the request; cached prefixes are shared only within a tenant.
-        grammar: grammar of every choice; None for free text.
-        resumed: the choices to resume; empty starts all `n`.
+        tenant: owner of the request. Cached prefixes are shared only within a tenant.
+        grammar: grammar of every choice, or None for free text.
+        resumed: choices to resume, or empty to start all `n`.
         service: latency targets and priority.
-        traced: whether deltas report what each step did.
-        task: an embedding has one choice.
-        block_hashes: hashes of the prompt's first full KV blocks (`core.prefix_cache`); the worker
-            computes missing ones.
+        traced: whether deltas report the work of each step.
+        task: result to compute. An embedding has one choice.
+        block_hashes: hashes of the prompt's first full KV blocks (`core.prefix_cache`). The worker
+            computes missing hashes.
         trace_context: W3C Trace Context headers, with which a worker on another machine joins the
-            trace of the request; empty without a trace.
+            trace of the request, or empty without a trace.
     """
 
     request_id: str
@@ -173,12 +175,12 @@ class GenerationRequest:
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:
-        """The choices to generate: the resumed ones, or `n` new ones."""
+        """The choices to generate: the resumed choices, or `n` new choices."""
         return self.resumed or _new_choices(self.n)
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of prompt and output, over all choices."""
+        """Maximum number of prompt and output tokens, over all choices."""
         return (len(self.prompt_ids) + self.sampling.max_tokens) * len(self.choices)
 
 
@@ -193,11 +195,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOutcome:
-    """What speculation did for one choice.
+    """The result of speculation for one choice.
 
     Attributes:
-        num_spec_steps: steps that verified at least one draft token.
-        num_drafted_tokens, num_accepted_tokens: draft tokens that were verified and accepted.
+        num_spec_steps: number of steps that verified at least one draft token.
+        num_drafted_tokens, num_accepted_tokens: numbers of verified and accepted draft tokens.
         acceptance_histogram: numbers of steps that accepted 0, 1, 2, ... tokens.
     """
 
@@ -218,18 +220,19 @@ class SpeculationOutcome:
 
 
 class StepTrace(NamedTuple):
-    """What one step did for one choice, for clients that ask for traces.
+    """The work of one step for one choice, for clients that request traces.
 
-    The step's tokens are the accepted draft tokens, followed by one that the target sampled.
+    The step's tokens are the accepted draft tokens, followed by a token that the target sampled.
 
     Attributes:
         tokens: number of tokens that the step added.
-        proposer: what drafted; None without a draft, `grammar` where a grammar forced the tokens.
-        offered: draft tokens that were proposed.
-        draft_ids: the proposed tokens that were verified, best first.
+        proposer: source of the draft, or None without a draft; `grammar` for tokens that a grammar
+            forced.
+        offered: number of proposed draft tokens.
+        draft_ids: proposed tokens that were verified, best first.
         accepted: number of accepted draft tokens.
-        survivals: predicted chance of each verified token.
-        price: expected tokens that a slot had to promise in this step.
+        survivals: predicted survival of each verified token.
+        price: price of a slot in this step, in expected tokens.
     """
 
     tokens: int
@@ -242,17 +245,17 @@ class StepTrace(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """When a choice reached each phase on its worker.
+    """The times at which a choice reached each phase on its worker.
 
-    Times are of `time.monotonic`, or of the event loop in a simulation. Those of another machine
-    are converted to this machine's clock on arrival (`backends.peer.clock`).
+    Times are those of `time.monotonic`, or of the event loop in a simulation. Times of another
+    machine are converted to this machine's clock on arrival (`backends.peer.clock`).
 
     Attributes:
         queued_s: arrival at the worker.
         scheduled_s: start of its first step.
-        chunks: the end of the step and the number of tokens of each chunk of its prompt.
-        first_token_s: its first token.
-        recorded: whether the worker's own node has recorded spans of it.
+        chunks: end of the step and number of tokens, for each chunk of its prompt.
+        first_token_s: time of its first token.
+        recorded: whether the worker's own node has recorded spans for the choice.
     """
 
     queued_s: float
@@ -263,21 +266,21 @@ class Phases(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one step added to one choice.
+    """The tokens and text that one step added to one choice.
 
     Attributes:
         choice: index among the request's `n`.
-        token_ids: new tokens in order; several if drafts were accepted.
-        text: their text. Text that may be the start of a stop text or a part of a character is held
-            back until that is decided.
+        token_ids: new tokens in order, several if drafts were accepted.
+        text: text of the tokens. Text that may be the start of a stop text or a part of a character
+            is held back until later tokens decide.
         logprobs: one entry per token, if requested.
         finish_reason: set only on the choice's last delta.
-        outcome: of speculation, on the choice's last delta.
-        cached_tokens: prompt tokens that were in the KV cache, on the choice's last delta.
-        steps: what each step did, if the request is `traced`.
-        phases: on the choice's first delta with tokens.
-        embedding: pooled hidden state, float32 in little-endian order, not normalised; on the only
-            delta of an embedding, which has no tokens and no outcome.
+        outcome: result of speculation, on the choice's last delta.
+        cached_tokens: number of prompt tokens in the KV cache, on the choice's last delta.
+        steps: trace of each step, if the request is `traced`.
+        phases: phases of the choice, on its first delta with tokens.
+        embedding: pooled hidden state, float32 in little-endian order, not normalised. It is on the
+            only delta of an embedding, which has no tokens and no outcome.
     """
 
     choice: int
@@ -294,16 +297,17 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beyond plain text.
+    """The abilities of a backend beyond plain text.
 
     Attributes:
-        token_ids: it takes and returns token ids, so the gateway counts, checks and renders.
-        resume: it resumes choices of another worker of its numerics class.
-        exact: a seed determines the text, whatever else runs.
-        speculation: it speculates as the gateway decides.
-        embeddings: it computes embeddings.
-        embedding_size: dimensions of an embedding; 0 without embeddings.
-        formats: it constrains outputs to grammars.
+        token_ids: whether it takes and returns token ids, so that the gateway counts, checks and
+            renders.
+        resume: whether it resumes choices of another worker of its numerics class.
+        exact: whether a seed determines the text for any load.
+        speculation: whether it follows the gateway's speculation plans.
+        embeddings: whether it computes embeddings.
+        embedding_size: dimensions of an embedding, or 0 without embeddings.
+        formats: kinds of grammars that it can enforce.
     """
 
     token_ids: bool = True
@@ -317,15 +321,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a backend serves.
+    """The model that a backend serves.
 
     Attributes:
-        model_id: the name clients use.
+        model_id: name that clients use.
         root: origin of the checkpoint.
-        max_model_len: most tokens of prompt and output together.
-        numerics_class: workers of one class compute the same bits; None without that promise.
-        created_s: Unix time of loading.
-        pool_tokens: tokens that its KV pool holds; 0 if unknown.
+        max_model_len: maximum number of prompt and output tokens together.
+        numerics_class: class of workers that compute the same bits, or None without that guarantee.
+        created_s: Unix time of loading, in seconds.
+        pool_tokens: number of tokens that its KV pool holds, or 0 if unknown.
         eos_ids: tokens that end a sequence, ascending.
     """
 

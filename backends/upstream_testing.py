@@ -1,6 +1,6 @@
-"""Conformance checks for upstreams, also for use by third parties.
+"""Conformance checks for the upstreams of this project and of third parties.
 
-They need a server that generates at least a few tokens.
+The checks need a server that generates at least a few tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from draftgate.backends.base import Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamUnreachable
 
 PATIENCE_S: Final = 60.0
-"""Timeout of the checks; generous, since only failures take that long."""
+"""Timeout of the checks in seconds, which only failures reach."""
 
 _HEADERS: Final = {"Content-Type": "application/json"}
 _DONE: Final = b"data: [DONE]"
 
 
 async def check_upstream(upstream: Upstream) -> None:
-    """Start a fresh upstream whose server runs, run every check on it, and stop it.
+    """Start a fresh upstream with a running server, run every check on it, and stop it.
 
     Raises:
-        AssertionError: the upstream breaks its contract; the message says how.
+        AssertionError: the upstream breaks its contract. The message contains the details.
         TimeoutError: the checks took longer than `PATIENCE_S`.
     """
     await upstream.start()
@@ -48,7 +48,7 @@ def make_call(upstream: Upstream, **fields: Any) -> UpstreamCall:
 
 
 async def check_whole_answers(upstream: Upstream) -> None:
-    """Check that a whole answer is JSON with usage."""
+    """Check that a complete response is JSON with usage."""
     async with upstream.forward(make_call(upstream)) as exchange:
         body = b"".join([block async for block in exchange.blocks()])
         assert (exchange.status, exchange.streaming) == (200, False), (
@@ -77,7 +77,7 @@ async def check_streams(upstream: Upstream) -> None:
 
 
 async def check_error_answers(upstream: Upstream) -> None:
-    """Check that an error of the server is passed on."""
+    """Check that the upstream forwards an error of the server."""
     async with upstream.forward(make_call(upstream, temperature="hot")) as exchange:
         body = b"".join([block async for block in exchange.blocks()])
         assert 400 <= exchange.status < 500, "an error must pass with its status"
@@ -86,7 +86,7 @@ async def check_error_answers(upstream: Upstream) -> None:
 
 
 async def check_early_close(upstream: Upstream) -> None:
-    """Check that a stream no longer counts after an early close, and the next one works."""
+    """Check that a stream no longer counts after an early close, and the next stream works."""
     async with upstream.forward(make_call(upstream, stream=True, max_tokens=64)) as exchange:
         blocks = exchange.blocks()
         await anext(blocks)
@@ -96,7 +96,7 @@ async def check_early_close(upstream: Upstream) -> None:
 
 
 async def check_stopped(upstream: Upstream) -> None:
-    """Check that a stopped upstream takes no calls, and says why."""
+    """Check that a stopped upstream takes no calls and reports the reason."""
     assert upstream.failure is not None, "a stopped upstream must have a failure"
     try:
         async with upstream.forward(make_call(upstream)):

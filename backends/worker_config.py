@@ -16,8 +16,8 @@ def kind(name: str, *, secret: bool = False) -> Meta:
     """Annotate a setting that is read or checked in a special way.
 
     Args:
-        name: `indices` takes 0,1; `list` and `urls` take several values; `url` and `store` are
-            addresses; `pool`, `backend` and the kinds of policies are names.
+        name: kind of the setting. `indices` takes 0,1. `list` and `urls` take several values. `url`
+            and `store` are addresses. `pool`, `backend` and the kinds of policies are names.
         secret: whether the value is masked wherever settings are shown.
     """
     return Meta(extra={"kind": name, "secret": secret})
@@ -33,7 +33,7 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, extra={"kind": "bytes"})]
-"""In bytes; a text may have a unit, as in 512MiB."""
+"""A size in bytes. A text may have a unit, as in 512MiB."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Checkpoint: a directory, or a name on the Hugging Face hub (default: the shipped model)."""
 
     max_model_len: Positive | None = None
-    """Maximum tokens of a prompt and its output (default: the model's)."""
+    """Maximum number of tokens of a prompt and its output (default: the model's)."""
 
     dtype: Annotated[str, choices("auto", "float32", "bfloat16", "float16")] = "auto"
     """Data type of weights and activations."""
@@ -82,7 +82,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decode_first, ..."""
 
     max_num_seqs: Positive = 64
-    """Maximum sequences in a batch."""
+    """Maximum number of sequences in a batch."""
 
     max_step_tokens: Positive = 512
     """Token budget of a step: decodes, draft slots and prefill chunks."""
@@ -126,10 +126,12 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
     """The configuration of one worker.
 
     Attributes:
-        device_index: which of the machine's devices it uses.
-        num_workers: the workers of this process, including itself; on a CPU they share the memory.
-        upstream: the server that runs its requests, for backends that forward them.
-        upstream_speculates: whether the upstream drafts for every request; None asks its metrics.
+        device_index: index of its device on the machine.
+        num_workers: number of workers in this process, including this worker. Workers on a CPU
+            share the memory.
+        upstream: server that runs its requests, for backends that forward them.
+        upstream_speculates: whether the upstream drafts for every request, or None to read its
+            metrics.
     """
 
     device_index: int = 0

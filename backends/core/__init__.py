@@ -1,5 +1,5 @@
 """The core of a worker, without I/O: sequences, KV blocks, the scheduler, text.
 
-The engine turns a `StepPlan` into a `StepResult` on a device, the simulator with a model of one.
-Both share these decisions.
+The engine and the simulator share these decisions. The engine turns a `StepPlan` into a
+`StepResult` on a device, and the simulator does so with a model of a device.
 """

@@ -1,4 +1,4 @@
-"""Applies the result of a step to its sequences: tokens, ends, drafts and full blocks."""
+"""Application of a step's result to its sequences: tokens, ends, drafts and full blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from draftgate.backends.types import FinishReason, Phases, StepTrace, TokenLogpr
 
 
 class StepDetails(NamedTuple):
-    """What a step reports about a sequence beside its tokens.
+    """The details of a step for one sequence, in addition to its tokens.
 
     Attributes:
-        step: what the step did, for a traced sequence.
-        phases: the timing of the prompt, with the first token.
+        step: trace of the step, for a traced sequence.
+        phases: timing of the prompt, with the first token.
     """
 
     step: StepTrace | None
@@ -25,8 +25,8 @@ class StepDetails(NamedTuple):
 
 
 Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], StepDetails | None]
-"""The tokens that a step added to a sequence, their log probabilities if requested, and details if
-there are any. A bare tuple, since every step creates one per sequence."""
+"""The tokens that a step added to a sequence, their log probabilities if requested, and optional
+details. A bare tuple, because every step creates one per sequence."""
 
 _NO_DRAFTS: Final = StepTrace(0)
 
@@ -41,7 +41,11 @@ class Accounting:
         eos_ids: frozenset[int],
         finish: Callable[[Sequence, FinishReason], None],
     ) -> None:
-        """Keep the collaborators; `finish` ends a sequence and frees its resources."""
+        """Store the collaborators.
+
+        Args:
+            finish: ends a sequence and frees its resources.
+        """
         self._queues = queues
         self._blocks = queues.blocks
         self._drafting = drafting
@@ -49,7 +53,7 @@ class Accounting:
         self._finish = finish
 
     def confirm_chunk(self, work: SequenceWork, now_s: float) -> None:
-        """Account for a prompt chunk after which nothing was sampled."""
+        """Account for a prompt chunk without a sampled token."""
         work.sequence.num_computed = work.confirmed_end
         if work.sequence.first_token_s is None:
             work.sequence.chunks.append((now_s, len(work.token_ids)))
@@ -57,7 +61,7 @@ class Accounting:
         self._queues.publish_pending(work.sequence)
 
     def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append the emitted tokens and settle the blocks; return the tokens that are kept."""
+        """Append the emitted tokens, settle the blocks, and return the tokens that are kept."""
         sequence, accepted = work.sequence, len(emitted) - 1
         self._drafting.learn(sequence, emitted)
         kept = self._append(sequence, emitted)
@@ -69,7 +73,7 @@ class Accounting:
         return kept
 
     def finish_embeddings(self, plan: StepPlan, result: StepResult) -> Iterator[Emission]:
-        """Set the embeddings that a step computed and end their sequences; skip those that left."""
+        """Set the embeddings of a step and end their sequences, except those that have left."""
         if result.pooled is None:
             return
         for place, pooled in zip(plan.pooled, result.pooled, strict=True):
@@ -80,15 +84,16 @@ class Accounting:
                 yield sequence, (), (), None
 
     def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
-        """Count the draft, share full blocks, and give back blocks that are not needed."""
+        """Count the draft, share full blocks, and return unneeded blocks to the pool."""
         sequence = work.sequence
         if work.num_drafts:
-            # By the kept tokens: some executors stop at the end of the sequence, others do not.
+            # Count the kept tokens, because only some executors stop at the end of the sequence.
             sequence.count_draft(work.num_drafts, len(work.draft.accepted_places(kept)))
         self._queues.withdraw_pending(sequence)
         self._share_full_blocks(sequence)
         if sequence.finish_reason is None:
-            # The last token is fed next, or was fed already to a step planned ahead.
+            # The next step feeds the last token, unless a step that was planned ahead has fed it
+            # already.
             self._blocks.trim(sequence.block_table, len(sequence.token_ids))
         else:
             self._finish(sequence, sequence.finish_reason)
@@ -98,14 +103,15 @@ class Accounting:
         if sequence.num_computed // self._blocks.block_size <= sequence.known_blocks:
             return  # the usual case
         hashes = sequence.hash_blocks(self._blocks.block_size)
-        # Tokens accepted after the end of the sequence are computed, but not part of it.
+        # Tokens accepted after the end of the sequence are computed, but do not belong to the
+        # sequence.
         full = min(sequence.num_computed // self._blocks.block_size, len(hashes))
         known = range(sequence.known_blocks, full)
         self._blocks.confirm(sequence.block_table, hashes, known)
         sequence.known_blocks = max(full, sequence.known_blocks)
 
     def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append tokens up to the one that ends the sequence, and return them."""
+        """Append tokens up to the token that ends the sequence, and return them."""
         tokens, grammar = sequence.token_ids, sequence.grammar
         for count, token in enumerate(emitted, 1):
             tokens.append(token)
@@ -123,12 +129,12 @@ class Accounting:
 def step_details(
     plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s: float
 ) -> StepDetails:
-    """Return the details of a sequence that got tokens and is accounted for.
+    """Return the details of a sequence after its tokens were accounted for.
 
     Args:
         work: the sequence's part of the step.
-        kept: its new tokens.
-        now_s: end of the step.
+        kept: new tokens of the sequence.
+        now_s: end of the step in seconds.
     """
     sequence, phases, step = work.sequence, None, None
     if sequence.first_token_s is None:

@@ -1,4 +1,4 @@
-"""Checks whether a request can run on a worker. Needs no scheduler: other processes use it too."""
+"""Check of whether a worker can run a request. Other processes use it too, without a scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, Task
 
 CHECKED_TOKENS: Final = 1 << 14
-"""Tokens of a prompt that are checked in one go, before other threads may run."""
+"""Number of prompt tokens to check before other threads may run."""
 
 
 class Admission:
@@ -19,8 +19,8 @@ class Admission:
 
     Attributes:
         tokenizer: the model's tokenizer.
-        max_model_len: most tokens of prompt and output together.
-        pool_tokens: tokens that the KV pool holds.
+        max_model_len: maximum number of prompt and output tokens together.
+        pool_tokens: number of tokens that the KV pool holds.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Admission:
         *,
         embeds: bool = False,
     ) -> None:
-        """Keep the limits.
+        """Store the limits.
 
         Args:
-            grammars: compiles grammars; None if there are no logits to mask.
-            embeds: whether there are hidden states to pool.
+            grammars: compiles grammars, or None if the worker has no logits to mask.
+            embeds: whether the worker has hidden states to pool.
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -45,13 +45,13 @@ class Admission:
         self._embeds = embeds
 
     def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here. May be called in any thread.
+        """Check that the worker can run the request. May be called in any thread.
 
         The first check of a grammar compiles it, which may take long.
 
         Raises:
-            RequestRejected: the prompt is empty, prompt and output exceed the context or the KV
-                pool, the grammar cannot be compiled, or the worker does not support embeddings.
+            RequestRejected: the prompt is empty, the grammar cannot be compiled, the worker does
+                not support embeddings, or prompt and output exceed the context or the KV pool.
         """
         embedding = request.task is Task.EMBED
         if embedding and not self._embeds:

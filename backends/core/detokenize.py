@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _REPLACEMENT: Final = "\ufffd"
-"""Decoders output this for bytes that are not (yet) a character."""
+"""Output of decoders for bytes that are not (yet) a character."""
 
 _CONTEXT_TOKENS: Final = 6
-"""Tokens decoded again before the new ones, since some decoders strip or join at the start."""
+"""Number of tokens that are decoded again before the new tokens, because some decoders strip or
+join text at the start."""
 
 _LONGEST_CHARACTER_TOKENS: Final = 4
-"""A UTF-8 character has at most 4 bytes, hence at most 4 byte tokens."""
+"""A UTF-8 character has at most 4 bytes, so it has at most 4 byte tokens."""
 
 
 class TextStream:
-    """Turns tokens into text piece by piece.
+    """Converts tokens into text incrementally.
 
-    Text is held back while it may be part of a character or the beginning of a stop string. So
-    text that was returned never has to be taken back.
+    The stream holds text back while it may be part of a character or the beginning of a stop
+    string. So returned text is final.
     """
 
     def __init__(
@@ -31,14 +32,14 @@ class TextStream:
         min_tokens: int = 0,
         alone: Callable[[int], str | None] = lambda _token: None,
     ) -> None:
-        """Start after `context`, the tokens of the prompt, of which only the last few matter.
+        """Start after `context`, the prompt's tokens, of which only the last few matter.
 
         A stop string that is complete before `min_tokens` tokens is ordinary text.
 
         Args:
             decode: returns the text of tokens.
-            alone: returns the text that a token adds after whole characters; None if that depends
-                on the previous tokens.
+            alone: returns the text that a token adds after whole characters, or None if the text
+                depends on the previous tokens.
         """
         self._decode = decode
         self._alone = alone
@@ -48,7 +49,7 @@ class TextStream:
         # Some decoders strip the start of a text, or drop text beside half a character.
         before = decode(list(self._tokens))
         self._is_whole = bool(before) and not before.endswith(_REPLACEMENT)
-        # Number of leading characters already returned; None for all of them.
+        # Number of leading characters already returned, or None for all of them.
         self._taken: int | None = None
         self._undecided = 0  # tokens since the text last ended with a whole character
         self._held = ""  # text that may be the beginning of a stop string
@@ -56,7 +57,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain; none after a stop string."""
+        """Add a token and return the text that is now final, which is empty after a stop string."""
         if self.stopped:
             return ""
         new = self._alone(token_id) if self._is_whole and not self._undecided else None
@@ -75,10 +76,10 @@ class TextStream:
         return self._release(final=False)
 
     def extend(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Add tokens up to the one that completes a stop string.
+        """Add tokens up to the token that completes a stop string.
 
         Returns:
-            The text that is now certain, and the number of tokens added.
+            The text that is now final, and the number of added tokens.
         """
         if len(token_ids) == 1:  # the usual case
             return self.add(token_ids[0]), 1
@@ -99,7 +100,7 @@ class TextStream:
         return self._release(final=True)
 
     def _new_text(self, token_id: int) -> str:
-        """Add a token and return the decided text: none while a character is incomplete."""
+        """Add a token and return its new text, which is empty while a character is incomplete."""
         if self._taken is None:
             self._taken = self._settle(0)
         self._tokens.append(token_id)
@@ -109,7 +110,7 @@ class TextStream:
             self._undecided += 1
             if self._undecided < _LONGEST_CHARACTER_TOKENS:
                 return ""
-            # These tokens form no character; only the last ones may still become one.
+            # These tokens form no character, and only the last few may still become part of one.
             open_tokens = _LONGEST_CHARACTER_TOKENS - 1
         else:
             self._undecided = 0
@@ -120,7 +121,7 @@ class TextStream:
         return new
 
     def _settle(self, open_tokens: int) -> int:
-        """Drop all tokens but the context; return the length of its decided text."""
+        """Drop all tokens but the context, and return the length of its decoded text."""
         while len(self._tokens) > _CONTEXT_TOKENS:
             self._tokens.popleft()
         return self._decided_length(open_tokens)
@@ -131,9 +132,9 @@ class TextStream:
         return len(self._decode(tokens[: len(tokens) - open_tokens]))
 
     def _cut_at_stop(self) -> None:
-        """Cut the held text before the first completed stop string, if there is one.
+        """Cut the held text before the first completed stop string.
 
-        Of two stop strings that end together the longer one counts. So the cut depends on the
+        If two stop strings end together, the longer string counts. So the cut depends on the
         characters alone, not on their tokens.
         """
         found = [(self._held.find(stop), len(stop)) for stop in self._stop]

@@ -1,13 +1,13 @@
 """KV pages of draft models, in blocks borrowed from the target model's memory.
 
-A draft model's keys and values are smaller, so a borrowed block holds several pages: one per
-*group*, with the number `group * group_pages + block`. Pages of one group in neighbouring blocks
-are neighbours in memory. So a table grows along its group and can be read as a view, while other
-tables use the same blocks in other groups. A group has more pages than the memory has blocks: with
-this slack, the last page of a group and the first of the next are not neighbours.
+A draft model's keys and values are smaller, so a borrowed block holds several pages, one per
+*group*. A page has the number `group * group_pages + block`. Pages of one group in neighbouring
+blocks are neighbours in memory. So a table grows along its group and can be read as a view, while
+other tables use the same blocks in other groups. A group has more page numbers than the memory has
+blocks. This slack separates the last page of a group from the first page of the next group.
 
-Draft pages are allocated lazily and given up first: when sequences need the blocks, tables are
-emptied, beginning with the one that grew longest ago. The draft model then computes the missing
+Draft pages are allocated lazily and released first. When sequences need the blocks, tables are
+emptied, beginning with the table that grew longest ago. The draft model then computes the missing
 part again or proposes nothing.
 """
 
@@ -23,8 +23,8 @@ class DraftTable:
     """The draft pages of a sequence.
 
     Attributes:
-        pages: in order; page i holds the tokens from `i * page_tokens` on.
-        valid_tokens: leading tokens whose keys and values are computed; set by the owner.
+        pages: page numbers in order, where page i holds the tokens from `i * page_tokens` on.
+        valid_tokens: number of leading tokens with computed keys and values, set by the owner.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class DraftPages:
         """Start without any block.
 
         Args:
-            blocks: the allocator to borrow from.
+            blocks: allocator that lends the blocks.
             pages_per_block: number of groups, at least 1.
             page_tokens: tokens per page.
             group_pages: page numbers per group, more than the number of blocks.
@@ -51,18 +51,18 @@ class DraftPages:
         self._slack_page = group_pages - 1
         self._page_tokens = page_tokens
         self._free: dict[int, set[int]] = {}  # free groups, by borrowed block
-        self._tables: dict[int, DraftTable] = {}  # by id(); the one that grew longest ago first
+        self._tables: dict[int, DraftTable] = {}  # by id(), in order of their last growth
         blocks.lend_to(self.give_back)
 
     def extend(self, table: DraftTable, tokens: int, unread: int = 0) -> None:
-        """Make the table hold `tokens` tokens; no-op if it already does.
+        """Extend the table to hold at least `tokens` tokens.
 
         Args:
-            unread: leading tokens that are never read or written. New pages for these tokens alone
-                all share one page in the slack.
+            unread: number of leading tokens that are never read or written. All new pages for only
+                these tokens share one page in the slack.
 
         Raises:
-            OutOfBlocks: no block is left to borrow; the table keeps the pages it got.
+            OutOfBlocks: no block is left to borrow. The table keeps the pages that it got.
         """
         self._tables.pop(id(table), None)
         self._tables[id(table)] = table
@@ -74,7 +74,7 @@ class DraftPages:
                 table.pages.append(self._take(table.pages[-1] if table.pages else None))
 
     def release(self, table: DraftTable) -> None:
-        """Give back all pages of the table."""
+        """Release all pages of the table."""
         self._tables.pop(id(table), None)
         for page in filter(self._is_real, table.pages):
             group, block = divmod(page, self._group_pages)
@@ -86,13 +86,13 @@ class DraftPages:
         table.valid_tokens = 0
 
     def give_back(self, blocks: int) -> None:
-        """Empty tables until that many blocks are given back, or no table is left."""
+        """Empty tables until enough blocks are returned, or no table is left."""
         wanted = len(self._free) - blocks
         while self._tables and len(self._free) > wanted:
             self.release(next(iter(self._tables.values())))
 
     def _take(self, last: int | None) -> int:
-        """Take the page after `last` in its group if possible, else any free page.
+        """Take the page after `last` in its group if possible, or else any free page.
 
         A block is borrowed only to continue a run, or if no page is free.
         """

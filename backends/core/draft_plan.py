@@ -1,4 +1,4 @@
-"""Plans the drafts of a step: collects offers, asks the policy, and reserves blocks."""
+"""The drafts of a step: collection of offers, decision of the policy, and reservation of blocks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import StepView
 
 TERMS_STEPS: Final = 16
-"""Steps for which the terms of drafting are reused while the batch stays the same. They change
-little as sequences grow, and computing them is most of the host time when nothing is drafted."""
+"""Number of steps for which the terms of drafting are reused while the batch stays the same. The
+terms change little as sequences grow. Their computation is most of the host time when no draft
+is computed."""
 
 
 class SpareCapacity(NamedTuple):
-    """The capacity of a step beside its decodes.
+    """The capacity of a step beyond its decodes.
 
     Attributes:
-        slots: tokens that drafts may take.
-        blocks: KV blocks that no waiting sequence needs.
-        prefill_tokens: prompt tokens that join the step if nothing is drafted.
+        slots: maximum number of draft tokens.
+        blocks: number of KV blocks that no waiting sequence needs.
+        prefill_tokens: number of prompt tokens that join the step without drafts.
         free_slots: number of slots that leave all of these prompt tokens in the step.
     """
 
@@ -45,8 +46,8 @@ class DraftPlan:
     """Plans the drafts of each step. Drafts never preempt a sequence.
 
     Attributes:
-        drafting_s: predicted seconds of computing the drafts of the last step.
-        traces: the drafting of the last step's traced sequences, by key, without its outcome.
+        drafting_s: predicted seconds to compute the drafts of the last step.
+        traces: drafting of the last step's traced sequences, by key, without its outcome.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DraftPlan:
         self._blocks = blocks
         self._step = 0
         self._terms = DraftTerms()
-        self._terms_key: tuple[float, ...] = ()  # the batch that the terms were computed for
+        self._terms_key: tuple[float, ...] = ()  # the batch of the current terms
         self._view: StepView | None = None  # of the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to add
         self.traces: dict[int, StepTrace] = {}
@@ -77,10 +78,10 @@ class DraftPlan:
         """Return the drafts to verify, depth first, with blocks reserved for them.
 
         Args:
-            decodes: the sequences of the step that decode; at least one.
-            spare: capacity left for drafts.
-            cost: of steps.
-            now_s: the time if a sequence has a service level, else None.
+            decodes: decoding sequences of the step, not empty.
+            spare: capacity for drafts.
+            cost: step costs.
+            now_s: time if a sequence has a service level, else None.
             traced: whether a sequence may be traced.
         """
         self._step += 1
@@ -93,7 +94,7 @@ class DraftPlan:
         self.drafting_s = _drafting_s(offers, slots)
         drafted = computed = self._drafting.compute(offers, slots, self._terms)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
-            # Survivals are known better once the drafts are computed: the policy may drop some.
+            # Computed drafts have better survival estimates, so the policy may drop some of them.
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
@@ -112,9 +113,10 @@ class DraftPlan:
 
         Args:
             step_s: seconds of the device.
-            whole_s: seconds from its planning to that of the next step.
+            whole_s: seconds from its planning to the planning of the next step.
         """
-        # With `least_survival` None every proposer is asked whatever it costs: nothing to learn.
+        # With `least_survival` None, every proposer is called at any cost, so the cost does not
+        # matter.
         if self._did is not None and self._terms.least_survival is not None:
             self._meter.add_step(self._did, step_s, whole_s)
             self._drafting.observe_host_time(whole_s - step_s)
@@ -132,7 +134,7 @@ class DraftPlan:
         verified: Many[DraftOffer],
         cost: StepCost,
     ) -> dict[int, StepTrace]:
-        """Return the traces: what was offered, what was computed, and what of it is verified."""
+        """Return the traces of the offered, computed and verified drafts."""
         traced = [sequence.key for sequence in decodes if sequence.request.traced]
         if not traced:
             return {}
@@ -161,7 +163,7 @@ class DraftPlan:
         )
 
     def _current_terms(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
-        """Return the terms of drafting; computed anew only if there are proposers."""
+        """Return the terms of drafting, recomputed only if the worker has proposers."""
         turn = self._step // TERMS_STEPS
         key = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
         if self._drafting.names and key != self._terms_key:
@@ -184,7 +186,7 @@ class DraftPlan:
     def _reserve(
         self, offers: Many[DraftOffer], lengths: Many[int], spare: SpareCapacity
     ) -> list[int]:
-        """Reserve blocks for drafts; return the number of slots for each offer."""
+        """Reserve blocks for drafts, and return the number of slots for each offer."""
         spare_blocks, budget = spare.blocks, spare.slots
         slots = []
         for offer, length in zip(offers, lengths, strict=True):
@@ -198,7 +200,7 @@ class DraftPlan:
         return slots
 
     def _trimmed(self, offer: DraftOffer, reserved: int) -> Draft:
-        """Return the draft of an offer depth first, and give back the blocks it does not need."""
+        """Return the draft of an offer depth first, and release the unneeded blocks."""
         assert offer.draft is not None
         if len(offer.draft) < reserved:
             tokens = len(offer.sequence.token_ids) + len(offer.draft)
@@ -207,7 +209,7 @@ class DraftPlan:
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:
-    """Return the predicted seconds of drafting: offers with equal cost share each depth."""
+    """Return the predicted seconds of drafting, where offers with equal cost share each depth."""
     depths: dict[float, int] = {}
     calls: dict[float, float] = {}
     for offer, most in zip(offers, slots, strict=True):
@@ -219,7 +221,7 @@ def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:
 
 
 def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: float) -> StepView:
-    """Weight the sequences by lateness; return the step with their total weight."""
+    """Set the weights of the sequences, and return the step with their total weight."""
     step_s = cost.seconds(view.tokens, view.kv_tokens, view.sequences)
     for sequence in decodes:
         due_s = sequence.next_due_s

@@ -1,4 +1,4 @@
-"""What drafts are worth: survival estimates by source and sequence, learned from every draft."""
+"""Survival estimates of drafts by source and sequence, learned from every draft."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from draftgate.policies.speculation.survival import (
 )
 
 GRAMMAR: Final = "grammar"
-"""The source of drafts that a grammar forces."""
+"""Source of the drafts that a grammar forces."""
 
 
 class DraftScores:
     """Survival estimates of each source of drafts.
 
     Attributes:
-        acceptance: running probability that a drafted token is accepted, over all sources.
+        acceptance: running probability that a draft token is accepted, over all sources.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class DraftScores:
     ) -> tuple[Draft, tuple[float, ...]]:
         """Return a draft, best tokens first, with its survivals.
 
-        A sampled token is evidence of itself. If it is to be kept with probability p/q, its own
-        probability must not decide how many tokens are verified. Its survivals therefore rest on
-        what was known before it was drawn.
+        A sampled token is evidence of itself. To keep the token with probability p/q, its own
+        probability must not affect how many tokens are verified. Its survivals therefore use only
+        information from before the sampling.
         """
         row = self._row(sequence, source, draft)
         if draft.is_chain and not draft.shares:
@@ -82,7 +82,7 @@ class DraftScores:
         self._source(source).add_outcome(_record(sequence, source), 0, rejected=True)
 
     def refresh(self) -> None:
-        """Apply everything learned so far to the estimates at once."""
+        """Apply everything learned so far to the estimates immediately."""
         for survivals in self._sources.values():
             survivals.by_evidence.refresh()
             survivals.by_outcome.refresh()
@@ -94,7 +94,7 @@ class DraftScores:
         return survivals.next_draft(record)
 
     def _source(self, source: str) -> SurvivalModel:
-        # Not `setdefault`: that would create a table with every call.
+        # Do not use `setdefault`, which would create a table with every call.
         survivals = self._sources.get(source)
         if survivals is None:
             survivals = self._sources[source] = SurvivalModel()

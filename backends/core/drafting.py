@@ -1,10 +1,10 @@
-"""Collects the drafts of a step from proposers, and learns from their outcome.
+"""Collection of a step's drafts from proposers, and learning from their outcome.
 
-Lookup proposers are asked first, and the policy shortens what they found. Computing proposers are
-asked for the length that the policy decided, and the policy may then drop part of the result. The
-tokens that a grammar forces take precedence over any proposer; tokens that it forbids are cut.
+Lookup proposers are called first, and the policy shortens their drafts. Computing proposers are
+called with the length that the policy chose, and the policy may then drop part of the result.
+Tokens that a grammar forces take precedence over any proposer. Tokens that it forbids are removed.
 
-`proposer_gate` decides beforehand which proposers are asked at all.
+`proposer_gate` decides beforehand which proposers are called at all.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ the range measured on held-out code (1.6 to 3.4, bench/results/proposers.json)."
 
 
 class Drafting:
-    """Asks proposers and scores their drafts. Each step calls `offers`, `compute`, `learn`.
+    """Calls proposers and scores their drafts, with `offers`, `compute` and `learn` in each step.
 
     Attributes:
-        did: what drafting did in the last step.
+        did: drafting work of the last step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer]) -> None:
-        """Start without a record. `proposers` are ordered, cheapest first."""
+        """Start without a record.
+
+        Args:
+            proposers: proposers, cheapest first.
+        """
         self._proposers = proposers
         self._scores = DraftScores()
-        self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # this step's, by sequence key
+        self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # by sequence key
         self._gate = ProposerGate(proposers, self._scores)
         self._exploration = Exploration()
         self.did = StepDrafting()
@@ -53,7 +57,7 @@ class Drafting:
 
     @property
     def acceptance(self) -> float:
-        """Running probability that a drafted token is accepted."""
+        """Running probability that a draft token is accepted."""
         return self._scores.acceptance.rate()
 
     def may_draft(self, sequence: Sequence) -> bool:
@@ -66,7 +70,7 @@ class Drafting:
         return plan.proposer in self._proposers
 
     def offers(self, sequences: Many[Sequence], terms: DraftTerms) -> list[DraftOffer]:
-        """Begin a step; return at most one offer for each decoding sequence."""
+        """Begin a step, and return at most one offer for each decoding sequence."""
         self._proposed.clear()
         self._exploration.begin_step(terms.step_s)
         self.did = StepDrafting()
@@ -102,7 +106,7 @@ class Drafting:
         """Return the offers with drafts that are at most as long as their slots.
 
         Args:
-            slots: the most slots of each offer.
+            slots: maximum number of slots of each offer.
         """
         if not offers and not self._exploration.has_candidates:
             return []
@@ -130,16 +134,16 @@ class Drafting:
         ]
 
     def observe_host_time(self, host_s: float) -> None:
-        """Learn how long the host took for the last step, drafting included."""
+        """Learn the host time of the last step, including drafting."""
         if self.did.explored_s is not None:
             drafting_s = self.did.computed_s + self.did.explored_s
             self._exploration.charge_overrun(host_s - drafting_s)
 
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
-        """Learn from the sequence's drafts, both the verified and the merely offered ones.
+        """Learn from the sequence's verified and unverified drafts.
 
-        An unverified draft still agrees or not with the token that followed. So a policy that
-        stopped drafting notices when drafting would pay again.
+        An unverified draft can also be compared with the token that followed. So a policy that has
+        stopped drafting notices when drafts become worth their time again.
         """
         for source, draft in self._proposed.pop(sequence.key, ()):
             self._scores.learn(sequence, source, draft, emitted)
@@ -162,7 +166,7 @@ class Drafting:
     def _ask(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
     ) -> Iterable[DraftOffer]:
-        """Yield the offers of one proposer; only those of a lookup proposer have their drafts."""
+        """Yield the offers of one proposer, which contain drafts only for a lookup proposer."""
         proposer = self._proposers[name]
         if not self._gate.looks_up[name]:
             depth_s = proposer.depth_s(len(requests))
@@ -186,7 +190,7 @@ class Drafting:
                 self._scores.learn_nothing_found(request.sequence, name)
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
-        """Yield the drafts of a computing proposer, as far as it has any."""
+        """Yield the drafts that a computing proposer finds."""
         proposer, did = self._proposers[name], self.did
         depth = max(request.max_tokens for request in requests)
         catch_up_s = sum([proposer.catch_up_s(request.sequence) for request in requests])
@@ -200,7 +204,7 @@ class Drafting:
                 yield self._found(request.sequence, name, legal)
 
     def _explore(self, used: Container[str], terms: DraftTerms) -> None:
-        """Draft one token with proposers that were not used, as far as the saved time allows."""
+        """Draft one token with unused proposers, as far as the saved time allows."""
         cost = terms.drafting
         for name, request in self._exploration.spend_on_unused(used, self._proposers, cost):
             self.did.explored_s = (self.did.explored_s or 0.0) + cost.calling_s(name, 1)
@@ -215,7 +219,7 @@ class Drafting:
     def _uncomputed(
         self, request: DraftRequest, source: str, depth_s: float, call_s: float
     ) -> DraftOffer:
-        """Return the offer of a chain that is still to be computed."""
+        """Return the offer of a chain that is not computed yet."""
         sequence = request.sequence
         survivals = self._scores.predicted(sequence, source).of_length(request.max_tokens)
         start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
@@ -224,18 +228,18 @@ class Drafting:
 
 
 def _most_tokens(sequence: Sequence) -> int:
-    """Return the longest allowed draft: 0 for a slow reader, whose sequence yields to others."""
+    """Return the longest allowed draft, which is 0 for a slow reader."""
     if sequence.pace:
         return 0
-    # The token sampled after the draft may be the last one of the output.
+    # The token sampled after the draft may be the last token of the output.
     return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
 
 
 def _steps_left(sequence: Sequence) -> float:
-    """Return over how many steps the cost of catching up can be spread.
+    """Return the number of steps that share the cost of catching up.
 
-    With an unknown distribution of lengths, the expected rest equals the past (Lindy's law). Early
-    on, when the past says little, `FIRST_TOKENS` are added.
+    If the distribution of lengths is unknown, the expected remainder equals the past (Lindy's law).
+    `FIRST_TOKENS` is added, because the past contains little information early on.
     """
     expected = min(sequence.remaining_tokens, FIRST_TOKENS + sequence.output_tokens)
     return max(expected / TOKENS_PER_STEP, 1.0)

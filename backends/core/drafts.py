@@ -1,7 +1,7 @@
 """Draft tokens as a chain or a tree.
 
 A tree lists its best token first and every token after its parent. So the first n tokens of a draft
-are themselves a draft, and the best one of that size. A step needs the tokens depth first
+are also a draft, and the best draft of that size. A step needs the tokens depth first
 (`Draft.depth_first`), which makes each branch a run of consecutive rows.
 """
 
@@ -21,16 +21,17 @@ class Draft:
     """Proposed tokens with the proposer's evidence for them.
 
     Attributes:
-        token_ids: the tokens; the children of one parent are all different.
-        parents: the place in `token_ids` of each token's parent, or `ROOT`. A parent precedes its
-            children. Empty for a chain, where each token follows the previous one.
-        shares: the proposer's guess, for each token, that it is the right one if any child of its
-            parent is right. Siblings sum to at most 1. Empty if every token is an only child.
+        token_ids: proposed tokens. The children of one parent are all different.
+        parents: index in `token_ids` of each token's parent, or `ROOT`. A parent precedes its
+            children. Empty for a chain, where each token follows the previous token.
+        shares: the proposer's estimate that each token is right if any child of its parent is
+            right. Siblings sum to at most 1. Empty if every token is an only child.
         evidence: strength of the proposal on the proposer's own scale: the match length for n-gram,
             the confidence in the first token (per mille) for a model.
-        distributions: the distributions that the tokens were sampled from, for `verify: rejection`:
-            probabilities [at least len(token_ids), vocab_size], in the form that this proposer's
-            executor reads. None for tokens that were not sampled. Only a chain may have them.
+        distributions: distributions from which the tokens were sampled, for `verify: rejection`.
+            Probabilities [at least len(token_ids), vocab_size], in the form that this proposer's
+            executor reads. None for tokens that were not sampled. Only a chain may have
+            distributions.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -45,16 +46,16 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the previous one."""
+        """Whether each token follows the previous token."""
         return not self.parents
 
     def parent(self, place: int) -> int:
-        """Return the place of a token's parent, or `ROOT`."""
+        """Return the index of a token's parent, or `ROOT`."""
         return self.parents[place] if self.parents else place - 1
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each token; the children of the root have depth 1."""
+        """Depth of each token, where the children of the root have depth 1."""
         if self.is_chain:
             return tuple(range(1, len(self) + 1))
         depths: list[int] = []
@@ -66,8 +67,7 @@ class Draft:
         """Return the probability that each token and all its ancestors are accepted.
 
         Args:
-            chance: probability that a child at this depth, counted from 0, is right if its parent
-                was.
+            chance: probability that a child at a depth (from 0) is right if its parent was.
         """
         survivals: list[float] = []
         for place, depth in enumerate(self.depths):
@@ -78,7 +78,7 @@ class Draft:
         return tuple(survivals)
 
     def first(self, tokens: int) -> Draft:
-        """Return the draft of the best tokens."""
+        """Return the draft of the first `tokens` tokens, which are the best."""
         if tokens >= len(self):
             return self
         return replace(
@@ -89,10 +89,10 @@ class Draft:
         )
 
     def select(self, places: Many[int]) -> Draft:
-        """Return the draft of the tokens at these places, in this order.
+        """Return the draft of the tokens at these indices, in this order.
 
         Args:
-            places: every place after that of its parent.
+            places: indices of the tokens, where every token follows its parent.
         """
         if self.is_chain:
             return self.first(len(places))
@@ -105,7 +105,7 @@ class Draft:
         )
 
     def depth_first(self) -> Draft:
-        """Return the same tree depth first, the best child first."""
+        """Return the same tree depth first, with the best child first."""
         if self.is_chain:
             return self
         children: dict[int, list[int]] = {}
@@ -122,11 +122,11 @@ class Draft:
         return tree
 
     def accepted_places(self, tokens: Many[int], *, per_row: bool = False) -> tuple[int, ...]:
-        """Return the places of the accepted tokens, from the root down.
+        """Return the indices of the accepted tokens, from the root down.
 
         Args:
             tokens: the tokens that followed the sequence. With `per_row`, the token sampled in each
-                row of the step: first the row after the sequence, then one row per draft token.
+                row of the step: the row after the sequence, then one row per draft token.
         """
         path: list[int] = []
         place = ROOT
@@ -139,7 +139,7 @@ class Draft:
         return tuple(path)
 
     def was_rejected(self, accepted: tuple[int, ...], tokens: Many[int]) -> bool:
-        """Return whether a proposed token was wrong: another token followed the accepted ones."""
+        """Return whether another token than a proposed one followed the accepted tokens."""
         last = accepted[-1] if accepted else ROOT
         proposed = any(self.parent(place) == last for place in range(last + 1, len(self)))
         return proposed and len(accepted) < len(tokens)

@@ -1,4 +1,4 @@
-"""The interface of grammars; `backends.grammar` compiles them."""
+"""The interface of grammars, which `backends.grammar` compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from draftgate.backends.types import GrammarSpec
 
 
 class Grammar(Protocol):
-    """The constraint on one sequence's output, with its state: a function of the tokens so far."""
+    """The constraint on the output of a sequence.
+
+    The state is a function of the tokens so far.
+    """
 
     @property
     def is_complete(self) -> bool:
@@ -26,29 +29,29 @@ class Grammar(Protocol):
         ...
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of these tokens may follow in this order. Does not change the state."""
+        """Return how many of these tokens may follow in this order, without changing the state."""
         ...
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        """Return up to `max_tokens` tokens that spell the text which must follow; often none.
+        """Return up to `max_tokens` tokens that spell the text which must follow, often none.
 
-        Does not change the state. The text is certain, but a model may choose another tokenization
-        of it if the masks allow one.
+        The method does not change the state. The text is certain, but a model may choose another
+        tokenization of the text if the masks allow it.
         """
         ...
 
     def masks(self, draft: Draft) -> list[bytes]:
         """Return the allowed tokens after the sequence and after each token of a draft.
 
-        Does not change the state.
+        The method does not change the state.
 
         Args:
-            draft: legal, and in the order of `Draft.depth_first`.
+            draft: a legal draft, in the order of `Draft.depth_first`.
 
         Returns:
-            1 + len(draft) masks. Bit i of byte j, lowest first, stands for token 8 * j + i. Each
-            mask allows at least one token: the end-of-sequence tokens if nothing else can follow,
-            and after an end-of-sequence token.
+            1 + len(draft) masks. Bit i of byte j, lowest first, represents token 8 * j + i. Each
+            mask allows at least one token. It allows the end-of-sequence tokens if no other token
+            can follow, and after an end-of-sequence token.
         """
         ...
 
@@ -57,10 +60,12 @@ class Grammars(Protocol):
     """Compiles and caches grammars for one tokenizer. Thread-safe."""
 
     def start(self, spec: GrammarSpec) -> Grammar:
-        """Return a grammar in its initial state. Slow unless cached, then microseconds.
+        """Return a grammar in its initial state.
+
+        The call takes microseconds for a cached grammar and much longer for a new grammar.
 
         Raises:
             RequestRejected: the grammar is malformed, unsupported or too large, or the model has no
-                end-of-sequence token. `param` is that of the spec.
+                end-of-sequence token. `param` is the parameter of the spec.
         """
         ...

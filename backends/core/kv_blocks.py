@@ -1,13 +1,13 @@
-"""The allocator of KV blocks. It handles block numbers only, no tensors.
+"""The allocator of KV blocks, which handles block numbers only, no tensors.
 
-A block is *free*, *used*, *cached* (unused, but holding a known prefix) or *lent* to draft pages.
-Sequences with a common prefix use the same blocks for it. Cached and lent blocks count as free.
-A sequence that needs blocks gets free ones first, then the least recently used cached ones, then
-lent ones.
+A block is *free*, *used*, *cached* (unused, but with a known prefix) or *lent* to draft pages.
+Sequences with a common prefix share its blocks. Cached and lent blocks count as free. A sequence
+that needs blocks gets free blocks first, then the least recently used cached blocks, then lent
+blocks.
 
 A sequence gets *runs* of neighbouring blocks where possible (`FreeRuns`). A CPU can then read most
-of its keys and values as a view. Gathering pages there costs more than half a step (2.3x at batch
-32).
+of its keys and values as a view. A CPU would need more than half of a step's time to gather pages
+(2.3x at batch 32).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftgate.backends.core.prefix_cache import PrefixCache
 
 
 class OutOfBlocks(Exception):
-    """Not enough blocks are free; none was allocated."""
+    """Not enough blocks are free, and none was allocated."""
 
 
 class KvBlocks:
@@ -38,17 +38,17 @@ class KvBlocks:
         self.block_size = block_size
         self._free = FreeRuns(num_blocks)
         self._cache = PrefixCache(num_blocks)
-        self._sharers: Counter[int] = Counter()  # users of a block in addition to the first one
+        self._sharers: Counter[int] = Counter()  # users of a block after the first user
         self._lent: set[int] = set()
         self._call_in: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that could be allocated now: free, cached and lent ones."""
+        """Number of blocks that could be allocated now: free, cached and lent blocks."""
         return self._available + len(self._lent)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks for that many tokens."""
+        """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
@@ -61,17 +61,20 @@ class KvBlocks:
         return self.blocks_for(tokens) - cached + unused
 
     def admit(self, table: array[int], hashes: Sequence[bytes], tokens: int) -> int:
-        """Make an empty table hold `tokens` tokens, sharing the cached part of their prefix.
+        """Allocate blocks for `tokens` tokens in an empty table.
+
+        The table shares the cached part of the prefix.
 
         Args:
-            hashes: chain of the full blocks that may be shared. None of them may contain the last
-                token: it is computed for its logits, and a shared block is never written.
+            hashes: chain of the full blocks that may be shared. None of these blocks may contain
+                the last token, because it is computed for its logits and a shared block is never
+                written.
 
         Returns:
-            The number of leading blocks that are shared; their keys and values are computed.
+            The number of leading blocks that are shared and already have keys and values.
 
         Raises:
-            OutOfBlocks: not enough free blocks; the table is unchanged.
+            OutOfBlocks: not enough blocks are free. The table is unchanged.
         """
         needed = self.needed(hashes, tokens)
         if needed > self.num_free:
@@ -83,10 +86,10 @@ class KvBlocks:
         return len(found)
 
     def extend(self, table: array[int], tokens: int) -> None:
-        """Make the table hold `tokens` tokens; no-op if it already does.
+        """Extend the table to hold at least `tokens` tokens.
 
         Raises:
-            OutOfBlocks: not enough free blocks; the table is unchanged.
+            OutOfBlocks: not enough blocks are free. The table is unchanged.
         """
         missing = self.blocks_for(tokens) - len(table)
         if missing <= 0:
@@ -99,26 +102,30 @@ class KvBlocks:
         table.extend(self._free.take(table[-1] + 1 if table else None, missing))
 
     def trim(self, table: array[int], tokens: int) -> None:
-        """Give back the blocks after those that `tokens` tokens need."""
+        """Release the blocks beyond those that `tokens` tokens need."""
         keep = self.blocks_for(tokens)
         if len(table) <= keep:
             return
-        # From the end, so that eviction keeps the beginning of a prefix longest.
+        # Go from the end, so that eviction keeps the beginning of a prefix longest.
         left = table[keep:][::-1]
         del table[keep:]
         self._free.give_back(self._cache.retire(self._unshared(left)))
 
     def release(self, table: array[int]) -> None:
-        """Give back all blocks of the table."""
+        """Release all blocks of the table."""
         self.trim(table, 0)
 
     def confirm(self, table: Sequence[int], hashes: Sequence[bytes], blocks: range) -> None:
-        """Add blocks of a table to the prefix cache: they are full of confirmed tokens."""
+        """Add blocks of a table, which are full of confirmed tokens, to the prefix cache."""
         for index in blocks:
             self._cache.insert(hashes[index], table[index])
 
     def lend_to(self, call_in: Callable[[int], None]) -> None:
-        """Register the borrower; `call_in(n)` must make it give back `n` blocks, or all it has."""
+        """Register the borrower.
+
+        Args:
+            call_in: makes the borrower return n blocks, or all of its blocks if it has fewer.
+        """
         self._call_in = call_in
 
     def can_lend(self, block: int) -> bool:
@@ -126,7 +133,7 @@ class KvBlocks:
         return self._free.begins_gap(block)
 
     def lend(self, after: int | None) -> int:
-        """Lend a block: the one at `after` if that is free.
+        """Lend the block `after` if it is free, or else another block.
 
         Raises:
             OutOfBlocks: all blocks are used or lent.
@@ -154,7 +161,7 @@ class KvBlocks:
             self._free.give_back(self._cache.evict(missing))
 
     def _unshared(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Remove one user from each of these blocks; return the blocks that are unused then."""
+        """Remove one user from each of these blocks, and return the blocks without users."""
         sharers = self._sharers
         if not sharers:
             return blocks
@@ -168,7 +175,7 @@ class KvBlocks:
         return unshared
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check that every block is free, cached, lent, or in as many of `tables` as it has users.
+        """Check that every block is free, cached, lent, or in the right number of `tables`.
 
         Raises:
             AssertionError: a block is lost, in two states, or miscounted.
@@ -181,10 +188,10 @@ class KvBlocks:
 
 
 class FreeRuns:
-    """The free blocks among `num_blocks`, as gaps between the taken ones.
+    """The free blocks among `num_blocks`, as gaps between the used blocks.
 
-    A new run starts in the middle of the largest gap, so that it and its neighbour can both grow.
-    If the next block is not free, a run continues elsewhere; blocks are never moved.
+    A new run starts in the middle of the largest gap, so that both the run and its neighbour can
+    grow. If the next block is not free, a run continues elsewhere. Blocks never move.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -197,10 +204,11 @@ class FreeRuns:
         return self._num_free
 
     def take(self, after: int | None, wanted: int) -> list[int]:
-        """Take `wanted` blocks, no more than are free; the first one at `after` if that is free.
+        """Take up to `wanted` free blocks.
 
         Args:
-            after: the block after the caller's last one; None for a new run.
+            after: block after the caller's last block, which is taken first if it is free; None for
+                a new run.
         """
         taken: list[int] = []
         while len(taken) < wanted:
@@ -214,7 +222,7 @@ class FreeRuns:
         return block in self._gaps
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Free blocks; neighbours are freed together, which takes little longer than one block."""
+        """Free blocks. A run of neighbours takes little longer than a single block."""
         for start, end in _runs(sorted(blocks)):
             self._num_free += end - start
             self._free_run(start, end)
@@ -231,7 +239,7 @@ class FreeRuns:
         return free
 
     def _take_run(self, after: int | None, wanted: int) -> range:
-        """Take up to `wanted` neighbouring blocks: at `after` if that is free, else in a gap."""
+        """Take up to `wanted` neighbouring blocks, at `after` if it is free, else in a gap."""
         start = after if after in self._gaps else None
         if start is None:
             start = self._new_start(wanted)
@@ -256,10 +264,10 @@ class FreeRuns:
         self._add_gap(start, end - start)
 
     def _new_start(self, wanted: int) -> int:
-        """Return the start of a new run: the middle of the largest gap's slack."""
+        """Return the start of a new run, the middle of the largest gap's slack."""
         gap_start = max(self._gaps, key=self._gaps.__getitem__)
         slack = self._gaps[gap_start] - wanted
-        # Before block 0 there is no run that could grow into the gap.
+        # No run before block 0 could grow into the gap.
         return gap_start if gap_start == 0 or slack <= 0 else gap_start + slack // 2
 
     def _gap_around(self, block: int) -> tuple[int, int]:

@@ -1,13 +1,13 @@
-"""Running the steps of a worker: overlapped with the device, or one by one.
+"""Execution of a worker's steps, overlapped with the device or one by one.
 
-A device that works on its own gets its next step before the last one is accounted for, if it can be
-planned without the last tokens (`Scheduler.plan_ahead`). Otherwise it gets it right after. Text is
-rendered and delivered while the next step runs. So a sequence may turn out to have ended, by its
-token or at a stop string, when another step with it has been launched. The tokens of that step are
-dropped, and the text is the same.
+A device that works asynchronously gets its next step before the accounting for the last step, if
+planning does not need the last tokens (`Scheduler.plan_ahead`). Otherwise it gets the next step
+immediately afterwards. The worker renders and delivers text while the next step runs. So a sequence
+may end, by its token or at a stop string, when another step with it is already running. The tokens
+of that step are dropped, and the text is the same.
 
-The blocks of such a sequence may be reused at once. Steps run in launch order, so a launched step
-writes to the blocks before their next owner does. No step reads a block before it is written.
+The blocks of such a sequence may be reused immediately. Steps run in launch order, so a launched
+step writes to the blocks before their next owner does. No step reads a block before it is written.
 Blocks that are shared by content are full and never written again.
 """
 
@@ -29,7 +29,10 @@ Deliver = Callable[[list[tuple[str, Delta]]], None]
 
 
 class Pipeline:
-    """Runs a worker on an executor. One owner, which may use the worker between steps."""
+    """Runs a worker on an executor, for a single owner.
+
+    The owner may use the worker between steps.
+    """
 
     def __init__(
         self,
@@ -39,12 +42,11 @@ class Pipeline:
         launcher: Launcher | None = None,
         now_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Prepare the pipeline; nothing runs yet.
+        """Prepare the pipeline without running a step.
 
         Args:
-            launcher: runs the steps instead of the executor, if the device works on its own.
-            now_s: the clock that deadlines are compared with. If it returns None, the time is the
-                sum of the step times.
+            launcher: runs the steps instead of the executor, if the device works asynchronously.
+            now_s: clock for deadlines. If it returns None, the time is the sum of the step times.
         """
         self._worker = worker
         self._executor = executor
@@ -54,9 +56,9 @@ class Pipeline:
         self._under_way: _Launched | None = None
 
     def step(self) -> bool:
-        """Run one step; return False if there was nothing to do.
+        """Run one step, and return False if the worker is idle.
 
-        With a launcher, one step stays under way, and the next call delivers its deltas.
+        With a launcher, one step remains in progress, and the next call delivers its deltas.
         """
         if self._launcher is not None:
             return self._overlap(self._launcher)
@@ -67,7 +69,7 @@ class Pipeline:
         return plan is not None
 
     def _overlap(self, launcher: Launcher) -> bool:
-        """Launch the next step and finish the one under way."""
+        """Launch the next step and finish the step in progress."""
         if self._under_way is None:
             self._under_way = _launched(launcher, self._worker.plan(self._now_s()))
             return self._under_way is not None
@@ -89,7 +91,7 @@ def _launched(launcher: Launcher, plan: StepPlan | None, previous: Any = None) -
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that ran: its plan, its result, and the deltas for its requests."""
+    """A step that ran, with its plan, its result, and the deltas for its requests."""
 
     plan: StepPlan
     result: StepResult
@@ -99,11 +101,11 @@ class CompletedStep:
 def run_until_idle(
     worker: WorkerCore, executor: Executor, now_s: Callable[[], float | None] = lambda: None
 ) -> Iterator[CompletedStep]:
-    """Run a worker until it has nothing to do, in the caller's thread, and yield its steps.
+    """Run a worker in the caller's thread until it is idle, and yield its steps.
 
     Args:
-        now_s: the clock from which the worker learns the host's overhead. If it returns None, the
-            time is the sum of the step times, and the host takes none.
+        now_s: clock from which the worker learns the host's overhead. If it returns None, the time
+            is the sum of the step times, and the host takes no time.
     """
     while (plan := worker.plan(now_s())) is not None:
         result = executor.execute(plan)

@@ -2,8 +2,8 @@
 
 The hash of a full block covers its tokens and the hash of the previous block. So equal hashes mean
 equal prefixes up to the end of the block. The chain begins with the tenant, so a tenant cannot
-learn from timing what the prompts of another one contain. This is the scheme of vLLM's automatic
-prefix caching, with a cryptographic hash: Python's own can be made to collide.
+learn from timing what prompts another tenant sends. This is the scheme of vLLM's automatic prefix
+caching, with a cryptographic hash, because attackers can make Python's own hash collide.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from itertools import islice, repeat
 from typing import Final
 
 HASH_BYTES: Final = 16
-"""Among 2**40 different blocks, the probability of a collision is below 2**-48."""
+"""Bytes of a hash. Among 2**40 different blocks, the probability of a collision is below 2**-48."""
 
 LOOKUP_BLOCKS: Final = 1024
-"""Blocks of a chain that are looked up at once, before checking whether all are cached."""
+"""Number of blocks of a chain in one lookup, before a check whether all are cached."""
 
 USED: Final = object()
 """Default of a lookup among unused blocks, for blocks in use."""
 
 ARRAY_BLOCKS: Final = 1024
-"""Blocks whose tokens are converted to bytes at once. One block at a time takes as long as hashing,
-and the whole of a long prompt would keep other threads from running."""
+"""Number of blocks whose tokens are converted to bytes together. Single blocks take as long as
+hashing. A whole long prompt would keep other threads from running."""
 
 
 def extend_chain(
@@ -47,16 +47,16 @@ def _digest(data: bytes) -> bytes:
 
 
 class PrefixCache:
-    """The blocks that hold known prefixes, and which of them are unused.
+    """The blocks that hold known prefixes, used and unused.
 
-    Works on many blocks at once: a prompt of one megabyte has 30,000 of them. In the simulator this
-    happens on the event loop, where no turn should take longer than 5 ms.
+    The methods handle many blocks together, because a prompt of one megabyte has 30,000 blocks. In
+    the simulator they run on the event loop, where no callback should take longer than 5 ms.
     """
 
     def __init__(self, num_blocks: int) -> None:
         """Start empty, for a memory of `num_blocks` blocks."""
         self._block_of: dict[bytes, int] = {}
-        # A list: neighbouring blocks are looked up together, and a dictionary would scatter them.
+        # A list, because neighbouring blocks are read together and a dictionary would scatter them.
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._unused: dict[int, object] = {}  # least recently used first
         self._last_found: tuple[bytes, list[int]] = b"", []  # last hash of a chain, its blocks
@@ -69,14 +69,14 @@ class PrefixCache:
 
     @property
     def unused(self) -> tuple[int, ...]:
-        """The unused blocks, the next to be evicted first."""
+        """The unused blocks in order of eviction."""
         return tuple(self._unused)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix, used and unused ones.
+        """Return the blocks of the longest cached prefix, used and unused.
 
-        Each step looks up the next waiting sequence several times. So a chain that was also the
-        last one looked up is continued from its end.
+        Each step queries the next waiting sequence several times. So a query for the same chain as
+        the last query continues from its end.
         """
         if not hashes:
             return []
@@ -104,13 +104,13 @@ class PrefixCache:
         return unused
 
     def insert(self, digest: bytes, block: int) -> None:
-        """Cache a block in use by its hash; no-op if another block has that hash."""
+        """Cache a block in use by its hash, unless another block has that hash."""
         if digest not in self._block_of and self._hash_of[block] is None:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def use(self, blocks: Sequence[int]) -> list[int]:
-        """Mark cached blocks as used; return those that were in use before."""
+        """Mark cached blocks as used, and return those that were in use before."""
         self._last_unused = 0, 0
         taken = list(map(self._unused.pop, blocks, repeat(USED)))
         if USED not in taken:
@@ -118,7 +118,7 @@ class PrefixCache:
         return [block for block, was in zip(blocks, taken, strict=True) if was is USED]
 
     def retire(self, blocks: Sequence[int]) -> list[int]:
-        """Mark cached blocks as unused; return the blocks that are not cached."""
+        """Mark cached blocks as unused, and return the blocks that are not cached."""
         self._last_unused = 0, 0
         hash_of = self._hash_of
         others = [block for block in blocks if hash_of[block] is None]
@@ -139,9 +139,10 @@ class PrefixCache:
 
 
 class PendingPrefixes:
-    """Blocks that running sequences are computing, for which sequences with that prefix wait.
+    """The blocks that running sequences compute, and for which other sequences wait.
 
-    Holds the first block of each sequence that is not cached: a sharer lacks the same one first.
+    The object holds the first uncached block of each sequence, because other sequences with the
+    same prefix lack the same block first.
     """
 
     def __init__(self) -> None:

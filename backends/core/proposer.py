@@ -1,4 +1,4 @@
-"""The contract of proposers, and the offers that drafting makes of what they propose."""
+"""The interface of proposers, and the offers that contain their drafts."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """Proposes continuations. Keeps its own state per sequence; belongs to one worker."""
+    """Proposes continuations for the sequences of one worker.
+
+    A proposer keeps its own state for each sequence.
+    """
 
     def depth_s(self, sequences: int) -> float:
-        """Return the predicted seconds of drafting one token deeper for that many sequences.
+        """Return the predicted seconds to draft one token deeper for `sequences` sequences.
 
-        0 for a lookup proposer: it proposes before the policy decides how many slots to verify. The
-        others are asked for the decided number, since each depth costs them a forward pass.
+        0 for a lookup proposer, which proposes before the policy decides how many slots to verify.
+        Other proposers draft the decided number of tokens, because each depth costs a forward pass.
         """
         ...
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return the predicted seconds of processing the tokens that the proposer has not seen.
+        """Return the predicted seconds to process the tokens that the proposer has not seen.
 
         0 for a proposer without state, and for a lookup proposer.
         """
         ...
 
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
-        """Return one draft per request, in order; an empty draft where it has no proposal.
+        """Return one draft per request in order, which is empty if the proposer has no proposal.
 
-        A sequence may appear at any time, also after a pause; the proposer first catches up with
-        it. If drafting has a cost, the sequence's block table has space for the drafts after its
-        pending tokens.
+        A sequence may appear at any time, also after a pause. The proposer first catches up with
+        the sequence. If drafting has a cost, the sequence's block table has space for the drafts
+        after its pending tokens.
         """
         ...
 
@@ -53,15 +56,15 @@ class Proposer(Protocol):
 
 
 class DraftTerms(NamedTuple):
-    """The conditions under which the drafts of one step are weighed.
+    """The conditions under which the drafts of one step are evaluated.
 
     Attributes:
         least_survival: weight x survival that the best slot must exceed for drafting to be worth
-            its time. None if every proposer is to be asked (`SpeculationPolicy`).
+            its time, or None to call every proposer (`SpeculationPolicy`).
         price: expected tokens that a slot must add, in weighted tokens.
         step_s: predicted seconds of the step without drafts.
         tokens_per_s: value of one second of the step, in weighted tokens.
-        most_weight: the largest weight of a sequence in the step.
+        most_weight: largest weight of a sequence in the step.
         drafting: host time of drafting.
     """
 
@@ -78,9 +81,9 @@ class DraftOffer:
     """A draft that a sequence could verify in the next step.
 
     Attributes:
-        source: the proposer's name, or `GRAMMAR`.
-        draft: the tokens, best first; None if they are still to be computed.
-        candidate: the offer as the policy sees it.
+        source: name of the proposer, or `GRAMMAR`.
+        draft: draft tokens, best first, or None if they are not computed yet.
+        candidate: the offer from the view of the policy.
     """
 
     sequence: Sequence
@@ -90,7 +93,7 @@ class DraftOffer:
 
     @property
     def expected(self) -> float:
-        """Expected number of accepted tokens, weighted; 0 without a draft."""
+        """Expected number of accepted tokens, weighted, or 0 without a draft."""
         return self.candidate.weight * sum(self.candidate.survivals) if self.draft else 0.0
 
     def first(self, tokens: int) -> DraftOffer:

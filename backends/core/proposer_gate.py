@@ -1,12 +1,12 @@
-"""Which proposers are asked for drafts: those expected to bring more than asking costs.
+"""The choice of proposers to call: those with a higher expected gain than cost.
 
-If no slot can pay, asking would be wasted. Sequences with hopeless drafts are asked rarely, so that
-a change is noticed; if all are hopeless, one sequence represents the batch. A step in which no
-proposer is asked costs no more than a step without proposers.
+If no slot can be worth its price, no proposer is called. Sequences with poor drafts are tried only
+occasionally, to detect a change. If all sequences have poor drafts, a single sequence represents
+the batch. A step without calls costs no more than a step without proposers.
 
-A proposer that is too expensive would never be seen to have become worth its price. `Exploration`
-therefore saves a bounded share of the step time and spends it on single drafts by such proposers.
-These tokens are not verified, only compared with the token that follows.
+A proposer that is too expensive would never be noticed when it becomes worth its price.
+`Exploration` therefore saves a bounded share of the step time and spends it on single drafts by
+such proposers. These tokens are not verified, only compared with the token that follows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from draftgate.policies.costs.drafting_cost import DraftingCost
 from draftgate.policies.speculation.lookup_gain import LookupGains
 
 HOPELESS_STEPS: Final = 16
-"""Steps between two requests for a sequence whose next draft is not worth a slot. When its text
-starts to repeat, this is noticed within 16 tokens, for a sixteenth of the lookups. All such
-sequences are asked in the same step, because the first lookup of a step costs the most."""
+"""Steps between two trials of a sequence whose next draft is not worth a slot. If its text starts
+to repeat, the worker notices this within 16 tokens, for a sixteenth of the lookups. All such
+sequences are tried in the same step, because the first lookup of a step costs the most."""
 
 LOOKUP_SHARE: Final = 0.01
-"""Share of the step time for lookups that do not pay. A change is then noticed within 3 to 4 tokens
-for a single sequence (Zen 5, shipped model, 2026-11-22)."""
+"""Share of the step time for lookups that are not worth their time. The worker then notices a
+change within 3 to 4 tokens for a single sequence (Zen 5, shipped model, 2026-11-22)."""
 
 RESTING_STEPS: Final = 8
 MOST_RESTING_STEPS: Final = 64
-"""A computing proposer that was not used is offered again after 8 steps, then after twice as many
-each time, up to 64. Its expected value changes slowly, over tens of drafts. Deciding against it
+"""Steps after which an unused computing proposer is offered again. The interval doubles each time,
+up to 64, because the expected value changes slowly, over tens of drafts. A negative decision
 takes 0.1 to 0.5 ms per step (batches of 8 and 256, one core, Zen 4, 2026-11-21)."""
 
 PROBE_STEPS: Final = 64
@@ -51,7 +51,7 @@ MOST_SAVED_STEPS: Final = 5.0
 
 
 class ProposerGate:
-    """Decides in each step which proposers are asked, and for which sequences.
+    """Decides in each step which proposers are called, and for which sequences.
 
     Attributes:
         looks_up: whether a lookup is the proposer's only cost, by proposer.
@@ -62,20 +62,21 @@ class ProposerGate:
         self._scores = scores
         self._step = 0
         self._probed: Sequence | None = None
-        # For each proposer that was not used: how many steps it rests, and until which step.
+        # For each unused proposer, the number of steps that it rests, and the last of these steps.
         self._resting: dict[str, tuple[int, int]] = {}
-        self._quiet_terms: DraftTerms | None = None  # under these terms no proposer is asked
+        self._quiet_terms: DraftTerms | None = None  # with these terms no proposer is called
         self._quiet_until = 0
         self._gains = {name: LookupGains() for name, looks_up in self.looks_up.items() if looks_up}
 
     def begin_step(
         self, sequences: Many[Sequence], terms: DraftTerms, *, may_skip: bool
     ) -> Many[Sequence]:
-        """Begin a step; return the sequences to draft for, always including those with a grammar.
+        """Begin a step, and return the sequences to draft for.
+
+        The result includes all sequences with a grammar.
 
         Args:
-            may_skip: whether the step may do without drafts; False if exploration needs to know
-                the candidates.
+            may_skip: whether the step may omit drafts. False if exploration needs the candidates.
         """
         self._step += 1
         self._probed = None
@@ -97,9 +98,10 @@ class ProposerGate:
         return sequence.weight * first > terms.least_survival
 
     def skip_coming_steps(self, sequences: int, terms: DraftTerms) -> None:
-        """Skip drafting until the terms change or the next check is due: no draft was worth it.
+        """Skip drafting until the terms change or the next check is due.
 
-        Skipped steps teach nothing, so the expectations stay as they are.
+        The method is called when no draft was worth its time. Skipped steps contain no information,
+        so the expectations stay the same.
         """
         if terms.least_survival is not None:
             steps = self._check_interval(sequences, terms)
@@ -110,11 +112,11 @@ class ProposerGate:
     def worth_looking_up(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
     ) -> list[DraftRequest]:
-        """Return the requests for which a lookup pays; none if together they do not pay.
+        """Return the requests whose lookups are worth their time.
 
-        The expected gain of a lookup over the price, hits and misses together, must exceed its time
-        at the step's rate. What remains, summed over all lookups, must exceed their common cost.
-        When a check is due, all requests are returned.
+        The expected gain of a lookup over the price must exceed its time at the step's rate. The
+        remaining gain of all lookups together must exceed their common cost, or the result is
+        empty. When a check is due, the result is all requests.
         """
         cost = terms.drafting
         if terms.least_survival is None or not (cost.look_up_s or cost.sequence_s):
@@ -135,7 +137,7 @@ class ProposerGate:
     def observe_lookup(
         self, name: str, sequence: Sequence, survivals: Many[float], terms: DraftTerms
     ) -> None:
-        """Learn from the survivals that a lookup found; empty if it found nothing."""
+        """Learn from the survivals that a lookup found, which are empty if it found no draft."""
         price = terms.price / sequence.weight
         gain = sum([survival - price for survival in survivals if survival > price])
         self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), gain)
@@ -145,8 +147,8 @@ class ProposerGate:
     ) -> bool:
         """Return whether computing a first token for all requests can be worth its time.
 
-        If the first token is not worth it, no later one is: each brings less than the one before.
-        A proposer that was not used rests, since the next steps will hardly use it either.
+        If the first token is not worth its time, no later token is, because each adds less than the
+        previous one. An unused proposer rests, because the next steps will hardly use it either.
         """
         if terms.least_survival is None:
             return True
@@ -160,17 +162,17 @@ class ProposerGate:
         return worth >= least_s * terms.tokens_per_s
 
     def rest(self, name: str) -> None:
-        """Let a computing proposer rest: it was offered and not used."""
+        """Let a computing proposer rest after a step that offered it but did not use it."""
         rested, _ = self._resting.get(name, (RESTING_STEPS // 2, 0))
         steps = min(2 * rested, MOST_RESTING_STEPS)
         self._resting[name] = steps, self._step + steps
 
     def end_rest(self, name: str) -> None:
-        """Offer a proposer in every step again: it was used."""
+        """Offer a proposer in every step again after a step that used it."""
         self._resting.pop(name, None)
 
     def _is_hopeful(self, terms: DraftTerms) -> bool:
-        """Return whether a slot could pay with the best evidence there is."""
+        """Return whether a slot could be worth its price with the best possible evidence."""
         for name, looks_up in self.looks_up.items():
             best = self._scores.best_found(name) if looks_up else self._scores.best_predicted(name)
             if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
@@ -181,14 +183,15 @@ class ProposerGate:
         """Return the oldest sequence if this step probes for the whole batch, else None."""
         if not self.looks_up or self._step % PROBE_STEPS:
             return None
-        self._scores.refresh()  # probes are rare, and the only evidence: use it at once
+        self._scores.refresh()  # probes are rare and the only evidence, so apply it now
         eligible = (sequence for sequence in sequences if sequence.pace is Pace.FULL)
         return min(eligible, key=lambda sequence: sequence.key, default=None)
 
     def _check_interval(self, sequences: int, terms: DraftTerms) -> int:
-        """Return in how many steps `LOOKUP_SHARE` saves the time to look up all sequences.
+        """Return in how many steps `LOOKUP_SHARE` saves the time for lookups of all sequences.
 
-        A power of two up to `PROBE_STEPS`; `HOPELESS_STEPS` if lookups take no time.
+        The result is a power of two up to `PROBE_STEPS`, or `HOPELESS_STEPS` if lookups take no
+        time.
         """
         cost_s = terms.drafting.look_up_s + sequences * terms.drafting.sequence_s
         saved_s, steps = LOOKUP_SHARE * terms.step_s, 1 if cost_s else HOPELESS_STEPS
@@ -198,12 +201,12 @@ class ProposerGate:
 
 
 class Exploration:
-    """Decides when an unused proposer drafts, and for which sequence. Deterministic."""
+    """Decides when an unused proposer drafts, and for which sequence, without randomness."""
 
     def __init__(self) -> None:
         self._saved_s = 0.0
         self._most_s = 0.0
-        self._needed_s = 0.0  # time of the cheapest draft, as of the last check
+        self._needed_s = 0.0  # seconds of the cheapest draft at the last check
         self._candidates: dict[str, DraftRequest] = {}  # the oldest sequence, by proposer
 
     def begin_step(self, step_s: float) -> None:
@@ -229,13 +232,13 @@ class Exploration:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether a sequence could be drafted for, and the saved time may cover it."""
+        """Whether a sequence is available, and the saved time may cover a draft for it."""
         return bool(self._candidates) and self._saved_s >= min(self._needed_s, self._most_s)
 
     def spend_on_unused(
         self, used: Container[str], proposers: Mapping[str, Proposer], cost: DraftingCost
     ) -> Iterator[tuple[str, DraftRequest]]:
-        """Yield the affordable drafts by proposers not used in this step, and pay for them."""
+        """Yield the affordable drafts by unused proposers, and subtract their cost."""
         needed_s = math.inf
         for name, request in self._candidates.items():
             if name in used:

@@ -1,9 +1,10 @@
-"""The queue and the batch: which sequences run, wait or are paused, and whom to preempt.
+"""The sequences of a worker: which of them run, wait, are paused or are preempted.
 
-A paused sequence leaves the batch before the next step. It counts against no limit and holds up no
-other sequence. Its blocks stay in the prefix cache until the memory is needed: cached blocks are
-taken before any sequence is preempted. When it resumes, it takes its place in order of arrival.
-It shares what is still cached, and recomputes at most one block if everything is.
+A paused sequence leaves the batch before the next step. It counts against no limit and blocks no
+other sequence. Its blocks stay in the prefix cache until the memory is needed, because cached
+blocks are evicted before any sequence is preempted. When it resumes, it takes its place in order of
+arrival. It shares its blocks that are still cached, and recomputes at most one block if all of them
+are.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Queues:
     """The open sequences of a worker and their blocks.
 
     Attributes:
-        waiting: the queue in order of arrival: a preempted sequence precedes later arrivals.
-        running: the batch, oldest admission first.
-        paused: sequences that wait to be resumed, by key.
+        waiting: queue in order of arrival, where a preempted sequence precedes later arrivals.
+        running: batch, oldest admission first.
+        paused: sequences that wait for their reader, by key.
         leaving: paused sequences that run until the next step is planned, by key.
         num_sparing: number of sequences with pace `SPARING`.
-        prefill_tokens: tokens still to be fed to running and waiting sequences, except decodes. For
-            waiting sequences this includes tokens that may be cached.
-        blocks: the memory they share.
+        prefill_tokens: number of tokens that running and waiting sequences must still feed, except
+            decodes. For waiting sequences this includes tokens that may be cached.
+        blocks: KV blocks of all sequences.
     """
 
     def __init__(self, blocks: KvBlocks) -> None:
@@ -47,12 +48,12 @@ class Queues:
         """Queue a new sequence."""
         self.waiting.append(sequence)
         self._set_prefill(sequence, sequence.pending_tokens)
-        # Look the prefix up now: the cache remembers the last lookup, so the next step gets it for
-        # free, and the work of a single call is halved.
+        # Query the prefix now. The cache remembers the last query, so the next step gets its result
+        # for free, and the work of a single call is halved.
         self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends, and free its blocks at once."""
+        """Remove a sequence that ends, and free its blocks immediately."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.leaving.pop(sequence.key, None)
@@ -68,7 +69,8 @@ class Queues:
     def set_pace(self, sequence: Sequence, pace: Pace) -> None:
         """Change the pace of an open sequence.
 
-        A running sequence leaves the batch at the next `park`: the step under way still counts.
+        A running sequence leaves the batch at the next `park`, because the step in progress still
+        counts.
         """
         before, sequence.pace = sequence.pace, pace
         self.num_sparing += (pace is Pace.SPARING) - (before is Pace.SPARING)
@@ -85,13 +87,13 @@ class Queues:
             self._enqueue(sequence)
 
     def park(self) -> None:
-        """Take the paused sequences out of the batch. No step may be under way."""
+        """Remove the paused sequences from the batch. No step may be in progress."""
         for sequence in self.leaving.values():
             self._leave_batch(sequence)
         self.leaving.clear()
 
     def next_blocks(self) -> int:
-        """Return the blocks that the next waiting sequence needs; 0 if it cannot run now."""
+        """Return how many blocks the next waiting sequence needs, or 0 if it cannot run now."""
         if not self.waiting:
             return 0
         sequence = self.waiting[0]
@@ -102,12 +104,12 @@ class Queues:
     def waiting_prompt_tokens(self, sequences: int, most: int) -> int:
         """Return the prompt tokens of the next waiting sequences, at least one of which must exist.
 
-        Cached tokens are left out for the first sequence only: a lookup takes as long for each of
-        the others, and few of them join the same step.
+        Only the first sequence excludes cached tokens. A cache query takes as long for each of the
+        other sequences, and few of them join the same step.
 
         Args:
-            sequences: how many could be admitted.
-            most: tokens at which to stop counting.
+            sequences: number of sequences that could be admitted.
+            most: number of tokens at which to stop counting.
         """
         first = self.waiting[0]
         cached = self.blocks.num_cached(first.sharable_hashes(self.blocks.block_size))
@@ -119,14 +121,14 @@ class Queues:
         return tokens
 
     def admit(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence run, with blocks for all its tokens, cached ones included.
+        """Let a waiting sequence run, with blocks for all its tokens, including cached tokens.
 
         Returns:
-            False if it should wait, and others may pass it: a running prefill is computing the
-            first of its blocks that is not cached, and it can share that block soon.
+            False if the sequence should wait and later ones may pass it. A running prefill is
+            computing its first uncached block, which the sequence can share soon.
 
         Raises:
-            OutOfBlocks: not enough blocks are free; nothing has changed.
+            OutOfBlocks: not enough blocks are free, and nothing has changed.
         """
         hashes = sequence.sharable_hashes(self.blocks.block_size)
         cached = self.blocks.num_cached(hashes)
@@ -147,18 +149,20 @@ class Queues:
     def note_fed(self, sequence: Sequence, tokens: int) -> None:
         """Record that a step feeds this many pending tokens of a prefill."""
         left = sequence.pending_tokens - tokens
-        self._set_prefill(sequence, left if left > 1 else 0)  # a single one is fed as a decode
+        # A single pending token is fed as a decode.
+        self._set_prefill(sequence, left if left > 1 else 0)
 
     def extend_or_preempt(self, sequence: Sequence, planned: Container[int]) -> bool:
-        """Give the sequence blocks for all its tokens, preempting others if necessary.
+        """Give the sequence blocks for all its tokens, and preempt others if necessary.
 
-        Sparing sequences are preempted first, and the youngest before older ones.
+        Sparing sequences are preempted first, and younger sequences before older sequences.
 
         Args:
             planned: keys of the sequences in the step, which cannot be preempted.
 
         Returns:
-            False if the sequence itself was preempted: all others that run are in this step.
+            False if the sequence itself was preempted, because all other running sequences are in
+            this step.
         """
         if len(sequence.token_ids) <= len(sequence.block_table) * self.blocks.block_size:
             return True
@@ -178,17 +182,18 @@ class Queues:
     def publish_pending(self, sequence: Sequence) -> None:
         """Announce the first unknown block of a running prefill, for which others may wait."""
         size, block = self.blocks.block_size, sequence.known_blocks
-        if block < (len(sequence.token_ids) - 1) // size:  # each computes the last token itself
+        # Each sequence computes its last token itself.
+        if block < (len(sequence.token_ids) - 1) // size:
             self._pending.advance(sequence.key, sequence.hash_blocks(size)[block])
         else:
             self._pending.drop(sequence.key)
 
     def withdraw_pending(self, sequence: Sequence) -> None:
-        """Announce no more blocks of a sequence: its prompt is computed. Idempotent."""
+        """Withdraw the announced block of a sequence whose prompt is computed. Idempotent."""
         self._pending.drop(sequence.key)
 
     def _leave_batch(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks and let it wait; its tokens are computed again."""
+        """Take a running sequence's blocks and queue it, so that its tokens are computed again."""
         self.running.remove(sequence)
         self._free_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
@@ -210,6 +215,6 @@ class Queues:
         sequence.prefill_tokens = tokens
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        """Free the sequence's blocks; those with a known prefix stay cached."""
+        """Free the sequence's blocks. Blocks with a known prefix stay cached."""
         self._pending.drop(sequence.key)
         self.blocks.release(sequence.block_table)

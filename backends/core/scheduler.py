@@ -1,18 +1,18 @@
-"""The scheduler: turns queues, KV blocks and policies into a `StepPlan`, and applies its result.
+"""The scheduler, which plans each step from queues, KV blocks and policies, and applies its result.
 
-It has no clock, no randomness and no device. A step is filled in this order:
+The scheduler has no clock, no randomness and no device. It fills a step in this order:
 
-1. Decodes, least recently served first. With more decodes than budget they take turns.
+1. Decodes, least recently served first. They take turns if the budget is smaller than their number.
 2. Draft slots, as many as the policy allows. They never preempt, and leave half of the remaining
    budget to prompts.
 3. Prompt chunks, as far as the batching policy lets decodes wait.
-4. New sequences in order of arrival. A sequence that cannot be admitted holds up all later ones, so
-   none starves. One that shares a prefix with a prefill under way lets others pass, and takes the
-   shared blocks when they are ready.
+4. New sequences in order of arrival. A sequence that cannot be admitted blocks all later sequences,
+   so none starves. A sequence that shares a prefix with a prefill in progress lets others pass. It
+   takes the shared blocks when they are ready.
 
-When blocks run out, the youngest sequence gives up its own and is recomputed later, except for what
-is still cached. Sparing sequences (those of slow readers) come last everywhere for a bounded time,
-get no drafts, and are preempted first. Paused sequences are in no step (`Queues`).
+When blocks run out, the youngest sequence releases its blocks and is recomputed later, except for
+blocks that are still cached. Sparing sequences (those of slow readers) are last everywhere for a
+bounded time, get no drafts, and are preempted first. Paused sequences are in no step (`Queues`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a batch.
+    """The limits of a batch.
 
     Attributes:
-        max_num_seqs: most running sequences.
-        max_step_tokens: most tokens of a step: decodes, draft slots and prompt chunks.
+        max_num_seqs: maximum number of running sequences.
+        max_step_tokens: maximum number of tokens in a step: decodes, draft slots and prompt chunks.
         eos_ids: tokens that end a sequence.
     """
 
@@ -61,19 +61,19 @@ DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 SPARING_STEPS: Final = 64
-"""Steps by which a sparing sequence is ranked after its last service. All others precede it while
-each of them is served at least every 64 steps; otherwise it takes turns with them. At steps of 10
-to 30 ms a slow reader then waits 1 to 2 seconds for a token. Even strict proxies keep a silent
-connection for 30 s."""
+"""Number of steps by which a sparing sequence is ranked after its last service. All others precede
+it while each of them is served at least every 64 steps, and otherwise take turns with it. At
+steps of 10 to 30 ms, a slow reader then waits 1 to 2 seconds for a token. Even strict proxies
+keep a silent connection for 30 s."""
 
 
 def _sparing_last(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of decodes when some are sparing."""
+    """Sort key of decodes when some sequences are sparing."""
     return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.key
 
 
 class Scheduler:
-    """Decides what each step computes. Calls of `plan` and `apply` alternate."""
+    """Decides the work of each step. Calls of `plan` and `apply` alternate."""
 
     drafting_class: ClassVar[type[Drafting]] = Drafting
 
@@ -89,7 +89,7 @@ class Scheduler:
         """Start empty.
 
         Args:
-            proposers: ordered, cheapest first.
+            proposers: proposers, cheapest first.
             cost: initial step costs, which measured steps refine.
         """
         self.config = config
@@ -108,14 +108,14 @@ class Scheduler:
         self._detailed: set[int] = set()  # keys of sequences whose next tokens need details
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
-        self._measured: tuple[WorkerSpeed, float] | None = None  # speed and price; see `load`
+        self._measured: tuple[WorkerSpeed, float] | None = None  # speed and price, see `load`
         self._ran_s: float | None = None  # duration of the last step, if it fed no prompt
 
     def add(self, sequence: Sequence, now_s: float | None = None) -> None:
         """Queue a new sequence.
 
         Args:
-            now_s: the time; None takes the sum of the step times.
+            now_s: present time in seconds, or None for the sum of the step times.
         """
         sequence.queued_s = self._now_s if now_s is None else now_s
         self._with_service += sequence.has_service
@@ -123,12 +123,12 @@ class Scheduler:
         self._queues.add(sequence)
 
     def set_pace(self, sequence: Sequence, pace: Pace) -> None:
-        """Change a sequence's pace from the next step on; no-op if it has ended."""
+        """Change a sequence's pace from the next step on, unless it has ended."""
         if sequence.state is not SequenceState.FINISHED:
             self._queues.set_pace(sequence, pace)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free its blocks at once; no-op if it has ended already."""
+        """End a sequence and free its blocks immediately, unless it has ended already."""
         if sequence.state is SequenceState.FINISHED:
             return
         self._queues.remove(sequence)
@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def cost(self) -> StepCost:
-        """Step costs as learned so far."""
+        """The step costs learned so far."""
         return self._fit.cost
 
     @property
@@ -161,8 +161,8 @@ class Scheduler:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         if self._measured is None:
-            # Speed and price change with steps only, but every request asks for them. Computing
-            # them is half the time of `load`: 9 us (one core, Zen 4, 2026-11-21).
+            # Speed and price change with steps only, but every request reads them. Computing them
+            # is half the time of `load`: 9 us (one core, Zen 4, 2026-11-21).
             speed = self._speed.speed(self.cost, *self._decoding)
             self._measured = speed, self._drafts.price(self.cost)
         speed, price = self._measured
@@ -186,10 +186,11 @@ class Scheduler:
         )
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
-        """Return the next step, with blocks allocated, or None if there is nothing to do.
+        """Return the next step, with blocks allocated, or None if the worker is idle.
 
         Args:
-            now_s: the time that deadlines are compared with; None takes the sum of the step times.
+            now_s: present time in seconds, compared with deadlines, or None for the sum of the step
+                times.
         """
         self._now_s = self._now_s if now_s is None else now_s
         self._measured = None
@@ -212,21 +213,21 @@ class Scheduler:
         return step.build()
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
-        """Return the step after one that was planned last and is not applied yet.
+        """Return the step after a step that was planned last and is not applied yet.
 
-        Every sequence is assumed to continue with the token that it is about to get, which is
-        `PENDING`. If a sequence ends after all, `apply` drops its tokens of the next step.
+        The scheduler assumes that every sequence continues with its next token, `PENDING`. If a
+        sequence ends instead, `apply` drops its tokens of the next step.
 
         Returns:
-            None if the result must be known first: a proposer, a grammar or a penalty reads its
-            tokens, or a sequence might be preempted or is to be paused. None also if there is
-            nothing else to do.
+            None if the result must be known first. This is the case if a proposer, a grammar or a
+            penalty reads its tokens, or if a sequence might be preempted or is being paused. None
+            also if the worker has no other work.
         """
         if self._queues.leaving:
             return None
         continuing = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
-        # A decode takes one block at most, and precedes everything that takes the rest: with a free
-        # block for each running sequence none is preempted.
+        # A decode takes one block at most, and precedes all other work that takes blocks. So no
+        # decode is preempted if each running sequence has a free block.
         if self.blocks.num_free < len(self._queues.running) or not all(
             map(self._continues_blindly, continuing)
         ):
@@ -241,10 +242,10 @@ class Scheduler:
     def apply(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
     ) -> list[Emission]:
-        """Account for a step: confirm tokens, give back rejected ones, finish sequences.
+        """Account for a step: confirm tokens, remove rejected drafts, finish sequences.
 
         Args:
-            now_s: the end of the step; None adds its duration to the time.
+            now_s: end of the step in seconds, or None to add its duration to the time.
         """
         emissions: list[Emission] = []
         assumed, self._assumed = plan is self._assumed, None
@@ -258,7 +259,7 @@ class Scheduler:
                 continue
             if assumed:
                 sequence.token_ids.pop()  # the pending token, which is known now
-            detailed = sequence.key in self._detailed  # ask before the sequence may end
+            detailed = sequence.key in self._detailed  # checked before the sequence may end
             kept = self._accounting.confirm_tokens(work, emitted)
             details = step_details(plan, work, kept, self._now_s) if detailed else None
             if detailed and not sequence.request.traced:
@@ -269,7 +270,7 @@ class Scheduler:
         return emissions
 
     def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from a step's duration and the tokens it produced."""
+        """Learn from a step's duration and its number of tokens."""
         size = plan.size
         self._measured = None
         self._fit.add_step(size, result.step_s)
@@ -282,7 +283,7 @@ class Scheduler:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences
 
     def _learn_host_time(self, whole_s: float | None) -> None:
-        """Learn the host's share of the last step, which began `whole_s` before this one."""
+        """Learn the host's share of the last step, which began `whole_s` before this step."""
         if whole_s is not None and self._ran_s is not None:
             self._drafts.observe_time(self._ran_s, whole_s)
         self._ran_s = None
@@ -290,14 +291,14 @@ class Scheduler:
     def _continues_blindly(self, work: SequenceWork) -> bool:
         """Return whether the next step can be planned whatever token this work samples.
 
-        Such work has no draft: only proposers and grammars make drafts.
+        Such work has no draft, because only proposers and grammars make drafts.
         """
         sequence = work.sequence
         reads_tokens = sequence.grammar is not None or sequence.request.sampling.counts_tokens
         return not reads_tokens and not self._drafting.may_draft(sequence)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
-        """Feed one token to every decode, the longest waiting first."""
+        """Feed one token to every decode, starting with the longest wait."""
         # A sequence that reaches its length with the pending token needs no further step.
         decodes = [
             s
@@ -308,7 +309,7 @@ class Scheduler:
         for sequence in decodes:
             if step.budget <= 0:
                 break
-            # An earlier decode may have preempted this one.
+            # An earlier decode may have preempted this sequence.
             if sequence.state is SequenceState.RUNNING and self._queues.extend_or_preempt(
                 sequence, step.work
             ):
@@ -327,7 +328,7 @@ class Scheduler:
         step.traces = self._drafts.traces
 
     def _spare_capacity(self, decodes: Many[Sequence], step: StepBuilder) -> SpareCapacity:
-        """Return what a step of these decodes has left for drafts and prompts."""
+        """Return the capacity that a step of these decodes leaves for drafts and prompts."""
         next_blocks = self._next_blocks()
         blocks = self.blocks.num_free - next_blocks
         if len(decodes) == len(self._queues.running) and not next_blocks:
@@ -339,29 +340,29 @@ class Scheduler:
         joining = min(ready, most)
         if not joining:
             return SpareCapacity(step.budget, blocks)
-        # Half of what is left is for prompts, so that drafts never hold them up.
+        # Half of the remaining budget is for prompts, so that drafts never block them.
         return SpareCapacity(step.budget // 2, blocks, joining, most - joining)
 
     def _has_prefills(self) -> bool:
-        """Return whether there are prompt tokens to feed."""
+        """Return whether a sequence has prompt tokens to feed."""
         return bool(self._next_blocks()) or any(s.pending_tokens > 1 for s in self._queues.running)
 
     def _limit_prefills(self, step: StepBuilder) -> None:
-        """Reduce the budget to what the batching policy gives to prompts."""
+        """Reduce the budget to the tokens that the batching policy grants to prompts."""
         if step.work and (self._queues.waiting or len(step.work) < len(self._queues.running)):
             step.budget = min(step.budget, self._most_prefill_tokens(step))
 
     def _most_prefill_tokens(self, step: StepBuilder) -> int:
-        """Return how many prompt tokens may join the step as it is."""
+        """Return how many prompt tokens may join the step in its present state."""
         now_s = self._now_s if self._with_service else None
-        # Before this step's drafts are planned, `drafting_s` is that of the last step.
+        # Before this step's drafts are planned, `drafting_s` is the value of the last step.
         view = step.view(
             self._queues.running, now_s, self._drafts.drafting_s, self._fit.relative_error
         )
         return self._batching.prefill_tokens(view, self.cost)
 
     def _next_blocks(self) -> int:
-        """Return the blocks of the sequence that is admitted next; 0 if none can be."""
+        """Return how many blocks the next admitted sequence needs, or 0 if none can be admitted."""
         return self._queues.next_blocks() if self._free_sequences else 0
 
     @property
@@ -376,7 +377,7 @@ class Scheduler:
         for sequence in running:
             if step.budget <= 0:
                 return
-            # A sequence earlier in this loop may have preempted this one.
+            # A sequence earlier in this loop may have preempted this sequence.
             unplanned = sequence.key not in step.work and sequence.state is SequenceState.RUNNING
             if (
                 unplanned
@@ -387,7 +388,7 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> None:
         """Admit waiting sequences in order while budget, batch and memory allow it."""
-        # Look at no more than one batch: many sequences may wait for the same prefix.
+        # Consider at most one batch, because many sequences may wait for the same prefix.
         for sequence in tuple(islice(self._queues.waiting, self.config.max_num_seqs)):
             if step.budget <= 0 or not self._free_sequences:
                 return

@@ -1,8 +1,8 @@
-"""One sequence: the tokens and KV state of one choice of a request on a worker.
+"""The sequence: the tokens and KV state of one choice of a request on a worker.
 
 All states and transitions are in this file. The first `num_computed` tokens have their keys and
-values in the cache; the others are *pending*. A decode is a sequence with one pending token, a
-prefill one with several. A preempted sequence starts again at 0.
+values in the cache, and the other tokens are *pending*. A decode is a sequence with one pending
+token, and a prefill has several. A preempted sequence starts again at 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftgate.policies.types import ANYTIME
 
 
 class SequenceState(Enum):
-    """The life of a sequence."""
+    """The states of a sequence."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -39,9 +39,9 @@ class SequenceState(Enum):
 
 
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
-    # admitted to the batch; or cancelled in the queue
+    # admitted to the batch, or cancelled in the queue
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    # preempted (to be recomputed) or paused; or finished
+    # preempted (to be recomputed) or paused, or finished
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
@@ -49,34 +49,36 @@ TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, KV blocks and counters of one choice of a request.
+    """The tokens, KV blocks and counters of one choice of a request.
 
     Attributes:
-        key: unique on the worker, ascending in order of arrival.
-        token_ids: prompt and output.
-        num_computed: leading tokens whose keys and values are in the cache.
-        block_table: KV blocks in order; block i holds the tokens from `i * block_size` on. Other
-            sequences may share the leading blocks. A 64-bit array, which devices read directly.
+        key: unique identifier on the worker, ascending in order of arrival.
+        token_ids: token ids of prompt and output.
+        num_computed: number of leading tokens whose keys and values are in the cache.
+        block_table: KV blocks in order, where block i holds the tokens from `i * block_size` on.
+            Other sequences may share the leading blocks. A 64-bit array, which devices read
+            directly.
         block_hashes: hash chain over the full blocks of `token_ids` (see `prefix_cache`).
-        known_blocks: leading blocks of the table that the prefix cache knows by their hash.
-        cached_tokens: prompt tokens found in the cache when the sequence first ran.
+        known_blocks: number of leading blocks that the prefix cache knows by their hash.
+        cached_tokens: number of prompt tokens found in the cache when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
-        grammar: the constraint on the output; None allows everything.
-        last_step: number of the last step with this sequence; -1 before the first.
-        pace: full speed, slowed down for a slow reader (`SPARING`), or paused.
-        prefill_tokens: pending tokens to be fed in prompt chunks, or at admission.
+        grammar: constraint on the output, or None.
+        last_step: number of the last step with this sequence, or -1 before the first.
+        pace: full speed, reduced for a slow reader (`SPARING`), or paused.
+        prefill_tokens: number of pending tokens to feed in prompt chunks, or at admission.
         draft_records: outcomes of the sequence's own drafts, by source.
-        weight: value of one of its tokens now (`policies.speculation.weights`).
-        queued_s: its arrival, on the worker's clock.
-        scheduled_s: start of its first step; None before.
-        chunks: end of the step and number of tokens of each prompt chunk.
-        first_token_s: when it began to decode on this worker; None before.
-        first_output_tokens: the length of its output at that time.
+        weight: present value of one of its tokens (`policies.speculation.weights`).
+        queued_s: time of its arrival, on the worker's clock.
+        scheduled_s: start of its first step, or None before that step.
+        chunks: end of the step and number of tokens, for each prompt chunk.
+        first_token_s: time when it began to decode on this worker, or None before.
+        first_output_tokens: length of its output at that time.
         histogram: number of verifying steps, by the number of accepted tokens.
-        embedding: the result of an embedding request (`Delta.embedding`).
-        most_tokens: length of prompt and output at which it ends. For an embedding, one more than
-            the prompt: that token never exists, but the last prompt token is fed like a decode.
-        embeds: whether the prompt is to be embedded, without sampling any token.
+        embedding: result of an embedding request (`Delta.embedding`).
+        most_tokens: length of prompt and output at which it ends. For an embedding, this is the
+            length of the prompt plus one. That token never exists, but the last prompt token is fed
+            like a decode.
+        embeds: whether the prompt is embedded, without sampling any token.
         is_plain: whether only the sampler uses its logits.
         has_service: whether the request has a service level.
     """
@@ -115,7 +117,7 @@ class Sequence:
     has_service: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the fields that every step needs."""
+        """Compute the fields that every step needs."""
         request = self.request
         self.embeds = request.task is Task.EMBED
         output_tokens = 1 if self.embeds else request.sampling.max_tokens
@@ -152,7 +154,7 @@ class Sequence:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next token is due, on the worker's clock; None without a target."""
+        """Time when the next token is due, on the worker's clock, or None without a target."""
         if self.first_token_s is None:
             return None
         tokens = 1 + self.output_tokens - self.first_output_tokens
@@ -160,7 +162,7 @@ class Sequence:
 
     @property
     def stops_at_eos(self) -> bool:
-        """Whether an end-of-sequence token ends the output; always true with a grammar."""
+        """Whether an end-of-sequence token ends the output, which is always true with a grammar."""
         return self.grammar is not None or not self.request.sampling.ignore_eos
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
@@ -169,7 +171,7 @@ class Sequence:
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:
-        """Return the hashes of the full blocks before the last token, which may be cached ones.
+        """Return the hashes of the full blocks before the last token, which may be cached blocks.
 
         The last token itself is always computed, for its logits.
         """
@@ -179,7 +181,7 @@ class Sequence:
         """Record the first output token, and return the timing of the prompt.
 
         Args:
-            fed_tokens: tokens fed in the step that produced it.
+            fed_tokens: number of tokens fed in the step that produced it.
         """
         assert self.scheduled_s is not None, "a sequence with a token was scheduled"
         self.first_token_s, self.first_output_tokens = now_s, self.output_tokens

@@ -1,4 +1,4 @@
-"""A step of the worker: its plan, the builder of the plan, and its result."""
+"""The plan of a worker's step, the builder of the plan, and the result."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from draftgate.policies.costs.step_cost import StepSize
 from draftgate.policies.types import BatchView
 
 PENDING: Final = -1
-"""Stands for a token that a launched step is about to sample: only the device knows it so far."""
+"""Placeholder for a token that a launched step is about to sample and only the device knows so far.
+"""
 
 
 class SequenceWork(NamedTuple):
-    """One sequence's part of a step: confirmed tokens to feed, and a draft to verify after them.
+    """The part of a step for one sequence: confirmed tokens to feed and a draft to verify.
 
-    A tuple, since every step creates one per sequence: a dataclass takes three times as long.
+    A tuple, because every step creates one per sequence and a dataclass takes three times as long.
 
     Attributes:
-        start: position of the first token fed; all earlier ones are in the cache.
-        token_ids: the confirmed tokens to feed, from position `start` on.
-        samples: whether a token is sampled: only once all confirmed tokens are fed.
-        draft: depth first; fed after the confirmed tokens, each token into its own cache slot.
-            Empty unless `samples`.
+        start: position of the first token fed, where all earlier tokens are in the cache.
+        token_ids: confirmed tokens to feed, from position `start` on.
+        samples: whether a token is sampled, which requires that all confirmed tokens are fed.
+        draft: draft to verify, depth first. It is fed after the confirmed tokens, each token into
+            its own cache slot. Empty unless `samples`.
     """
 
     sequence: Sequence
@@ -50,7 +51,7 @@ class SequenceWork(NamedTuple):
 
     @property
     def positions(self) -> Iterable[int]:
-        """Positions of all tokens fed; siblings of a draft share one position."""
+        """Positions of all tokens fed, where siblings of a draft share one position."""
         if self.draft.is_chain:
             return range(self.start, self.context_tokens)
         confirmed = range(self.start, self.confirmed_end)
@@ -63,29 +64,29 @@ class SequenceWork(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens fed, drafts included."""
+        """Number of tokens fed, including drafts."""
         return len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def context_tokens(self) -> int:
-        """Cache slots in use after the step, drafts included."""
+        """Number of cache slots in use after the step, including drafts."""
         return self.start + len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """Number of logit rows: one after the last confirmed token and one after each draft."""
+        """Number of logit rows: one after the last confirmed token and one per draft token."""
         return len(self.draft.token_ids) + 1 if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass over a ragged batch of prompt chunks, decodes and drafts.
+    """The plan of one forward pass over a ragged batch of prompt chunks, decodes and drafts.
 
     Attributes:
         chunks: number of entries of `work` that feed prompts.
         prompt_tokens: number of tokens in these chunks.
-        traces: the drafting of each traced sequence that decodes, by key, without its outcome.
-        pooled: places in `work`, ascending, of embeddings: the step returns the hidden state of
+        traces: drafting of each traced sequence that decodes, by key, without its outcome.
+        pooled: indices in `work`, ascending, of embeddings. The step returns the hidden state of
             their last token and samples nothing.
     """
 
@@ -97,7 +98,7 @@ class StepPlan:
 
     @property
     def size(self) -> StepSize:
-        """Everything that the cost of the step depends on."""
+        """The quantities that determine the cost of the step."""
         tokens = kv_tokens = pairs = 0
         for work in self.work:
             fed = len(work.token_ids) + len(work.draft.token_ids)
@@ -127,13 +128,13 @@ class StepBuilder:
     """A step under construction.
 
     Attributes:
-        budget: tokens that may still be added.
-        work: the parts of the step so far, by sequence key.
+        budget: number of tokens that may still be added.
+        work: parts of the step so far, by sequence key.
         traces: see `StepPlan`.
     """
 
     def __init__(self, number: int, budget: int) -> None:
-        """Start an empty step; the number is that of `Sequence.last_step`."""
+        """Start an empty step with a number for `Sequence.last_step`."""
         self._number = number
         self.budget = budget
         self.work: dict[int, SequenceWork] = {}
@@ -156,7 +157,7 @@ class StepBuilder:
         self.work[sequence.key] = SequenceWork(sequence, start, fed, samples)
 
     def add_chunk(self, sequence: Sequence) -> int:
-        """Feed as many pending tokens of a prefill as the budget allows; return how many."""
+        """Feed as many pending tokens of a prefill as the budget allows, and return how many."""
         tokens = min(sequence.pending_tokens, self.budget)
         self._chunks += 1
         self._prompt_tokens += tokens
@@ -175,12 +176,12 @@ class StepBuilder:
         drafting_s: float,
         cost_error: float,
     ) -> BatchView:
-        """Return the step as a batching policy sees it: decodes, drafts, and the budget left.
+        """Return the decodes, the drafts, and the remaining budget for a batching policy.
 
         Args:
             running: all sequences of the batch, in the order in which prompts continue.
-            now_s: the time if a sequence has a service level, else None.
-            drafting_s: seconds spent on computing drafts before the step.
+            now_s: time if a sequence has a service level, else None.
+            drafting_s: seconds of computing drafts before the step.
             cost_error: relative error of predicted step times (`StepCostFit.relative_error`).
         """
         decodes = self.work.values()
@@ -211,12 +212,12 @@ class StepResult:
     """The outcome of a step, with one entry per `StepPlan.work`.
 
     Attributes:
-        emitted: the accepted draft tokens and the token sampled after them; empty for work that
-            does not sample.
-        logprobs: one entry per emitted token if the request asked for them, else empty.
+        emitted: accepted draft tokens and the token sampled after them, or empty for work that does
+            not sample.
+        logprobs: one entry per emitted token if the request wants them, else empty.
         step_s: duration of the step in seconds.
         pooled: hidden states after the final norm, one per `StepPlan.pooled`, as little-endian
-            float32; None if there are none.
+            float32, or None.
     """
 
     emitted: Many[tuple[int, ...]]
@@ -226,21 +227,24 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Turns a plan into a result: on a device, or with a cost model."""
+    """Runs a plan on a device or with a cost model, and returns the result."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. The plan has at least one entry."""
+        """Run a step, whose plan has at least one entry."""
         ...
 
 
 class Launcher(Protocol):
-    """Runs steps in two parts, on a device that works on its own. Steps start and end in order."""
+    """Runs steps in two parts, on a device that works asynchronously.
+
+    Steps start and end in order.
+    """
 
     def launch(self, plan: StepPlan, previous: Any = None) -> Any:
         """Start a step and return a handle for `fetch`.
 
         Args:
-            previous: the handle of the previous launch if it has not been fetched yet. Its samples
+            previous: handle of the previous launch if it has not been fetched yet. Its samples
                 replace the `PENDING` tokens of this plan.
         """
         ...

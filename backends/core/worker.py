@@ -1,7 +1,7 @@
-"""A worker without I/O: requests in, steps out, deltas back.
+"""A worker without I/O, which turns requests into steps and steps into deltas.
 
-Joins the scheduler with text streams. Its owner, a thread with a device or a task with a clock,
-calls `plan`, runs the step, and calls `complete`.
+The worker connects the scheduler with text streams. Its owner, a thread with a device or a task
+with a clock, calls `plan`, runs the step, and calls `complete`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from draftgate.policies.types import WorkerLoad
 
 
 class WorkerCore:
-    """Requests and their choices on top of a scheduler. Not thread-safe: one owner.
+    """The requests of a worker and their choices, with a scheduler. Not thread-safe.
 
     Attributes:
         tokenizer: the model's tokenizer.
-        admission: checks whether a request can run here.
+        admission: checks whether a request can run on this worker.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class WorkerCore:
         """Start empty.
 
         Args:
-            scheduler: must not be used by anything else.
-            tokenizer: immutable, so it may be shared.
-            max_model_len: most tokens of prompt and output together.
-            grammars: compiles grammars; None if there are no logits to mask.
-            embeds: whether there are hidden states to pool.
+            scheduler: scheduler that belongs to this worker alone.
+            tokenizer: immutable tokenizer, which may be shared.
+            max_model_len: maximum number of prompt and output tokens together.
+            grammars: compiles grammars, or None if the worker has no logits to mask.
+            embeds: whether the worker has hidden states to pool.
         """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
@@ -59,7 +59,7 @@ class WorkerCore:
         """Queue every choice of a request that `admission` accepted.
 
         Args:
-            now_s: its arrival; None takes the sum of the step times.
+            now_s: time of its arrival in seconds, or None for the sum of the step times.
         """
         sequences = [Sequence.for_choice(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
@@ -68,7 +68,7 @@ class WorkerCore:
             self._scheduler.add(sequence, now_s)
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Create the grammar and the text of a sequence, up to the output it was resumed with."""
+        """Create the grammar and the text stream of a sequence, including its resumed output."""
         request, sampling = sequence.request, sequence.request.sampling
         output_ids = sequence.token_ids[sequence.prompt_tokens :]
         if request.grammar is not None and self._grammars is not None:
@@ -86,13 +86,13 @@ class WorkerCore:
         self._texts[sequence.key] = text
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its blocks at once; no-op if it has ended already."""
+        """End a request and free its blocks immediately, unless it has ended already."""
         for sequence in self._requests.pop(request_id, ()):
             self._scheduler.finish(sequence, FinishReason.ABORT)
             self._texts.pop(sequence.key, None)
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace from the next step on; no-op if it is not open."""
+        """Change a request's pace from the next step on, unless it has ended."""
         for sequence in self._requests.get(request_id, ()):
             self._scheduler.set_pace(sequence, pace)
 
@@ -106,15 +106,16 @@ class WorkerCore:
         return self._scheduler.load()
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to do.
+        """Return the next step, or None if the worker is idle.
 
         Args:
-            now_s: the time that deadlines are compared with; None takes the sum of the step times.
+            now_s: present time in seconds, compared with deadlines, or None for the sum of the step
+                times.
         """
         return self._scheduler.plan(now_s)
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
-        """Return the step after one that is not applied yet; None if it must be applied first."""
+        """Return the step after a step that is not applied yet, or None if that is impossible."""
         return self._scheduler.plan_ahead(plan, now_s)
 
     def complete(
@@ -123,20 +124,20 @@ class WorkerCore:
         """Account for a step and return its deltas with their request ids.
 
         Args:
-            now_s: the end of the step; None adds its duration to the time.
+            now_s: end of the step in seconds, or None to add its duration to the time.
         """
         return self.render(self.apply(plan, result, now_s))
 
     def apply(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
     ) -> list[Emission]:
-        """Account for a step as far as the next plan needs it; `render` does the rest."""
+        """Account for the parts of a step that the next plan needs, before `render`."""
         return self._scheduler.apply(plan, result, now_s)
 
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
         """Return the deltas of a step with their request ids, and free sequences that ended.
 
-        May be called while the next step is under way. If a sequence ends here at a stop string,
+        May be called while the next step is in progress. If a sequence ends here at a stop string,
         its tokens of that step are dropped. Its blocks are not reused before the step is applied.
         Requests that were cancelled meanwhile get no deltas.
         """
@@ -181,7 +182,8 @@ class WorkerCore:
     ) -> tuple[str, int]:
         """Return the text of a sequence's last tokens, and how many precede a stop string.
 
-        Tokens accepted after a stop string are not shown: without drafts they would not exist.
+        Tokens accepted after a stop string are dropped, because they would not exist without
+        drafts.
         """
         eos = sequence.finish_reason is FinishReason.STOP  # the last token, which has no text
         text, shown = stream.extend(tokens[:-1] if eos else tokens)
@@ -190,11 +192,11 @@ class WorkerCore:
         if stream.stopped:
             self._stop(sequence)
         elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
-            sequence.finish_reason = FinishReason.LENGTH  # a limit of the grammar ended it
+            sequence.finish_reason = FinishReason.LENGTH  # a limit of the grammar ended the text
         return text, shown
 
     def _stop(self, sequence: Sequence) -> None:
-        """End a sequence at a stop string, also if it reached its length in the same step."""
+        """End a sequence at a stop string, even if it reached its length in the same step."""
         self._scheduler.finish(sequence, FinishReason.STOP)
         sequence.finish_reason = FinishReason.STOP
 
@@ -210,7 +212,7 @@ class WorkerCore:
 
 
 def _detailed(delta: Delta, details: StepDetails) -> Delta:
-    """Return a delta with its details; tokens after a stop string do not count."""
+    """Return a delta with its details, without tokens after a stop string."""
     step, shown = details.step, len(delta.token_ids)
     if step is None:
         return delta._replace(phases=details.phases)

@@ -1,1 +1,1 @@
-"""Upstreams that speak OpenAI's API, such as vLLM, SGLang, llama.cpp and Draftgate."""
+"""Upstreams with OpenAI's API, such as vLLM, SGLang, llama.cpp and Draftgate."""

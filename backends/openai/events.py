@@ -1,7 +1,7 @@
-"""A stream of server-sent events, scanned while its bytes pass: where events end, how it ended.
+"""Incremental scan of server-sent events, which finds the ends of events and of the stream.
 
-A few searches for literals suffice. Only an event that looks like an error is decoded, to be sure,
-and the last `usage` object, when its tokens are wanted.
+A few searches for literals suffice. The scan decodes only an event that looks like an error, and
+the last `usage` object when its tokens are needed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Final
 from draftgate.backends.base import TokenUsage
 
 MOST_EVENT_BYTES: Final = 4 << 20
-"""A longer event ends the stream, so that an endless one cannot fill memory. A chunk with 20
-alternatives for each of 500 tokens has 1 MB."""
+"""Maximum size of an event in bytes. A longer event ends the stream, so that an endless event
+cannot fill memory. A chunk with 20 alternatives for each of 500 tokens has 1 MB."""
 
-# A line ends with CRLF, LF or CR; an event ends with an empty line. Only the next byte shows
+# A line ends with CRLF, LF or CR, and an event ends with an empty line. Only the next byte shows
 # whether a final CR is half of a CRLF.
 _LINE_END: Final = rb"(?:\r\n|\n|\r(?=[^\n]))"
 _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
@@ -29,23 +29,23 @@ _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 
 
 class StreamEnding(StrEnum):
-    """The last event of a stream."""
+    """The way in which a stream ended."""
 
     DONE = "done"
     """`[DONE]` after a finish reason."""
     ERROR = "error"
     """An error event of the upstream."""
     UNFINISHED = "unfinished"
-    """`[DONE]`, although no choice had finished: the output was cut."""
+    """`[DONE]` before any choice had finished, so the output was cut."""
 
 
 class EventScan:
-    """Scans one stream, whose bytes `feed` gets in any pieces.
+    """Scans a stream, whose bytes `feed` gets in any pieces.
 
     Attributes:
-        ending: None while the stream continues. Nothing passes after the ending.
-        outputs: data events that passed, without `[DONE]`.
-        finished: finish reasons that passed.
+        ending: ending of the stream, or None while it continues. Nothing passes after the ending.
+        outputs: number of data events that passed, without `[DONE]`.
+        finished: number of finish reasons that passed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class EventScan:
         self._usage = b""
 
     def feed(self, block: bytes) -> bytes:
-        """Return the bytes of all events that are complete now; an incomplete one is held back.
+        """Return the bytes of all events that are complete now, and keep an incomplete event.
 
         Raises:
             ValueError: an event exceeds `MOST_EVENT_BYTES`.
@@ -75,7 +75,7 @@ class EventScan:
         return whole
 
     def usage(self) -> TokenUsage | None:
-        """Return the tokens of the last `usage` object that passed, or None without one."""
+        """Return the tokens of the last `usage` object that passed, or None."""
         return usage_in(self._usage)
 
     def _complete(self, block: bytes) -> bytes:
@@ -88,7 +88,7 @@ class EventScan:
         return pending[:end]
 
     def _up_to_ending(self, whole: bytes) -> bytes:
-        """Check each event; return those up to the one that ends the stream."""
+        """Check each event, and return the events up to the ending."""
         begin = 0
         for match in _EVENT.finditer(whole):
             event, end = match[0], match.end()
@@ -117,9 +117,9 @@ class EventScan:
 
 
 def usage_in(text: bytes) -> TokenUsage | None:
-    """Return the tokens of the last `"usage": {...}` in JSON, whose beginning may be missing.
+    """Return the tokens of the last `"usage": {...}` in JSON whose beginning may be missing.
 
-    Text inside a string cannot match, since its quotation marks are escaped.
+    Text inside a string cannot match, because its quotation marks are escaped.
     """
     found = list(_USAGE.finditer(text))
     if not found:
@@ -137,7 +137,7 @@ def usage_in(text: bytes) -> TokenUsage | None:
 
 
 def _last_boundary(pending: bytes, begin: int) -> int:
-    """Return where the last complete event ends, or 0; the search starts at `begin`."""
+    """Return where the last complete event after `begin` ends, or 0."""
     if b"\r" not in pending:  # a search for literals is 50 times as fast as the pattern
         found = pending.rfind(b"\n\n", begin)
         return found + 2 if found >= 0 else len(pending) - len(pending.lstrip(b"\n"))

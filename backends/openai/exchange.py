@@ -1,4 +1,4 @@
-"""One answer of an upstream: its bytes, how it ended, and when its output arrived."""
+"""A response of an upstream: its bytes, its ending, and the times of its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 
 _TAIL_BYTES: Final = 16 << 10
-"""Kept of the end of a whole answer, where `usage` is."""
+"""Number of bytes kept from the end of a complete response, which contains `usage`."""
 
 _NOT_PASSED_ON: Final = frozenset({
     # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
@@ -26,11 +26,11 @@ _NOT_PASSED_ON: Final = frozenset({
 
 
 class HttpExchange:
-    """Implements `Exchange` over an aiohttp response.
+    """Implements `Exchange` with an aiohttp response.
 
     Attributes:
-        scan: of the events, if it is a stream.
-        first_s, last_s: when the first and the last output of a stream arrived, by the clock.
+        scan: scan of the events, if the response is a stream.
+        first_s, last_s: times of the first and the last output of a stream, by the clock.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
@@ -51,7 +51,7 @@ class HttpExchange:
 
     @property
     def outputs(self) -> int:
-        """Events with output so far."""
+        """Number of events with output so far."""
         return self.scan.outputs
 
     @property
@@ -60,7 +60,7 @@ class HttpExchange:
         return self.scan.ending is StreamEnding.ERROR
 
     def usage(self) -> TokenUsage:
-        """Return the tokens so far."""
+        """Return the token counts so far."""
         found = self.scan.usage() if self.streaming else usage_in(self._tail)
         return found or TokenUsage(0, 0, self.scan.outputs)
 
@@ -74,7 +74,7 @@ class HttpExchange:
                 if self.scan.ending is not None:
                     break
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(f"the answer broke off: {public_reason(error)}") from error
+            raise UpstreamFailed(f"the response was interrupted: {public_reason(error)}") from error
         if self.streaming and self.scan.ending is None:
             raise UpstreamFailed("the stream ended without [DONE]")
         if self.scan.ending is StreamEnding.UNFINISHED:

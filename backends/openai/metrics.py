@@ -1,19 +1,19 @@
-"""The metrics page of an engine: the names that each engine uses, and one function that reads it.
+"""The metrics page of an engine: the names that each engine uses, and a parser.
 
 The names are from the sources of the engines (2026-11-22):
 
     vLLM       vllm/v1/metrics/loggers.py, vllm/v1/spec_decode/metrics.py (V1 up to 0.9 called
                kv_cache_usage_perc gpu_cache_usage_perc). Counters end with _total on the page. The
-               counters of drafts exist if and only if it speculates.
+               counters of drafts exist if and only if the engine speculates.
     SGLang     python/sglang/srt/observability/metrics_collector.py (before: srt/metrics/
-               collector.py). All gauges exist, speculating or not; means are those of the last
-               interval of decoding, some 40 steps.
+               collector.py). All gauges always exist. Means are those of the last interval of
+               decoding, about 40 steps.
     llama.cpp  tools/server/server-task.cpp of the source in llama-cpp-python 0.3.36, and a page of
                the server built from it. The counters of drafts always exist. Older versions have
-               `llamacpp:kv_cache_usage_ratio`, which is not read: it includes the caches of idle
-               slots, which a new request would evict.
-    Draftgate  gateway/telemetry/metric_definitions.py. It shows vLLM's names, too, so its own come
-               first.
+               `llamacpp:kv_cache_usage_ratio`, which is ignored because it includes the caches of
+               idle slots, which a new request would evict.
+    Draftgate  gateway/telemetry/metric_definitions.py. The page shows vLLM's names too, so its own
+               names are first.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ _Names: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """The metric names of one engine. Of several alternatives the first one present counts.
+    """The metric names of one engine.
+
+    If a field has several alternatives, the first available metric counts.
 
     Attributes:
         running: gauge of running sequences, which identifies the engine.
         waiting: gauge of queued sequences.
-        max_sequences: gauge of the most sequences that run at once.
+        max_sequences: gauge of the maximum number of concurrent sequences.
         kv_usage: gauge of the share of KV memory in use.
         kv_tokens: gauge of the tokens that KV memory holds.
         kv_info: gauge whose labels `num_gpu_blocks` and `block_size` give the size of KV memory.
-        draft_counters: not alternatives: counters of drafts, of their tokens, of accepted tokens.
-        draft_gauges: not alternatives: gauges of the mean accepted length, the share of accepted
-            tokens and the draft length; lengths include the token that needs no draft.
-        price, acceptance: gauges of a Draftgate's own figures.
+        draft_counters: counters (not alternatives) of drafts, of their tokens, and of accepted
+            tokens.
+        draft_gauges: gauges (not alternatives) of the mean accepted length, the share of accepted
+            tokens and the draft length. Lengths include the token that needs no draft.
+        price, acceptance: gauges of a Draftgate's own metrics.
         counters_imply_drafts: whether `draft_counters` exist only if the engine speculates.
     """
 
@@ -122,21 +125,21 @@ _NAMES: Final = frozenset(
 )
 
 _RANKS: Final = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "ep_rank", "attn_tp_rank", "pid"})
-"""Labels of processes that work on the same requests and report the same figures."""
+"""Labels of processes that work on the same requests and report the same values."""
 
 _MOST: Final = float(1 << 40)
-"""Larger counts are errors; these fit any message."""
+"""Maximum count, which fits any message. Larger counts are errors."""
 
 _DEFAULT_BLOCK_TOKENS: Final = 16
 
 
 class DraftCounters(NamedTuple):
-    """Counters of an engine since it was started.
+    """The draft counters of an engine since its start.
 
     Attributes:
-        drafts: drafts that were verified.
-        drafted: their tokens.
-        accepted: of these, the accepted ones.
+        drafts: number of verified drafts.
+        drafted: number of their tokens.
+        accepted: number of accepted tokens among these.
     """
 
     drafts: float
@@ -146,20 +149,20 @@ class DraftCounters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What an engine reports of itself.
+    """The metrics that an engine reports.
 
     Attributes:
-        engine: whose names the page uses; empty if there is none.
+        engine: engine whose names the page uses, or empty for an unknown engine.
         running, waiting: sequences in the batch and queued for it, from all clients.
-        max_sequences: most sequences that run at once; 0 if unknown.
-        kv_usage: share of the KV memory in use, 0 to 1; None if unknown.
-        kv_blocks: blocks of the KV memory; 0 if unknown.
+        max_sequences: maximum number of concurrent sequences, or 0 if unknown.
+        kv_usage: share of the KV memory in use, 0 to 1, or None if unknown.
+        kv_blocks: number of blocks of the KV memory, or 0 if unknown.
         kv_block_tokens: tokens per block.
-        drafts: whether it reports that it speculates.
-        counters: of its drafts; None if it reports means, or nothing.
-        means: of its latest drafts; None if it reports counters, or nothing.
-        price: of a draft slot, from a Draftgate; else None.
-        acceptance: chance of a draft token, from a Draftgate; else None.
+        drafts: whether the engine reports that it speculates.
+        counters: draft counters, or None if the engine reports means or nothing.
+        means: means of the latest drafts, or None if the engine reports counters or nothing.
+        price: price of a draft slot from a Draftgate, else None.
+        acceptance: acceptance of a draft token from a Draftgate, else None.
     """
 
     engine: str = ""
@@ -177,10 +180,10 @@ class EngineMetrics:
 
 
 def read_metrics(text: str) -> EngineMetrics | None:
-    """Read a metrics page; None if no known engine wrote it.
+    """Return the metrics of a page, or None if no known engine wrote it.
 
     Raises:
-        ValueError: it is not a metrics page.
+        ValueError: the text is not a metrics page.
     """
     samples = _Samples(text)
     for dialect in _DIALECTS:
@@ -191,7 +194,10 @@ def read_metrics(text: str) -> EngineMetrics | None:
 
 
 class _Samples:
-    """Finite values of the samples on a page, by name; a counter's name ends with `_total`."""
+    """The finite values of the samples on a page, by name.
+
+    The name of a counter ends with `_total`.
+    """
 
     def __init__(self, text: str) -> None:
         # A page has hundreds of other metrics, which are not parsed.
@@ -223,8 +229,8 @@ class _Samples:
     def _by_replica(self, names: _Names) -> list[float]:
         """Return one value per replica.
 
-        Ranks of one replica report the same figure, which counts once. So does a total next to its
-        parts by `priority` (SGLang reports both).
+        Ranks of one replica report the same value, which counts once. A total also counts once if
+        the page has its parts by `priority` (SGLang reports both).
         """
         found: dict[frozenset[tuple[str, str]], float] = {}
         for labels, value in next(filter(None, map(self._of.get, names)), ()):
@@ -235,7 +241,7 @@ class _Samples:
 
 
 def _name_of(line: str) -> str:
-    """Return the name of a line's sample; a comment's is `#`, which is no metric."""
+    """Return the name of a line's sample, or `#` for a comment."""
     head = line.partition("{")[0] if "{" in line else line
     return head.split(maxsplit=1)[0] if head.strip() else ""
 
@@ -261,7 +267,7 @@ def _read(dialect: _Dialect, samples: _Samples, running: int) -> EngineMetrics:
 
 
 def _counters(dialect: _Dialect, samples: _Samples) -> DraftCounters | None:
-    """Return the counters of drafts; None if the engine does not speculate, or did not yet."""
+    """Return the draft counters, or None if the engine has not speculated."""
     found = [samples.total((name,)) for name in dialect.draft_counters]
     values = [value for value in found if value is not None and value >= 0.0]
     if len(values) < 3:
@@ -287,7 +293,7 @@ def _means(
 
 
 def _kv_memory(dialect: _Dialect, samples: _Samples) -> tuple[int, int]:
-    """Return the blocks of the KV memory, 0 if unknown, and the tokens of a block."""
+    """Return the number of KV blocks, 0 if unknown, and the tokens of a block."""
     tokens = samples.total(dialect.kv_tokens)
     if tokens is not None:
         return _count(tokens), 1

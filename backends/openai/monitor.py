@@ -1,4 +1,4 @@
-"""Background requests to an upstream: whether it is well, what it serves, its metrics."""
+"""Background requests to an upstream, which read its health, its models and its metrics."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.openai.metrics import EngineMetrics, read_metrics
 
 PROBE_S: Final = 2.0
-"""Between health probes of an upstream that is well. An outage is three failures: it is noticed in
-6 s, or once three requests have failed."""
+"""Seconds between health probes of a healthy upstream. An outage is three failures, so it is
+noticed in 6 s or after three failed requests."""
 
 POLL_S: Final = 1.5
-"""Between readings of its metrics. A request takes an engine seconds, and this gateway counts its
-own requests at once; only those of other clients are known with this delay. SGLang updates its page
-every 40 steps, about as often. llama.cpp's server notices that the client of a whole answer has
-left only after a second without a result for anybody, and a metrics page is a result: read every
-0.1 or 0.5 s it computed 16,000 more tokens, read every 1.5 s it stopped (b1-0c1e570, Zen 5,
-2026-11-22)."""
+"""Seconds between readings of its metrics. A request takes an engine seconds, and this gateway
+counts its own requests immediately. Only requests of other clients are known with this delay.
+SGLang updates its page every 40 steps, about as often. llama.cpp's server detects that the client
+of a complete response has left only after a second without any result. A metrics page is a result.
+With readings every 0.1 or 0.5 s, the server computed 16,000 more tokens for such a client. With
+readings every 1.5 s, it stopped (b1-0c1e570, Zen 5, 2026-11-22)."""
 
 PATIENCE_S: Final = 2.0
-"""For any answer. An engine whose event loop is slower is overloaded, and an older metrics page is
-of no use."""
+"""Timeout of any response in seconds. An engine with a slower event loop is overloaded, and an
+older metrics page is of no use."""
 
 MISSING_S: Final = 60.0
-"""Until a missing metrics page, or the known number of slots, is asked for again: the engine may
-have been restarted with other settings."""
+"""Seconds until the gateway requests a missing metrics page, or the known number of slots, again.
+The engine may have restarted with other settings."""
 
 MOST_BYTES: Final = 4 << 20
-"""Largest metrics page: ten times that of a vLLM with eight engines."""
+"""Maximum size of a metrics page in bytes: ten times that of a vLLM with eight engines."""
 
 INLINE_BYTES: Final = 512 << 10
-"""Larger pages are read in a thread. 344 kB in 3,457 lines, as from a vLLM with eight engines, take
-1.4 ms (Zen 5, 2026-11-22), and the event loop may be held for 5."""
+"""Size in bytes from which pages are parsed in a thread. A page of 344 kB in 3,457 lines, as from a
+vLLM with eight engines, takes 1.4 ms (Zen 5, 2026-11-22). The event loop may be blocked for 5."""
 
 _PATIENCE: Final = aiohttp.ClientTimeout(total=PATIENCE_S)
 
 
 class ProbeFailure(NamedTuple):
-    """Why a probe failed, and whether that was a timeout."""
+    """The cause of a failed probe, and whether it was a timeout."""
 
     reason: str
     timeout: bool
@@ -52,7 +52,7 @@ class ListedModel(NamedTuple):
     """The first model of an upstream's list.
 
     Attributes:
-        max_model_len: 0 if it is not listed.
+        max_model_len: maximum number of tokens, or 0 if it is not listed.
         is_llama_cpp: whether the server is llama.cpp's.
     """
 
@@ -63,16 +63,16 @@ class ListedModel(NamedTuple):
 
 
 class UpstreamMonitor:
-    """Asks one upstream.
+    """Sends background requests to one upstream.
 
     Attributes:
-        model: the model it lists; None until its list was read.
+        model: model in the upstream's list, or None until the list was read.
     """
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, clock: Callable[[], float]
     ) -> None:
-        """Ask the server at `url`; nothing is sent yet."""
+        """Prepare requests to the server at `url` without sending any."""
         self.model: ListedModel | None = None
         self._session = session
         self._url = url
@@ -81,10 +81,10 @@ class UpstreamMonitor:
         self._next_metrics_s = self._next_slots_s = 0.0
 
     async def probe(self) -> ProbeFailure | None:
-        """Return None if the upstream is well, else why it is not.
+        """Return None if the upstream is healthy, else the cause of the failure.
 
-        It asks `GET /health` (vLLM, SGLang, llama.cpp, Draftgate), or the list of models where
-        that endpoint is missing.
+        The probe requests `GET /health` (vLLM, SGLang, llama.cpp, Draftgate), or the list of models
+        if that endpoint is missing.
         """
         try:
             if self._has_health:
@@ -93,17 +93,17 @@ class UpstreamMonitor:
                 status = response.status
                 self._has_health = status in {200, 204} or status >= 500
                 if status >= 500:
-                    return ProbeFailure(f"/health answered {status}", timeout=False)
+                    return ProbeFailure(f"/health responded with status {status}", timeout=False)
             if self.model is None or not self._has_health:
                 return await self._read_models()
         except TimeoutError:
-            return ProbeFailure(f"it did not answer in {PATIENCE_S:g} s", timeout=True)
+            return ProbeFailure(f"it did not respond in {PATIENCE_S:g} s", timeout=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return ProbeFailure(public_reason(error), timeout=False)
         return None
 
     async def metrics(self) -> EngineMetrics | None:
-        """Return what its metrics page says now; None if there is none, or not in time."""
+        """Return the present metrics, or None if the page is missing or late."""
         if self._clock() < self._next_metrics_s:
             return None
         try:
@@ -117,10 +117,10 @@ class UpstreamMonitor:
         return None
 
     async def slots(self) -> int | None:
-        """Return the slots of a llama.cpp server; None for any other server, or if they are known.
+        """Return the slots of a llama.cpp server, or None if unknown or unchanged.
 
-        They are at `/props`, with or without metrics. Whether it speculates is not: there
-        `speculative.types` is `none` in any case.
+        The slots are at `/props`, with or without metrics. The page does not show whether the
+        server speculates, because its `speculative.types` is always `none`.
         """
         if self.model is None or not self.model.is_llama_cpp or self._clock() < self._next_slots_s:
             return None
@@ -136,10 +136,12 @@ class UpstreamMonitor:
         return self._session.get(self._url + path, timeout=_PATIENCE)
 
     async def _read_models(self) -> ProbeFailure | None:
-        """Read the list. One that may not be read (401, 404) shows that the server is there."""
+        """Read the list, where denied access (401, 404) still counts as reachable."""
         async with self._get("/v1/models") as response:
             if response.status >= 500:
-                return ProbeFailure(f"/v1/models answered {response.status}", timeout=False)
+                return ProbeFailure(
+                    f"/v1/models responded with status {response.status}", timeout=False
+                )
             if response.status == 200:
                 self.model = _first_model(await response.json(content_type=None))
         return None
@@ -173,5 +175,5 @@ def _first_model(listing: Any) -> ListedModel | None:
 
 def _number(fields: Any, key: str) -> int:
     value = fields.get(key) if isinstance(fields, dict) else None
-    # JSON of others may hold any number; NaN compares as False.
+    # JSON of others may hold any number, and NaN compares as False.
     return int(value) if isinstance(value, int | float) and 0 < value < 1e15 else 0

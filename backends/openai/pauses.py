@@ -1,4 +1,4 @@
-"""When an upstream must be left alone: it does not answer, or it has asked for a pause."""
+"""Pauses of an upstream that does not respond or has requested a pause."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from draftgate.backends.base import UpstreamPause
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
 DEFAULT_PAUSE_S: Final = 1.0
-"""Pause after a refusal (429, 503) that does not say for how long."""
+"""Pause in seconds after a refusal (429, 503) without a duration."""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
-"""With an upstream. A single failure may be an idle connection that it closed; the restart of an
-engine takes tens of seconds to minutes."""
+"""Patience with an upstream. A single failure may be an idle connection that it closed. The restart
+of an engine takes tens of seconds to minutes."""
 
 _REFUSALS: Final = (429, 503)
 
 
 class Pauses:
-    """The pauses of one upstream. Times are of one monotonic clock, in seconds.
+    """The pauses of one upstream.
+
+    Times are seconds of one monotonic clock.
 
     Attributes:
         breaker: open while the upstream is out.
     """
 
     def __init__(self, url: str) -> None:
-        """Start without a pause; reasons mention `url`."""
+        """Start without a pause, with `url` for messages."""
         self.breaker = Breaker(PATIENCE)
         self._url = url
         self._pause = UpstreamPause(0.0, 503, "")
         self._until_s = 0.0
 
     def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
-        """Return the rest of a pause; None if the upstream may be called.
+        """Return the rest of a pause, or None if the gateway may call the upstream.
 
         Args:
-            failure: why it is out; None if at most it has asked for a pause.
+            failure: cause of the outage, or None if the upstream has at most requested a pause.
         """
         if failure is not None:
             remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_PAUSE_S)
@@ -49,11 +51,11 @@ class Pauses:
         return self._pause._replace(remaining_s=self._until_s - now_s)
 
     def may_probe(self, now_s: float) -> bool:
-        """Return whether a probe may be sent now."""
+        """Return whether the gateway may send a probe now."""
         return self.breaker.remaining_s(now_s) <= 0 and now_s >= self._until_s
 
     def note_answer(self, response: aiohttp.ClientResponse, now_s: float) -> None:
-        """Note an answer, which may ask for a pause."""
+        """Record a response, which may request a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()
         if response.status not in _REFUSALS:
@@ -61,14 +63,14 @@ class Pauses:
         asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
         until_s = now_s + (DEFAULT_PAUSE_S if asked_s is None else asked_s)
         if until_s >= self._until_s:
-            reason = f"{self._url} answered {response.status}"
+            reason = f"{self._url} responded with status {response.status}"
             self._until_s, self._pause = until_s, UpstreamPause(0.0, response.status, reason)
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:
-    """Return the seconds of a `Retry-After` header, 0 or more; None if it cannot be read.
+    """Return the seconds of a `Retry-After` header, 0 or more, or None if it is invalid.
 
-    It holds seconds or a date (RFC 9110, section 10.2.3).
+    The header holds seconds or a date (RFC 9110, section 10.2.3).
     """
     if value is None:
         return None

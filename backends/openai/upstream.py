@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API as a worker: requests are passed on as they arrive."""
+"""A server with OpenAI's API as a worker, to which requests are forwarded without change."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0
-"""For a connection, which takes a round trip or two. The answer itself may take any time."""
+"""Timeout of a connection in seconds, which takes a round trip or two. The response may take any
+time."""
 
 IDLE_CONNECTION_S: Final = 4.0
-"""How long an idle connection is reused. vLLM and SGLang (uvicorn) close theirs after 5 s, and a
-request on a connection that is being closed is lost."""
+"""Seconds for which an idle connection is reused. vLLM and SGLang (uvicorn) close idle connections
+after 5 s. A request on a connection that is being closed is lost."""
 
 LAST_BYTES_S: Final = 0.25
-"""Wait for the end of the body after `[DONE]`; without it the connection is closed."""
+"""Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
 
 _USED_ONCE: Final = {"Connection": "close"}
-"""Sent to llama.cpp's server. It closes connections after streams without saying so, and the next
-request on one would be lost (b1-0c1e570, 2026-11-22)."""
+"""Header for llama.cpp's server. It closes connections after streams without notice, and the next
+request on such a connection would be lost (b1-0c1e570, 2026-11-22)."""
 
 LARGE_BYTES: Final = 64 << 10
 
@@ -56,12 +57,12 @@ class OpenAIUpstream:
         probe_s: float = PROBE_S,
         poll_s: float = POLL_S,
     ) -> None:
-        """Read the settings; nothing is sent yet.
+        """Read the settings without sending a request.
 
         Args:
-            config: its `upstream*` settings are used.
-            clock: for pauses, speeds and the age of metrics.
-            probe_s: seconds between two probes of an upstream that is well.
+            config: configuration, of which the `upstream*` settings are used.
+            clock: clock for pauses, speeds and the age of metrics, in seconds.
+            probe_s: seconds between two probes of a healthy upstream.
             poll_s: seconds between two readings of its metrics.
 
         Raises:
@@ -77,7 +78,7 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url)
         self._load = UpstreamLoad(config.upstream_concurrency, config.upstream_speculates)
         self._sent = 0  # sequences
-        self._waiting: set[asyncio.Timeout] = set()  # for the head of an answer
+        self._waiting: set[asyncio.Timeout] = set()  # for the head of a response
         self._open: set[HttpExchange] = set()
         self._session: aiohttp.ClientSession | None = None
         self._monitor: UpstreamMonitor | None = None
@@ -86,7 +87,7 @@ class OpenAIUpstream:
 
     @property
     def card(self) -> ModelCard:
-        """The first model of the upstream's list; its name is empty until it was reached."""
+        """The first model in the upstream's list, without a name until the upstream was reached."""
         model = None if self._monitor is None else self._monitor.model
         if model is None:
             return ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
@@ -96,27 +97,27 @@ class OpenAIUpstream:
 
     @property
     def progress(self) -> float:
-        """Always 1.0: there is nothing to load here."""
+        """Always 1.0, because an upstream has no model to load."""
         return 1.0
 
     @property
     def failure(self) -> str | None:
-        """Why it is out; None if it is well, or has only asked for a pause."""
+        """The cause of an outage, or None if the upstream is healthy or only paused."""
         return "stopped" if self._stopped else self._pauses.breaker.reason
 
     @property
     def pause(self) -> UpstreamPause | None:
-        """The pause that it asked for, or the time until its next probe while it is out."""
+        """The requested pause, or the time until the next probe during an outage."""
         return self._pauses.pause(self.failure, self._clock())
 
     def load(self) -> WorkerLoad:
-        """Return what is counted here, and what its metrics report of others."""
+        """Return the load from this gateway's counts and from the upstream's metrics."""
         return self._load.load(self._sent, self._clock())
 
     async def start(self) -> None:
-        """Probe it once, and go on in the background.
+        """Probe the upstream once, and continue in the background.
 
-        An upstream that does not answer is no error: it may start later than this node.
+        An upstream that does not respond is no error, because it may start later than this node.
         """
         self._session = aiohttp.ClientSession(
             headers=self._headers,
@@ -134,12 +135,12 @@ class OpenAIUpstream:
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def stop(self) -> None:
-        """Close every connection; open exchanges fail."""
+        """Close every connection, so that open exchanges fail."""
         self._stopped = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # aiohttp does not wake those who wait on a connection that it closes itself.
+        # aiohttp does not wake tasks that wait on a connection that it closes itself.
         for waiting in self._waiting:
             waiting.reschedule(0.0)
         for exchange in self._open:
@@ -149,7 +150,7 @@ class OpenAIUpstream:
 
     @asynccontextmanager
     async def forward(self, call: UpstreamCall) -> AsyncGenerator[HttpExchange, None]:
-        """Pass a request on; leaving the context early closes its connection."""
+        """Forward a request. Leaving the context early closes its connection."""
         if self._session is None or self._stopped:
             raise UpstreamUnreachable(f"{self.url} was stopped")
         self._sent += call.sequences
@@ -172,7 +173,7 @@ class OpenAIUpstream:
             self._sent -= call.sequences
 
     async def probe(self) -> None:
-        """Probe it, and note the result."""
+        """Probe the upstream, and record the result."""
         assert self._monitor is not None
         failure = await self._monitor.probe()
         if failure is None:
@@ -181,12 +182,12 @@ class OpenAIUpstream:
             self._pauses.breaker.failed(failure.reason, self._clock(), timeout=failure.timeout)
 
     async def poll(self) -> None:
-        """Read its metrics, if it has some."""
+        """Read the metrics of the upstream, if it has any."""
         assert self._monitor is not None
         sent = self._sent
         metrics = await self._monitor.metrics()
         if metrics is not None:
-            # They may or may not include what began or ended meanwhile.
+            # The metrics may or may not include requests that began or ended meanwhile.
             self._load.update(metrics, max(sent, self._sent), self._clock())
         slots = await self._monitor.slots()
         if slots is not None:
@@ -246,7 +247,7 @@ class OpenAIUpstream:
 
 
 def _payload(body: bytes) -> bytes | BytesIO | None:
-    """Return a body so that aiohttp sends a large one in pieces."""
+    """Return a body that aiohttp sends in pieces if it is large."""
     return BytesIO(body) if len(body) > LARGE_BYTES else body or None
 
 

@@ -1,4 +1,4 @@
-"""The load of an upstream: what this gateway counts, and what the upstream reports of itself."""
+"""The load of an upstream, from this gateway's counts and the upstream's reports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from draftgate.policies.speculation.upstream_speculation import (
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 STALE_S: Final = 5 * POLL_S
-"""Older metrics are ignored: the requests of other clients that they count have ended by then."""
+"""Age in seconds from which metrics are ignored, because the counted requests of other clients have
+ended by then."""
 
 UPSTREAM_PROPOSER: Final = "upstream"
-"""Name for the proposer of an upstream, which a gateway cannot choose."""
+"""Proposer name of an upstream, which a gateway cannot choose."""
 
 HALF_LIFE_DRAFTS: Final = 2000.0
-"""Drafts after which older ones weigh half: a second or two of a busy engine, minutes of a quiet
-one. (Chosen, not tuned; 2026-11-22.)"""
+"""Number of drafts after which older drafts weigh half: a second or two of a busy engine, minutes
+of a quiet engine. (Chosen, not tuned, 2026-11-22.)"""
 
 PRIOR_DRAFTS: Final = 8.0
 """Weight of the prior, in drafts."""
@@ -39,11 +40,11 @@ PRIOR: Final = DraftMeans(
 )
 
 SPEED_WEIGHT: Final = 0.2
-"""Of the newest answer in the running means: about the last ten answers count."""
+"""Weight of the newest response in the running means, which cover about the last ten."""
 
 
 class RecentDrafts:
-    """Means of an engine's latest drafts, from counters that restart when the engine does."""
+    """Means of an engine's latest drafts, from counters that restart with the engine."""
 
     def __init__(self) -> None:
         """Start with the prior."""
@@ -59,7 +60,7 @@ class RecentDrafts:
         return DraftMeans(drafted, min(self._accepted / self._drafts, drafted))
 
     def add_counters(self, counters: DraftCounters) -> None:
-        """Add what was counted since the last call, at most `HALF_LIFE_DRAFTS` drafts' worth."""
+        """Add the counts since the last call, limited to `HALF_LIFE_DRAFTS` drafts."""
         last, self._last = self._last, counters
         if any(now < before for now, before in zip(counters, last, strict=True)):
             last = DraftCounters(0.0, 0.0, 0.0)  # the engine was restarted
@@ -74,10 +75,10 @@ class RecentDrafts:
 
 
 class ObservedSpeed:
-    """Running means over the streams that were answered completely.
+    """Running means over the streams that ended completely.
 
     Attributes:
-        batch: how times per token grow with the sequences in the batch.
+        batch: growth of the times per token with the sequences in the batch.
     """
 
     def __init__(self) -> None:
@@ -94,9 +95,9 @@ class ObservedSpeed:
         """Add a stream.
 
         Args:
-            seconds: from its first to its last byte.
-            tokens: of all its choices.
-            running: mean number of sequences that ran there meanwhile.
+            seconds: seconds from its first to its last byte.
+            tokens: number of tokens in all its choices.
+            running: mean number of concurrent sequences on the upstream.
         """
         gaps = tokens - choices
         if gaps <= 0 or seconds <= 0.0:
@@ -109,8 +110,8 @@ class ObservedSpeed:
         """Return the speed with this many sequences, so that a busy time does not count as slow.
 
         Args:
-            running: sequences there now; 0 counts as 1.
-            step_tokens: tokens of each of them per step, drafts included.
+            running: present number of sequences, where 0 counts as 1.
+            step_tokens: tokens of each sequence per step, including drafts.
         """
         if not self._tpot_s:
             return WorkerSpeed(0.0, self._prompt_token_s)
@@ -120,18 +121,18 @@ class ObservedSpeed:
 
 
 class UpstreamLoad:
-    """The load of one upstream, as far as it is known.
+    """The known part of an upstream's load.
 
     Attributes:
-        drafts: whether the upstream speculates, as declared or as it reports.
+        drafts: whether the upstream speculates, as declared or reported.
     """
 
     def __init__(self, max_sequences: int, drafts: bool | None) -> None:
         """Start without metrics.
 
         Args:
-            max_sequences: declared most sequences that run there at once; 0 leaves it to reports.
-            drafts: declared whether it speculates; None leaves it to reports.
+            max_sequences: declared maximum number of concurrent sequences, or 0 to use reports.
+            drafts: whether the upstream is declared to speculate, or None to use reports.
         """
         self.drafts = bool(drafts)
         self.speed = ObservedSpeed()
@@ -144,10 +145,10 @@ class UpstreamLoad:
         self._others = 0
 
     def update(self, metrics: EngineMetrics, sent: int, now_s: float) -> None:
-        """Take new metrics.
+        """Apply new metrics.
 
         Args:
-            sent: sequences of this gateway that ran there at that time, which they include.
+            sent: number of sequences of this gateway at that time, which the metrics include.
         """
         running, waiting = metrics.running, metrics.waiting
         self._metrics, self._updated_s = metrics, now_s
@@ -156,17 +157,18 @@ class UpstreamLoad:
         if metrics.counters is not None:
             self._recent_drafts.add_counters(metrics.counters)
         if self._declared_drafts is None:
-            self.drafts = self.drafts or metrics.drafts  # its counters may restart at 0
+            # The counters of the engine may restart at 0.
+            self.drafts = self.drafts or metrics.drafts
 
     def set_slots(self, slots: int) -> None:
-        """Set the number of slots that it reports beside its metrics."""
+        """Set the number of slots that the upstream reports outside its metrics."""
         self._slots = slots
 
     def load(self, sent: int, now_s: float) -> WorkerLoad:
         """Return the load.
 
         Args:
-            sent: sequences of this gateway that run there now.
+            sent: present number of sequences of this gateway on the upstream.
         """
         metrics, others, age_s = self._metrics, self._others, now_s - self._updated_s
         fresh = age_s <= STALE_S
@@ -195,7 +197,7 @@ class UpstreamLoad:
         )
 
     def _drafting(self, metrics: EngineMetrics, running: int) -> tuple[float, float, float]:
-        """Return the price of a slot, the chance of a draft token and the mean draft length."""
+        """Return the price of a slot, the acceptance of a draft token and the mean draft length."""
         if not self.drafts:
             return 0.0, 0.0, 0.0
         means = metrics.means or self._recent_drafts.means

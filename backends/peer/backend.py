@@ -1,7 +1,8 @@
 """A worker of another Draftgate node as a `Backend`.
 
-States: *starting* (it is asked until it answers), *linked* (requests run), *lost* (every stream has
-ended with `BackendFailed`; it is asked again in the background, with pauses), *stopped*.
+The backend has four states. It is *starting* until the peer responds. Requests run while it is
+*linked*. When it is *lost*, every stream has ended with `BackendFailed`, and it tries to connect
+again in the background, with pauses. It ends as *stopped*.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ from draftgate.policies.types import WorkerLoad
 logger = logging.getLogger("draftgate.peer")
 
 SILENCE_S: Final = 3.0
-"""A peer that sends nothing for this long is gone. It reports ten times a second, but an event loop
-may well stall for a second where processes share few cores. (Chosen.)"""
+"""Seconds of silence after which a peer is lost. A peer reports ten times a second, but an event
+loop may stall for a second if processes share few cores. (Chosen.)"""
 
 PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0)
-"""With a lost peer: asking costs one connection, and a restarted peer is wanted back soon."""
+"""Patience with a lost peer. An attempt costs only one connection, and a restarted peer should be
+usable soon."""
 
 _UNKNOWN: Final = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
 
 class LinkIds:
-    """Ids of the running requests on one connection; each id is used once."""
+    """Ids of the running requests on one connection, each of which is used once."""
 
     def __init__(self) -> None:
         """Start without requests."""
@@ -60,22 +62,22 @@ class LinkIds:
         self._request_of: dict[str, str] = {}
 
     def give(self, request_id: str) -> str:
-        """Return a new id for a request that has none."""
+        """Return a new id for a request without an id."""
         link_id = str(next(self._next))
         self._id_of[request_id] = link_id
         self._request_of[link_id] = request_id
         return link_id
 
     def id_of(self, request_id: str) -> str | None:
-        """Return the id of a request; None if it no longer runs."""
+        """Return the id of a request, or None if it no longer runs."""
         return self._id_of.get(request_id)
 
     def request_of(self, link_id: str) -> str | None:
-        """Return the request with this id; None if it no longer runs."""
+        """Return the request with this id, or None if it no longer runs."""
         return self._request_of.get(link_id)
 
     def forget(self, request_id: str) -> str | None:
-        """Forget a request that no longer runs; return the id that it had."""
+        """Forget a request that no longer runs, and return its id."""
         link_id = self._id_of.pop(request_id, None)
         if link_id is not None:
             del self._request_of[link_id]
@@ -84,7 +86,7 @@ class LinkIds:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a peer serves, as far as requests are checked here, before they are sent.
+    """The model of a peer, with the limits against which requests are checked before they are sent.
 
     Attributes:
         tokenizer: digest of the files of `admission.tokenizer`.
@@ -96,12 +98,12 @@ class _Served:
 
 
 class PeerBackend:
-    """Runs requests on another node's worker; implements `backends.base.Backend`.
+    """Runs requests on another node's worker, and implements `backends.base.Backend`.
 
     Attributes:
-        epoch: the life of the peer at the other end of the latest link.
+        epoch: epoch of the peer at the latest link.
         watermark: number of the last lease that its load includes.
-        on_report: called after each update of the peer.
+        on_report: callback after each update of the peer.
     """
 
     recovers = True
@@ -116,16 +118,16 @@ class PeerBackend:
         clock: Callable[[], float] = time.monotonic,
         tokenizers: Tokenizers | None = None,
     ) -> None:
-        """Prepare; nothing is sent before `start`.
+        """Prepare the backend without sending a request.
 
         Args:
-            address: of the worker (`channel.WORKER_PATH`), or of its node, such as
-                `http://10.0.0.5:8000`, for the node's first worker.
-            secret: the cluster's; None where peers are on this machine and need none.
-            epoch: the only life of the peer to use: after its restart it is not asked again. None
-                uses any life.
-            silence_s: a peer that sends nothing for this long is taken for dead.
-            clock: for pauses, ages and the `phases` of deltas.
+            address: URL of the worker (`channel.WORKER_PATH`). It may also be the URL of a node,
+                such as `http://10.0.0.5:8000`, for the node's first worker.
+            secret: secret of the cluster, or None for peers on this machine, which need none.
+            epoch: the only epoch of the peer to use, so that the backend ends after a restart of
+                the peer; None uses any epoch.
+            silence_s: seconds of silence after which the peer is lost.
+            clock: clock for pauses, ages and the `phases` of deltas, in seconds.
             tokenizers: cache of tokenizers, shared with other peers.
         """
         self.epoch = epoch
@@ -153,12 +155,12 @@ class PeerBackend:
 
     @property
     def card(self) -> ModelCard:
-        """What the peer serves."""
+        """The model that the peer serves."""
         return self._known().card
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, made from the peer's files."""
+        """The model's tokenizer, created from the peer's files."""
         return self._known().admission.tokenizer
 
     @property
@@ -168,12 +170,12 @@ class PeerBackend:
 
     @property
     def progress(self) -> float:
-        """1.0 once the peer was linked, else 0.0."""
+        """1.0 after the first link to the peer, 0.0 before."""
         return float(self._served is not None)
 
     @property
     def failure(self) -> str | None:
-        """Why it takes no requests now: it is lost, or refuses them itself."""
+        """The reason for which the peer takes no requests now, or None."""
         if self._stopped:
             return "the worker was stopped"
         if self._link is None:
@@ -190,10 +192,10 @@ class PeerBackend:
         return self._load
 
     async def start(self) -> None:
-        """Ask the peer until it answers, since it may start later than this node.
+        """Connect to the peer until it responds, because it may start later than this node.
 
         Raises:
-            PeerRefused: it does not know the secret, is not a node, or has another epoch.
+            PeerRefused: the peer does not know the secret, is not a node, or has another epoch.
             CheckpointError: its tokenizer is damaged.
             BackendFailed: this backend was stopped meanwhile.
         """
@@ -207,7 +209,7 @@ class PeerBackend:
         await self._started
 
     async def stop(self) -> None:
-        """Close the link; open streams end with an error."""
+        """Close the link, so that open streams end with an error."""
         self._stopped = True
         self._streams.fail("the worker was stopped")
         if self._linking is not None:
@@ -218,13 +220,13 @@ class PeerBackend:
             await self._session.close()
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise `RequestRejected` if the request can never run there."""
+        """Raise `RequestRejected` if the peer can never run the request."""
         self._known().admission.check(request)
 
     def generate(
         self, request: GenerationRequest, lease_number: int = 0
     ) -> AsyncGenerator[Delta, None]:
-        """Send the request with the number of its lease, and return its deltas."""
+        """Send the request with the number of its lease, and yield its deltas."""
         failure = self.failure
         if failure is not None or self._link is None:
             raise BackendFailed(failure)
@@ -248,7 +250,7 @@ class PeerBackend:
             self._link.send(Cancel(link_id))
 
     async def _stay_linked(self, session: aiohttp.ClientSession) -> None:
-        """Link, and link again each time that the link ends, unless the reason is final."""
+        """Connect, and connect again after each end of the link, unless its reason is final."""
         while True:
             reason = await self._link_once(session)
             self._lose(str(reason))
@@ -258,7 +260,7 @@ class PeerBackend:
             await asyncio.sleep(self._breaker.remaining_s(self._clock()))
 
     async def _link_once(self, session: aiohttp.ClientSession) -> Exception:
-        """Link until the link ends, and return the reason."""
+        """Connect until the link ends, and return the reason."""
         try:
             async with linked(session, self._url, self._secret) as link:
                 await self._adopt(link)
@@ -269,10 +271,10 @@ class PeerBackend:
             return BackendFailed(f"{type(error).__name__}: {error}")
 
     async def _adopt(self, link: Link) -> None:
-        """Check what the peer serves, fetch its tokenizer if it is unknown, and begin.
+        """Check the peer's model, fetch its tokenizer if it is unknown, and accept requests.
 
         Raises:
-            PeerRefused: it is not the expected peer.
+            PeerRefused: the peer is not the expected peer.
             CheckpointError: its tokenizer is damaged.
             BackendFailed: the connection ended.
         """
@@ -295,7 +297,7 @@ class PeerBackend:
         logger.info("linked to the peer %s, epoch %s", self._url, ready.epoch)
 
     def _take(self, report: Report) -> None:
-        """Take the load and the deltas of an update."""
+        """Apply the load and the deltas of an update."""
         if not isinstance(report, Update):
             return
         now_s = self._clock()
@@ -306,7 +308,7 @@ class PeerBackend:
         for link_id, delta in report.deltas:
             request_id = self._ids.request_of(link_id)
             if request_id is None:
-                continue  # it was abandoned; the peer did not know yet
+                continue  # the request was abandoned, but the peer did not know yet
             if delta.phases is not None:
                 delta = delta._replace(phases=self._remote_clock.ours(delta.phases))  # noqa: PLW2901
             batch.append((request_id, delta))
@@ -322,7 +324,7 @@ class PeerBackend:
         self.on_report()
 
     def _lose(self, reason: str) -> None:
-        """End every stream; note why, and when to ask again."""
+        """End every stream, and record the reason and the time of the next attempt."""
         if self._link is not None or self._breaker.reason != reason:
             logger.warning("no link to the peer %s: %s", self._url, reason)
         self._link, self._ids = None, LinkIds()
@@ -331,17 +333,17 @@ class PeerBackend:
 
     @property
     def _loss(self) -> type[BackendFailed]:
-        """What a stream fails with that the peer does not complete."""
+        """The error of a stream that the peer does not complete."""
         return WorkerLeft if self._leaving else BackendFailed
 
     def _is_final(self, reason: Exception) -> bool:
-        """Whether asking again is pointless: it was never the right peer, or has another epoch."""
+        """Whether another attempt is pointless, because the peer or its epoch is wrong."""
         if self._served is None:
             return isinstance(reason, PeerRefused | CheckpointError)
         return self._only_epoch is not None and isinstance(reason, PeerChanged)
 
     def _finish_start(self, error: Exception | None) -> None:
-        """End `start`, if it has not ended."""
+        """Complete `start`, unless it is complete."""
         if self._started is None or self._started.done():
             return
         if error is None:
@@ -367,6 +369,6 @@ def static_peer(config: WorkerConfig) -> PeerBackend:
 
 
 def _worker_url(address: str) -> str:
-    """Return the URL of a worker from its address or its node's."""
+    """Return the URL of a worker from its own address or that of its node."""
     address = address.rstrip("/")
     return address if WORKER_PATH in address else f"{address}{WORKER_PATH}0"

@@ -1,17 +1,18 @@
 """The protocol between a gateway and another node's worker (a peer), over a WebSocket (RFC 6455).
 
-One connection carries all requests of a gateway to a worker: a step costs one message for all of
-them, and one silence shows that the machine is gone. It begins with
+One connection carries all requests of a gateway to a worker. A step costs one message for all of
+them, and a single silence shows that the machine is gone. The connection begins with
 
     GET /peer/v1/workers/NUMBER        with a proof that the secret is known (`proof`)
 
-on the peer's own port. The peer first sends `Ready`; the gateway continues only if it accepts the
-proof in it. Then commands (`backends.remote_worker`) travel one way and reports the other. The end
-of the connection cancels every request on it.
+on the peer's own port. The peer first sends `Ready`. The gateway continues only if it accepts the
+proof in that message. Then commands (`backends.remote_worker`) travel in one direction and reports
+in the other. The end of the connection cancels every request on it.
 
-A message that is larger than a piece is sent in pieces. A prompt of 1 MB is a message of 5 MB. As
-one frame it would hold the event loop for 5 to 7 ms, since a WebSocket client masks each byte. A
-piece takes a third of a millisecond, and other tasks run in between (one core, Zen 5, 2026-11-22).
+A message that is larger than a piece is sent in pieces. A prompt of 1 MB is a message of 5 MB. A
+single frame of that size would block the event loop for 5 to 7 ms, because a WebSocket client masks
+each byte. A piece takes a third of a millisecond, and other tasks run in between (one core, Zen 5,
+2026-11-22).
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ WORKER_PATH: Final = PREFIX + "v1/workers/"
 PIECE_BYTES: Final = 256 << 10
 
 MOST_FRAME_BYTES: Final = 2 * PIECE_BYTES
-"""Bound of a received frame: a piece or a whole message of that size, with its envelope."""
+"""Maximum size of a received frame, which is a piece or a whole message of that size with its
+envelope."""
 
 MOST_COMMAND_BYTES: Final = 64 << 20
-"""The default limit of a client's body, 8 MiB, allows four million token ids: 32 MiB here."""
+"""Maximum size of a command. The default limit of a client's body, 8 MiB, allows four million token
+ids, which take 32 MiB here."""
 
 MOST_REPORT_BYTES: Final = 256 << 20
-"""The files of a tokenizer are one report; those of large vocabularies have some 35 MiB."""
+"""Maximum size of a report, which may contain the files of a tokenizer. Large vocabularies have
+about 35 MiB."""
 
 REPORT_S: Final = 0.1
-"""Longest time between two reports of a peer, and so the age of a load plus its transfer. A report
-takes some 30 us on either side: 0.03% of a core for each pair of nodes. (Chosen.)"""
+"""Maximum seconds between two reports of a peer, and so the age of a load before its transfer. A
+report takes about 30 us on either side, or 0.03% of a core for each pair of nodes. (Chosen.)"""
 
 Received = TypeVar("Received")
 
@@ -56,7 +60,7 @@ class MessagePiece(WorkerMessage, frozen=True):
 
 
 class PeerChannel(Generic[Received]):
-    """Messages over one end of a connection. Use it on the event loop's thread."""
+    """The messages at one end of a connection, for use on the event loop's thread."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class PeerChannel(Generic[Received]):
 
         Args:
             received: type of the messages from the other end.
-            most_bytes: size limit of such a message.
+            most_bytes: maximum size of such a message.
         """
         self._socket = socket
         self._codec = Codec[Received | MessagePiece](received | MessagePiece)
@@ -78,7 +82,7 @@ class PeerChannel(Generic[Received]):
         self._sending_pieces = asyncio.Lock()
 
     async def send(self, message: WorkerMessage) -> None:
-        """Send a message; waits while the other end reads slowly. Any number of tasks may send.
+        """Send a message, and wait while the other end reads slowly. Any number of tasks may send.
 
         Raises:
             ConnectionError: the connection has ended.
@@ -87,7 +91,8 @@ class PeerChannel(Generic[Received]):
         if len(data) <= PIECE_BYTES:
             await self._socket.send_bytes(data)
             return
-        # Small messages may pass between the pieces; those of two large messages must not mix.
+        # Small messages may pass between the pieces, but the pieces of two large messages must not
+        # mix.
         async with self._sending_pieces:
             for begin in range(0, len(data), PIECE_BYTES):
                 end = begin + PIECE_BYTES
@@ -96,7 +101,7 @@ class PeerChannel(Generic[Received]):
                 await asyncio.sleep(0)
 
     def read(self, frame: bytes) -> Received | None:
-        """Return the message that a frame completes; None while pieces are missing.
+        """Return the message that a frame completes, or None while pieces are missing.
 
         Raises:
             ValueError: the frame holds no message, or the message is too large.
@@ -113,5 +118,5 @@ class PeerChannel(Generic[Received]):
         whole, self._pieces, self._piece_bytes = b"".join(self._pieces), [], 0
         message = self._codec.decode(whole)
         if isinstance(message, MessagePiece):
-            raise ValueError("a piece within a piece")  # noqa: TRY004 - the sender's fault
+            raise ValueError("a piece contains another piece")  # noqa: TRY004 - the sender's fault
         return message

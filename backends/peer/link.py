@@ -1,4 +1,4 @@
-"""One connection to a peer: opening it, what it carries, and how its end is noticed."""
+"""A connection to a peer: opening, messages, and detection of its end."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from draftgate.backends.remote_worker import (
 )
 
 CONNECT_S: Final = 5.0
-"""For a connection and the first message on it. A node whose event loop is slower is overloaded."""
+"""Timeout of a connection and its first message, in seconds. A node with a slower event loop is
+overloaded."""
 
 TOKENIZER_S: Final = 60.0
-"""For the files of a tokenizer: 35 MiB at 5 Mbit/s."""
+"""Timeout of the files of a tokenizer in seconds: 35 MiB at 5 Mbit/s."""
 
 CLOSE_S: Final = 0.25
-"""For the peer's answer to a close frame. A peer that hangs never answers."""
+"""Timeout of the peer's response to a close frame in seconds, because a hung peer never responds.
+"""
 
 CHECKS: Final = 6
-"""Checks in a row that must find silence. However long our own event loop stalls, only one check is
-late, and messages that arrived meanwhile are read before the next one."""
+"""Number of consecutive checks that must find silence. However long our own event loop stalls, only
+one check is late, and messages that arrived meanwhile are read before the next check."""
 
 _STRANGERS: Final = (401, 404)
 """Statuses of a node with another secret, and of a server that is not a node."""
@@ -52,18 +54,18 @@ _CLOSINGS: Final[dict[int, str]] = {
 
 
 class PeerRefused(BackendFailed):
-    """The peer is not the expected one, or refuses this node. Asking again does not help."""
+    """The peer is not the expected peer, or refuses this node, so further attempts do not help."""
 
 
 class PeerChanged(PeerRefused):
-    """The peer serves something else since its restart."""
+    """The peer serves another model, or has another epoch, since its restart."""
 
 
 class Link:
-    """An open connection to a peer. Use it on the event loop's thread.
+    """An open connection to a peer, for use on the event loop's thread.
 
     Attributes:
-        ready: the peer's first message; set by `linked`.
+        ready: first message of the peer, set by `linked`.
     """
 
     ready: Ready
@@ -76,7 +78,7 @@ class Link:
         self._heard = False
 
     def send(self, command: Command) -> None:
-        """Queue a command. It is lost if the connection ends first."""
+        """Queue a command, which is lost if the connection ends first."""
         self._commands.put_nowait(command)
 
     async def receive(self) -> Report:
@@ -101,7 +103,7 @@ class Link:
         """Fetch the files of the peer's tokenizer.
 
         Raises:
-            BackendFailed: the connection ended, or they did not arrive in time.
+            BackendFailed: the connection ended, or the files did not arrive in time.
         """
         async with _time_limit(TOKENIZER_S, "its tokenizer did not arrive in time"):
             try:
@@ -116,7 +118,7 @@ class Link:
         """Return the next report, which must be an update.
 
         Raises:
-            BackendFailed: it does not arrive in time, or is something else.
+            BackendFailed: no report arrives in time, or it is not an update.
         """
         async with _time_limit(CONNECT_S, "it sends no updates"):
             report = await self.receive()
@@ -125,10 +127,10 @@ class Link:
         return report
 
     async def run(self, on_report: Callable[[Report], None], silence_s: float) -> BackendFailed:
-        """Send commands and receive reports until the connection ends; return the reason.
+        """Send commands and receive reports until the connection ends, and return the reason.
 
         Args:
-            silence_s: a peer that sends nothing for this long is taken for dead.
+            silence_s: seconds of silence after which the peer is lost.
         """
         parts = [
             asyncio.create_task(self._receive(on_report)),
@@ -144,7 +146,7 @@ class Link:
         return ended.pop().result()
 
     async def close(self) -> None:
-        """Close the connection; waits only briefly for the peer's answer."""
+        """Close the connection, and wait only briefly for the peer's response."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
@@ -176,7 +178,7 @@ class Link:
         """Return how the connection ended, without an address."""
         if message.type is aiohttp.WSMsgType.TEXT:
             return _INVALID
-        if message.type is aiohttp.WSMsgType.ERROR:  # found on this side
+        if message.type is aiohttp.WSMsgType.ERROR:  # detected on this side
             code = getattr(message.data, "code", None)
         else:
             code = self._socket.close_code
@@ -190,13 +192,13 @@ async def linked(
     """Connect to a peer's worker, and close the link at the end.
 
     Raises:
-        PeerRefused: it does not know the secret, or is not a node.
-        BackendFailed: it does not answer, or cannot serve now.
+        PeerRefused: the peer does not know the secret, or is not a node.
+        BackendFailed: the peer does not respond, or cannot serve now.
     """
     proof = None if secret is None else secret.proof(URL(url).path, time.time())
     link: Link | None = None
     try:
-        async with _time_limit(CONNECT_S, "it did not answer in time"):
+        async with _time_limit(CONNECT_S, "it did not respond in time"):
             link = Link(await _connected(session, url, proof))
             link.ready = await _ready(link, proof)
         yield link
@@ -228,7 +230,7 @@ async def _connected(
     except aiohttp.WSServerHandshakeError as error:
         if error.status in _STRANGERS:
             raise PeerRefused("it does not accept peers, or has another secret") from None
-        raise BackendFailed(f"it answered {error.status}") from None
+        raise BackendFailed(f"it responded with status {error.status}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise BackendFailed(public_reason(error)) from None
 

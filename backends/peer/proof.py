@@ -4,9 +4,9 @@
                   MAC = HMAC-SHA256(secret, "gateway" | PATH | TIME | NONCE)
     peer:     in its first message, HMAC-SHA256(secret, "peer" | NONCE)
 
-A bearer token would give the secret away to a server that impersonates a peer. A proof is valid
-once, for a minute, at one path, and a gateway sends no prompt before the peer has proved itself.
-Neither is encryption: use TLS against eavesdroppers.
+A bearer token would expose the secret to a server that impersonates a peer. A proof is valid once,
+for a minute, at one path. A gateway sends no prompt before the peer has proved itself. The proofs
+do not encrypt messages, so use TLS against eavesdroppers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import secrets
 from typing import Final, NamedTuple
 
 WINDOW_S: Final = 60.0
-"""Largest difference between the clocks of two nodes."""
+"""Maximum difference between the clocks of two nodes, in seconds."""
 
 LEAST_SECRET_CHARS: Final = 16
-"""Shorter secrets can be guessed offline from a single recorded proof."""
+"""Minimum length of a secret. An attacker could guess a shorter secret offline from a recorded
+proof."""
 
 _SCHEME: Final = "Draftgate-Peer"
 _PROOF: Final = re.compile(_SCHEME + r" ([0-9]{1,12}):([0-9a-f]{32}):([0-9a-f]{64})")
@@ -33,7 +34,7 @@ class Proof(NamedTuple):
 
     Attributes:
         header: value of `Authorization`.
-        answer: the answer of a peer that knows the secret.
+        answer: answer of a peer that knows the secret.
     """
 
     header: str
@@ -44,7 +45,7 @@ class SharedSecret:
     """The secret of a cluster. Times are Unix times in seconds."""
 
     def __init__(self, secret: str) -> None:
-        """Check the length.
+        """Check the length of the secret.
 
         Raises:
             ValueError: the secret is too short.
@@ -60,7 +61,7 @@ class SharedSecret:
         return Proof(f"{_SCHEME} {time}:{nonce}:{mac}", self._answer(nonce))
 
     def check(self, header: str, path: str, now_s: float) -> tuple[str, str] | None:
-        """Return the nonce of a valid, recent proof and the answer to it; else None."""
+        """Return the nonce of a valid, recent proof and the answer to it, or None."""
         match = _PROOF.fullmatch(header)
         if match is None:
             return None
@@ -83,10 +84,10 @@ class ProofChecker:
     def __init__(self, secret: SharedSecret) -> None:
         """Start without nonces."""
         self._secret = secret
-        self._seen: dict[str, float] = {}  # expiry by nonce
+        self._seen: dict[str, float] = {}  # nonce -> expiry
 
     def answer(self, header: str, path: str, now_s: float) -> str | None:
-        """Return the answer to a valid, recent and unused proof; else None."""
+        """Return the answer to a valid, recent and unused proof, or None."""
         for nonce in [nonce for nonce, until_s in self._seen.items() if until_s < now_s]:
             del self._seen[nonce]
         found = self._secret.check(header, path, now_s)
@@ -98,12 +99,12 @@ class ProofChecker:
 
 
 def is_answer(proof: Proof | None, answer: str) -> bool:
-    """Return whether a peer has proved itself; without a secret any peer is accepted."""
+    """Return whether a peer has proved itself, which is always true without a secret."""
     return proof is None or hmac.compare_digest(proof.answer.encode(), answer.encode())
 
 
 def secret_of(variable: str | None) -> SharedSecret | None:
-    """Return the secret in an environment variable; None if `variable` is None.
+    """Return the secret in an environment variable, or None if `variable` is None.
 
     Raises:
         ValueError: the variable is not set, or the secret is too short.

@@ -13,7 +13,10 @@ from draftgate.backends.tokenizer import Tokenizer, is_tokenizer_file
 
 
 class Tokenizers:
-    """A cache of tokenizers, since the peers of a pool share one. For the event loop's thread."""
+    """A cache of tokenizers, because the peers of a pool share a tokenizer.
+
+    Use it on the event loop's thread.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
@@ -23,14 +26,17 @@ class Tokenizers:
     async def get(
         self, digest: str, fetch: Callable[[], Awaitable[Mapping[str, bytes]]]
     ) -> Tokenizer:
-        """Return the tokenizer with this digest; `fetch` is called if it is not in the cache.
+        """Return the tokenizer with this digest.
+
+        Args:
+            fetch: returns the tokenizer's files, if the cache does not contain the tokenizer.
 
         Raises:
             BackendFailed: the files cannot be fetched.
-            CheckpointError: as `received_tokenizer`.
+            CheckpointError: the files are damaged, as in `received_tokenizer`.
         """
         if digest not in self._known:
-            files = await fetch()  # not under the lock, since a peer may hang
+            files = await fetch()  # not under the lock, because a peer may hang
             async with self._loading:
                 if digest not in self._known:
                     self._known[digest] = await asyncio.to_thread(received_tokenizer, files, digest)
@@ -38,7 +44,7 @@ class Tokenizers:
 
 
 def files_digest(files: Mapping[str, bytes]) -> str:
-    """Return a digest of a tokenizer's files; 10 MB take 10 ms."""
+    """Return a digest of a tokenizer's files, which takes 10 ms for 10 MB."""
     digest = hashlib.sha256()
     for name, data in sorted(files.items()):
         for part in (name.encode(), data):
@@ -48,16 +54,18 @@ def files_digest(files: Mapping[str, bytes]) -> str:
 
 
 def received_tokenizer(files: Mapping[str, bytes], digest: str) -> Tokenizer:
-    """Load a tokenizer from files. This blocks; large tokenizers take seconds.
+    """Load a tokenizer from files, which blocks for seconds if the tokenizer is large.
 
     Raises:
         CheckpointError: the files do not have the digest, are not a tokenizer's, or are damaged.
     """
     strangers = [name for name in files if not is_tokenizer_file(name)]
     if strangers:
-        raise CheckpointError(f"the peer sent a file that no tokenizer has: {strangers[0]!r}")
+        raise CheckpointError(
+            f"the peer sent a file that is not part of a tokenizer: {strangers[0]!r}"
+        )
     if files_digest(files) != digest:
-        raise CheckpointError("the peer sent another tokenizer than it announced")
+        raise CheckpointError("the peer sent a different tokenizer than it announced")
     with TemporaryDirectory(prefix="draftgate-tokenizer-") as folder:
         for name, data in files.items():
             path = Path(folder, name)

@@ -1,1 +1,1 @@
-"""The simulator: the production scheduler on a model of a device. Never imports torch."""
+"""The simulator, which runs the production scheduler on a model of a device, without torch."""

@@ -1,9 +1,9 @@
-"""Which simulated drafts are accepted: with a constant probability, or as recorded.
+"""The acceptance of simulated drafts, with a constant probability or as recorded.
 
-A recording holds, for each position of real texts, what every proposer would have drafted. It is an
-`acceptance/1` file, made by `bench.engine.acceptance` from held-out texts of the shipped model.
-Where a text repeats itself, one right draft follows another, so replayed acceptance is
-autocorrelated like the real one. Independent draws would make drafts pay more than they do.
+A recording holds the drafts of every proposer for each position of real texts. Its format is
+`acceptance/1`, and `bench.engine.acceptance` makes it from held-out texts of the shipped model. If
+a text repeats itself, right drafts follow each other, so replayed acceptance is autocorrelated like
+real acceptance. With independent draws, drafts would gain more than they do.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from draftgate.backends.sim.tokens import SimulatedTokens
 SHIPPED: Final = Path(__file__).parent / "recordings" / "shipped.json"
 
 TASK_SEPARATOR: Final = "/"
-"""In a request id, ends the name of the task whose recorded texts are replayed."""
+"""Separator in a request id, after the name of the task whose recorded texts are replayed."""
 
 DIGITS: Final = {digit: length for length, digit in enumerate("0123456789abcdefg")}
-"""Encodes a length of 0 to 16 tokens as one character."""
+"""Encoding of a length of 0 to 16 tokens as one character."""
 
 
 class Guess(NamedTuple):
     """A proposer's draft for a position.
 
     Attributes:
-        evidence: on the proposer's own scale.
-        proposed: number of tokens; 0 if it has no proposal.
-        agreed: how many of them, counted from the first, are right.
+        evidence: evidence on the proposer's own scale.
+        proposed: number of tokens, or 0 if the proposer has no proposal.
+        agreed: number of leading tokens that are right.
     """
 
     evidence: int
@@ -56,7 +56,7 @@ class Acceptance(Protocol):
 
 
 class ConstantAcceptance:
-    """Each token is right with the same probability: lengths are geometrically distributed."""
+    """Accepts each token with the same probability, so lengths are geometrically distributed."""
 
     def __init__(self, tokens: SimulatedTokens, chance: float) -> None:
         """Take the random numbers of `tokens`.
@@ -76,14 +76,15 @@ class ConstantAcceptance:
         return Guess(1, most, agreed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: there is no state."""
+        """Do nothing, because this acceptance has no state."""
 
 
 class ReplayedAcceptance:
-    """Each sequence follows a recorded text, from a random position on and around its end.
+    """Replays a recorded text for each sequence, from a random position on and past its end.
 
-    The request id begins with the task and `TASK_SEPARATOR`. The seed and the choice select the
-    text and the position, so they are the same on every worker and under every policy.
+    The text wraps around at its end. The request id begins with the task and `TASK_SEPARATOR`. The
+    seed and the choice select the text and the position, so they are the same on every worker and
+    under every policy.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -97,7 +98,7 @@ class ReplayedAcceptance:
             place = self._places[sequence.key] = self._chosen(sequence)
         text, first = place
         drafts = text.drafts.get(proposer)
-        if drafts is None:  # it was not recorded with such texts
+        if drafts is None:  # no recording with such texts exists
             return Guess(0, 0, 0)
         at = (first + sequence.output_tokens) % text.length
         proposed = min(most, drafts.proposed[at])
@@ -137,7 +138,7 @@ class _RecordingFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordedDrafts:
-    """One proposer's drafts for one text, by position; see `Guess`."""
+    """The drafts of one proposer for one text, by position (`Guess`)."""
 
     evidence: tuple[int, ...]
     proposed: tuple[int, ...]
@@ -146,7 +147,7 @@ class RecordedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A recorded text: its number of positions, and the drafts of each proposer."""
+    """A recorded text, with its number of positions and the drafts of each proposer."""
 
     length: int
     drafts: dict[str, RecordedDrafts]
@@ -156,15 +157,15 @@ class Recording:
     """Recorded texts by task and temperature.
 
     Attributes:
-        source: how it was made.
-        proposers: the proposers whose drafts it holds.
+        source: origin of the recording.
+        proposers: proposers of the recorded drafts.
     """
 
     def __init__(self, file: Any) -> None:
         """Decode the content of a file.
 
         Raises:
-            ValueError: the columns of a text differ in length, or there are no texts.
+            ValueError: the columns of a text differ in length, or the file has no texts.
         """
         self.source: str = file.source
         self._texts: dict[str, dict[float, list[Text]]] = {}
@@ -195,7 +196,7 @@ class Recording:
         """Return the texts of a task with the nearest recorded temperature.
 
         Raises:
-            ValueError: there is no such task.
+            ValueError: the task does not exist.
         """
         if task not in self._texts:
             raise ValueError(f"no task {task!r} was recorded; expected {', '.join(self._texts)}")
@@ -205,11 +206,11 @@ class Recording:
 
 @cache
 def load_recording(path: Path = SHIPPED) -> Recording:
-    """Read a recording, by default the shipped one.
+    """Read a recording, by default the shipped recording.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a valid `acceptance/1` file.
+        ValueError: the file is not a valid `acceptance/1` file.
     """
     try:
         return Recording(msgspec.json.decode(path.read_bytes(), type=_RecordingFile))

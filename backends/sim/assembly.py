@@ -1,7 +1,7 @@
-"""Builds simulated workers: with text for serving, or without it for simulations.
+"""Construction of simulated workers, with text for serving or without text for simulations.
 
-In a simulation the device and the recorded texts are the truth. The worker starts from misjudged
-step costs, learns acceptance from outcomes, and decides by these alone.
+In a simulation, the device and the recorded texts define the true costs and outcomes. The worker
+starts from misjudged step costs, learns acceptance from outcomes, and decides by these alone.
 """
 
 from __future__ import annotations
@@ -50,24 +50,25 @@ from draftgate.policies.types import SpeculationMode
 BLOCK_TOKENS: Final = 16
 
 DEFAULT_MODEL_LEN: Final = 8192
-"""Context of a served model whose configuration does not say."""
+"""Context of a served model without a context in its configuration, in tokens."""
 
 SIMULATED_MODEL_LEN: Final = 32_768
-"""Default context in a simulation."""
+"""Default context in a simulation, in tokens."""
 
 SIMULATED_VOCABULARY: Final = range(256)
-"""Token ids in a simulation: Python keeps one object per small integer, so they take no memory."""
+"""Token ids in a simulation. Python keeps one object per small integer, so these ids take
+no memory."""
 
 EXACT: Final = Capabilities(exact=True)
-"""Texts are functions of seed, choice and position."""
+"""Capabilities of simulated workers, whose texts are functions of seed, choice and position."""
 
 NGRAM: Final = SpeculationMode.NGRAM.value
-"""The default proposer. A profile need not have a cost for it."""
+"""The default proposer, for which a profile need not have a cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimWorker:
-    """A worker, its device, and the model it serves."""
+    """A worker, its device, and the model that it serves."""
 
     worker: WorkerCore
     executor: SimExecutor
@@ -84,9 +85,9 @@ Raises:
 
 
 def serving_worker(config: WorkerConfig) -> SimWorker:
-    """Return a worker that produces text: deterministic nonsense in the words of a tokenizer.
+    """Return a worker that generates deterministic random words from a tokenizer.
 
-    It knows the costs of its device. Its drafts are right with a constant probability.
+    The worker knows the costs of its device. Its drafts are right with a constant probability.
     """
     if config.proposer not in {None, NGRAM}:
         raise ValueError(f"the simulator drafts as {NGRAM!r}, not {config.proposer!r}")
@@ -129,14 +130,14 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
 
 @dataclass(frozen=True, slots=True)
 class SimEnvironment:
-    """The conditions of a simulation: its devices, and what their workers know of them.
+    """The conditions of a simulation: its devices, and the knowledge of their workers.
 
     Attributes:
         seed: seed of the devices' noise and of the misjudged costs.
-        belief_error: share by which the workers' step costs are off at first.
-        roofline: whether devices follow a roofline with noise; else exactly the profile.
+        belief_error: share by which the workers' initial step costs are wrong.
+        roofline: whether devices follow a roofline with noise, or exactly the profile.
         slowness: factors for the times of the profile, for the devices in turn.
-        log: the deliveries to all requests.
+        log: deliveries to all requests.
     """
 
     seed: int = 0
@@ -146,7 +147,7 @@ class SimEnvironment:
     log: DeliveryLog = field(default_factory=DeliveryLog)
 
     def build_worker(self, config: WorkerConfig) -> SimWorker:
-        """Return a worker without text; `config.device_index` tells workers apart.
+        """Return a worker without text for the device `config.device_index`.
 
         Raises:
             ValueError: the profile, the policy or a proposer is unknown.
@@ -185,10 +186,10 @@ class SimEnvironment:
 
 
 def simulation_policy(spec: str) -> SpeculationPolicy:
-    """Return the policy of that name; simulations also know `oracle`.
+    """Return the policy of that name. Simulations also know `oracle`.
 
     Raises:
-        ValueError: as `policies.registry.speculation_policy`.
+        ValueError: the policy is invalid, as in `policies.registry.speculation_policy`.
     """
     return Oracle() if spec == ORACLE else speculation_policy(spec)
 
@@ -197,8 +198,8 @@ def proposer_names(wanted: str | None, profile: Profile) -> tuple[str, ...]:
     """Return the proposers of a simulated worker.
 
     Args:
-        wanted: names separated by commas; None is n-gram.
-        profile: the costs of the device.
+        wanted: names separated by commas, or None for n-gram.
+        profile: costs of the device.
 
     Raises:
         ValueError: a proposer was not recorded, or the profile has no cost for it.
@@ -214,7 +215,7 @@ def proposer_names(wanted: str | None, profile: Profile) -> tuple[str, ...]:
 
 
 def num_blocks(kv_bytes: int | None, profile: Profile) -> int:
-    """Return how many KV blocks fit the memory; None takes that of the profile.
+    """Return how many KV blocks fit the memory, or the memory of the profile for None.
 
     Raises:
         ValueError: not even one block fits.
@@ -246,5 +247,5 @@ def _scheduler(
 
 @cache
 def _shipped_tokenizer() -> Tokenizer:
-    """Return the tokenizer whose vocabulary limits token ids; it encodes nothing."""
+    """Return the tokenizer whose vocabulary limits token ids, and which encodes no text."""
     return Tokenizer(SHIPPED_MODEL)

@@ -20,12 +20,12 @@ from draftgate.policies.types import WorkerLoad
 
 
 class SimBackend:
-    """Runs requests on a simulated device. Everything but the forward pass is production code."""
+    """Runs requests on a simulated device. All code except the forward pass is production code."""
 
     recovers = False
 
     def __init__(self, config: WorkerConfig, build: WorkerBuilder = serving_worker) -> None:
-        """Configure the worker; `start` builds it."""
+        """Configure the worker, which `start` builds."""
         if config.sim_service_ms is not None:  # a single server, as in queueing theory
             config = structs.replace(config, max_num_seqs=1)
         self._config = config
@@ -50,7 +50,7 @@ class SimBackend:
 
     @property
     def failure(self) -> str | None:
-        """Why the backend failed or stopped; None while it serves."""
+        """The reason for which the backend failed or stopped, or None while it serves."""
         return self._failure
 
     @property
@@ -70,7 +70,7 @@ class SimBackend:
         self._task = asyncio.create_task(self._run(), name="sim-worker")
 
     async def stop(self) -> None:
-        """Stop at once; open streams end with `BackendFailed`."""
+        """Stop immediately. Open streams end with `BackendFailed`."""
         self._failure = self._failure or "the worker was stopped"
         self._streams.fail(self._failure)
         if self._task is not None:
@@ -78,11 +78,11 @@ class SimBackend:
             await asyncio.wait([self._task])
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise `RequestRejected` if the request can never run here."""
+        """Raise `RequestRejected` if the worker can never run the request."""
         self._worker.admission.check(request)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Queue the request and return its deltas."""
+        """Queue the request and yield its deltas."""
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)
@@ -124,8 +124,8 @@ class SimBackend:
                 due_s = loop_time_s()
                 continue
             result = executor.execute(plan)
-            # Each step is due a step time after the last one was due, so late timers do not add
-            # up. But no device makes up for a host that kept it waiting for longer than a step.
+            # Each step is due a step time after the due time of the last step, so late timers do
+            # not add up. But no device compensates for a host that delayed it by more than a step.
             now_s = loop_time_s()
             due_s = max(due_s, now_s - result.step_s) + executor.drafting_s + result.step_s
             await self._sleep(due_s - now_s)

@@ -1,4 +1,4 @@
-"""Models of a simulated device: how long its steps and drafts really take.
+"""Models of a simulated device, which determine the true times of its steps and drafts.
 
 Workers predict step times from a table with slopes. `RooflineDevice` differs from that on purpose.
 It follows a roofline (Williams, Waterman, Patterson, CACM 2009):
@@ -6,11 +6,11 @@ It follows a roofline (Williams, Waterman, Patterson, CACM 2009):
     step = launch + max(memory, arithmetic) + OVERLAP_LOST x min(memory, arithmetic)
          + attention + sequences
 
-Memory is the time to read the weights; arithmetic grows with the tokens in whole tiles. Attention
-is such a maximum itself: of reading keys and values in whole splits, and of the pairs of tokens,
-draft slots included. The roofline agrees with the profile at the smallest and the largest step of
-its table. Between them it has a knee, which the table lacks, and coarser stairs. `StepNoise` comes
-on top.
+Memory is the time to read the weights. Arithmetic grows with the tokens in whole tiles. Attention
+is the maximum of two times: reading keys and values in whole splits, and processing the pairs of
+tokens, including draft slots. The roofline agrees with the profile at the smallest and the largest
+step of its table. Between them it has coarser stairs and a knee, which the table lacks. `StepNoise`
+adds noise.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ LAUNCH_SHARE: Final = 0.1
 
 OVERLAP_LOST: Final = 0.5
 """Share of the smaller of memory and arithmetic that does not overlap with the larger. 0 is a pure
-roofline; 1 is a sum, as in the published fits. Assumed: one half is furthest from both."""
+roofline, and 1 is a sum, as in the published fits. Assumed, because one half is furthest from
+both."""
 
 TILES_TO_RIDGE: Final = 8
 """Tiles until arithmetic takes as long as reading the weights: tiles of 32 tokens on an H100."""
 
 SPLIT_TOKENS: Final = 64
-"""Keys and values are read in splits of this size."""
+"""Size of the splits in which keys and values are read, in tokens."""
 
 SPREAD: Final = 0.04
 """Standard deviation of the logarithm of a step's time: P99 is 10% above the median. Assumed."""
 
 STALL_CHANCE: Final = 1e-3
 STALL_STEPS: Final = 5.0
-"""One step in a thousand stalls, by five shortest steps on average (exponential). Assumed, for
+"""Share of steps that stall, and their mean stall in shortest steps (exponential). Assumed, for
 garbage collection, clock changes and neighbours on a server."""
 
 NOISE_PERIOD: Final = 1 << 16
@@ -53,7 +54,7 @@ NOISE_PERIOD: Final = 1 << 16
 
 
 class DeviceModel(Protocol):
-    """Knows how long things take. Drafting is charged when it happens, before its step."""
+    """Knows the true durations. Drafting is charged before the step to which it belongs."""
 
     def draft(self, proposer: str, sequences: int, depth: int) -> None:
         """Charge one draft of `depth` tokens for each of the sequences."""
@@ -69,7 +70,7 @@ class DeviceModel(Protocol):
 
 
 class ProfileDevice:
-    """Takes exactly as long as a profile says."""
+    """A device with exactly the times of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._cost = profile.cost
@@ -95,15 +96,15 @@ class ProfileDevice:
 
 
 class RooflineDevice(ProfileDevice):
-    """Takes as long as a roofline through the ends of a profile's table, with noise."""
+    """A device with noise whose times follow a roofline through the ends of a profile's table."""
 
     def __init__(self, profile: Profile, seed: int, index: int, now_s: Callable[[], float]) -> None:
         """Draw the noise.
 
         Args:
-            seed: the seed of the simulation.
-            index: number of the device; each has its own noise.
-            now_s: the clock.
+            seed: seed of the simulation.
+            index: number of the device, which determines its noise.
+            now_s: clock in seconds.
         """
         super().__init__(profile)
         self._roofline = Roofline.fit(profile.cost)
@@ -121,19 +122,19 @@ class RooflineDevice(ProfileDevice):
         return self._noise.step_s(usual_s, self._now_s())
 
     def pop_drafting_s(self) -> float:
-        """See `DeviceModel`. Drafts have the noise of their instant; only steps stall."""
+        """See `DeviceModel`. Drafts have the noise of their instant, but only steps stall."""
         return super().pop_drafting_s() * self._noise.factor(self._now_s())
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step's matrix products as a function of its tokens.
+    """The seconds of a step's matrix products as a function of its tokens.
 
     Attributes:
-        launch_s: fixed time of every step.
-        memory_s: time to read the weights.
-        token_s: arithmetic of one token.
-        tile_tokens: tokens are computed in tiles of this size.
+        launch_s: fixed seconds of every step.
+        memory_s: seconds to read the weights.
+        token_s: seconds of arithmetic per token.
+        tile_tokens: number of tokens in a tile.
     """
 
     launch_s: float
@@ -149,7 +150,7 @@ class Roofline:
         launch_s = LAUNCH_SHARE * shortest_s
         memory_s = shortest_s - launch_s
         # Memory and arithmetic depend on each other through the overlap. The first bucket has
-        # little arithmetic, so this fixed-point iteration converges at once.
+        # little arithmetic, so this fixed-point iteration converges after few rounds.
         for _ in range(20):
             arithmetic_s = longest_s - launch_s - OVERLAP_LOST * memory_s
             if arithmetic_s < memory_s:
@@ -168,19 +169,19 @@ class Roofline:
 
 
 def _overlapped(one_s: float, other_s: float) -> float:
-    """Return the seconds of two activities that overlap in part."""
+    """Return the seconds of two activities that partly overlap."""
     return max(one_s, other_s) + OVERLAP_LOST * min(one_s, other_s)
 
 
 class StepNoise:
-    """Noise that depends on the instant, not on the step, so all policies meet the same noise.
+    """Noise that depends on the instant, not on the step, so all policies get the same noise.
 
     Two policies see the same slow moments although their steps begin at different times (common
-    random numbers). The noise is lognormal with mean 1; a few instants stall.
+    random numbers). The noise is lognormal with mean 1, and a few instants stall.
     """
 
     def __init__(self, instant_s: float, seed: int, index: int) -> None:
-        """Draw the noise, which changes every `instant_s`."""
+        """Draw the noise, which changes every `instant_s` seconds."""
         random = np.random.default_rng((seed, index))
         normal = random.standard_normal(NOISE_PERIOD)
         stalled = random.random(NOISE_PERIOD) < STALL_CHANCE
@@ -191,7 +192,7 @@ class StepNoise:
         self._instant_s = instant_s
 
     def factor(self, now_s: float) -> float:
-        """Return the factor by which durations exceed the usual ones now."""
+        """Return the present ratio of durations to usual durations."""
         return self._factors[int(now_s / self._instant_s) % NOISE_PERIOD]
 
     def step_s(self, usual_s: float, now_s: float) -> float:
@@ -201,16 +202,16 @@ class StepNoise:
 
 
 class ServiceTimeDevice:
-    """Gives each request a service time, for comparison with queueing theory.
+    """A device with a service time for each request, for comparison with queueing theory.
 
     Each of a request's `n * max_tokens` tokens takes an equal share. Simulated text never ends by
-    itself, so the shares add up to exactly the service time; prefills and drafts take none. A
+    itself, so the shares add up to exactly the service time. Prefills and drafts take no time. A
     request that is cancelled, or ends at a stop string, has used the shares of its tokens. The
     scheduler serves one sequence at a time (`max_num_seqs = 1`).
     """
 
     def __init__(self, service_s: Callable[[GenerationRequest], float]) -> None:
-        """Keep the function that returns the seconds of a request."""
+        """Store the function that returns the seconds of a request."""
         self._service_s = service_s
 
     def draft(self, proposer: str, sequences: int, depth: int) -> None:

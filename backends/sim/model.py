@@ -1,4 +1,4 @@
-"""The simulated model: an executor that emits known tokens, and proposers of known quality."""
+"""The simulated model: an executor with known tokens, and proposers of known quality."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SimExecutor:
     """An `Executor` that takes no real time and reports how long a step would have taken.
 
     Attributes:
-        drafting_s: seconds of drafting before the last step. `StepResult.step_s` leaves them out,
-            since drafts are made while the step is planned.
+        drafting_s: seconds of drafting before the last step. `StepResult.step_s` omits them,
+            because drafts are made while the step is planned.
     """
 
     def __init__(self, tokens: SimulatedTokens, device: DeviceModel) -> None:
@@ -29,7 +29,7 @@ class SimExecutor:
         self.drafting_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Return the true tokens: the agreeing part of each draft and one token after it."""
+        """Return the true tokens: the agreeing part of each draft and the next token."""
         self.drafting_s = self._device.pop_drafting_s()
         emitted = tuple(map(self._emit, plan.work))
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
@@ -50,7 +50,7 @@ class SimExecutor:
 
 
 def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-    """Return log probabilities of 0: the simulated model is certain of its tokens."""
+    """Return log probabilities of 0, because the simulated model is certain of its tokens."""
     asked = sequence.request.sampling.logprobs
     if asked is None:
         return ()
@@ -58,9 +58,9 @@ def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob
 
 
 class SimProposer:
-    """Drafts chains of which as many tokens are right as `Acceptance` says.
+    """Drafts chains with the number of right tokens that `Acceptance` determines.
 
-    `depth_s` is what the worker believes; the device model decides what drafting really takes.
+    `depth_s` is the worker's belief, but the device model determines the true time of drafting.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class SimProposer:
         self._device = device
 
     def depth_s(self, sequences: int) -> float:
-        """Return the believed seconds of a depth; 0 for lookups."""
+        """Return the believed seconds of a depth, or 0 for lookups."""
         return self._believed.depth_s(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return 0: a simulated proposer has no state."""
+        """Return 0, because a simulated proposer has no state."""
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each request, as long as the proposer has evidence for."""
+        """Return a chain for each request, up to the length for which the proposer has evidence."""
         depth = max((request.max_tokens for request in requests), default=0)
         self._device.draft(self._name, len(requests), depth)
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
 
     def agreed(self, sequence: Sequence, most: int) -> int:
-        """Return how many tokens of a draft of `most` would be accepted; for the oracle."""
+        """Return how many tokens of a draft of `most` tokens would be accepted, for the oracle."""
         return self._acceptance.guess(self._name, sequence, most).agreed
 
     def forget(self, sequence: Sequence) -> None:

@@ -1,6 +1,6 @@
-"""The oracle: a policy that knows which draft tokens will be accepted. For simulations only.
+"""The oracle: a policy for simulations that knows which draft tokens will be accepted.
 
-Its gain over a policy without this knowledge limits what better evidence could gain.
+Its gain over a policy without this knowledge limits the possible gain of better evidence.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class OracleScheduler(Scheduler):
 class Oracle:
     """Allocates slots to tokens that will be accepted, to maximise the rate (`allocate`).
 
-    It uses the worker's believed costs: it knows tokens in advance, not times.
+    The oracle uses the worker's believed costs, because it knows tokens in advance but not times.
     """
 
     name = NAME
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Plan the longest draft; each step decides how much of it to verify."""
+        """Return a plan with the longest draft, of which each step verifies a part."""
         plan = Fixed(MAX_DRAFT_TOKENS).decide(request, load)
         return replace(plan, policy=self.name, reason=f"oracle: {plan.reason}")
 
     def least_survival(self, step: StepView, cost: StepCost) -> float | None:
-        """Ask every proposer: the oracle's knowledge costs nothing."""
+        """Return None to call every proposer, because the oracle's knowledge costs nothing."""
         del step, cost
         return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
-        """Return how much of each draft to verify."""
+        """Return how many tokens of each draft to verify."""
         return allocate(step, cost)

@@ -15,17 +15,17 @@ from draftgate.policies.costs.step_cost import StepCost
 PROFILES: Final = Path(__file__).parent / "profiles"
 
 DEFAULT_KV_TOKEN_BYTES: Final = 16384
-"""Default KV bytes per token: a model with about 100M parameters in bf16."""
+"""Default KV bytes per token, for a model with about 100M parameters in bf16."""
 
 DEFAULT_KV_BYTES: Final = 1 << 30
-"""Default memory of the KV cache; a file has no device to measure it on."""
+"""Default memory of the KV cache in bytes, because a file has no device to measure."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A draft cost as the file has it; see `DraftCost`."""
+    """The format of a draft cost in the file (`DraftCost`)."""
 
     sequences: tuple[_Count, ...] = (1,)
     depth_s: tuple[_Seconds, ...] = (0.0,)
@@ -33,7 +33,7 @@ class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A profile as the file has it; see `Profile` and `StepCost`."""
+    """The format of a profile in the file (`Profile` and `StepCost`)."""
 
     device: str
     model: str
@@ -54,15 +54,15 @@ class DraftCost:
     """Cost of drafting with one proposer.
 
     Attributes:
-        depths: seconds per drafted token, by the number of sequences; 0 for lookups.
-        call_s: additional seconds of each step in which it drafts, such as the time of a lookup.
+        depths: seconds per drafted token, by the number of sequences, or 0 for lookups.
+        call_s: additional seconds of each step with drafts, such as the time of a lookup.
     """
 
     depths: StepCost = field(default_factory=lambda: StepCost((1,), (0.0,)))
     call_s: float = 0.0
 
     def depth_s(self, sequences: int) -> float:
-        """Return the seconds of drafting one token deeper for that many sequences."""
+        """Return the seconds to draft one token deeper for `sequences` sequences."""
         return self.depths.seconds(sequences)
 
 
@@ -71,12 +71,12 @@ class Profile:
     """Costs and memory of a device with a model.
 
     Attributes:
-        name: the shipped name, or the file name without its suffix.
-        source: where the figures come from.
-        cost: seconds of a step. Its `pair_s` is the file's `prefill_attention_s`.
+        name: shipped name, or the file name without its suffix.
+        source: origin of the values.
+        cost: step costs in seconds. Its `pair_s` is the file's `prefill_attention_s`.
         draft: cost of drafting, by proposer.
-        kv_token_bytes: KV memory of one token.
-        kv_bytes: memory of the device's KV cache.
+        kv_token_bytes: KV memory of one token in bytes.
+        kv_bytes: memory of the device's KV cache in bytes.
     """
 
     name: str
@@ -96,7 +96,7 @@ def load_profile(name_or_file: str) -> Profile:
     """Read a shipped profile by name, or a file by its path.
 
     Raises:
-        ValueError: there is no such profile, or the file is not a valid `profile/1`. The message
+        ValueError: the profile does not exist, or the file is not a valid `profile/1`. The message
             names the file and the error.
     """
     path = _path(name_or_file)
@@ -121,20 +121,20 @@ def load_profile(name_or_file: str) -> Profile:
 
 
 def slowed(profile: Profile, times: float) -> Profile:
-    """Return the profile of a device that takes `times` as long for everything."""
+    """Return the profile of a device whose times are all `times` as long."""
     if times == 1.0:
         return profile
     return replace(_scaled(profile, lambda: times), name=f"{profile.name} x {times:g}")
 
 
 def misjudged(profile: Profile, error: float, seed: int) -> Profile:
-    """Return what a worker believes at first: every figure too large or too small by a share.
+    """Return the initial belief of a worker, in which every value is wrong by a share.
 
-    Each figure has a sign of its own. In a table, the first bucket and the increase over it are off
+    Each value has its own sign. In a table, the first bucket and the increase over it are wrong
     independently.
 
     Args:
-        error: the share, at least 0 and less than 1.
+        error: share, at least 0 and less than 1.
         seed: seed of the signs.
 
     Raises:
@@ -147,7 +147,7 @@ def misjudged(profile: Profile, error: float, seed: int) -> Profile:
 
 
 def _scaled(profile: Profile, factor: Callable[[], float]) -> Profile:
-    """Return the profile with each figure multiplied by a factor of its own."""
+    """Return the profile with each value multiplied by a factor of its own."""
 
     def table(steps: tuple[float, ...]) -> tuple[float, ...]:
         first, rest = factor(), factor()

@@ -1,7 +1,7 @@
 """A worker without text, for simulations of many requests.
 
-Rendering text would cost more than everything else that is simulated. `DeliveryLog` keeps when
-tokens were delivered and how many, which is all that latency figures need.
+Rendering text would cost more than all other parts of the simulation. `DeliveryLog` records the
+times and token counts of deliveries, which suffice for latency metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Deliveries:
     """The token deliveries of a request.
 
     Attributes:
-        scheduled_s: start of its first step; None before.
+        scheduled_s: start of its first step, or None before that step.
         at_s: time of each delivery.
         tokens: number of tokens of each delivery.
     """
@@ -36,21 +36,22 @@ class DeliveryLog:
     """The deliveries of requests, shared by the workers of a simulation.
 
     Attributes:
-        deliveries: by id of every request that was submitted and not popped.
+        deliveries: deliveries by id of every request that was submitted and not popped.
     """
 
     def __init__(self) -> None:
         self.deliveries: dict[str, Deliveries] = {}
 
     def pop(self, request_id: str) -> Deliveries:
-        """Return and forget the deliveries of a request, which has ended."""
+        """Return and forget the deliveries of a request that has ended."""
         return self.deliveries.pop(request_id)
 
 
 class TextlessWorker(WorkerCore):
-    """Reports two deltas for each choice: one when it begins, one with all its tokens at its end.
+    """A worker that reports two deltas for each choice: at its beginning and at its end.
 
-    It supports neither stop strings nor grammars, and its deltas have no details of steps.
+    The second delta has all tokens. The worker supports neither stop strings nor grammars, and its
+    deltas have no details of steps.
     """
 
     def __init__(

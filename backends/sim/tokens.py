@@ -1,9 +1,9 @@
-"""The tokens of simulated texts, which depend on nothing but their position.
+"""The tokens of simulated texts, which depend only on their position.
 
 A sequence's tokens are a section of one long cycle of random tokens. Its start is a hash of the end
 of the prompt, the seed and the choice. Drafts, batch, preemption and worker have no influence, so
-simulated text is as independent of every decision as real text. A token costs next to nothing,
-which matters in simulations with millions of them.
+simulated text is as independent of every decision as real text. A token takes almost no time,
+because simulations have millions of tokens.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from draftgate.backends.tokenizer import Tokenizer
 T = TypeVar("T")
 
 CYCLE: Final = 1 << 16
-"""Length of the cycle. Among a hundred sequences about two start within 100 tokens of each other,
-so their texts partly agree. This is harmless, since caches compare whole prefixes."""
+"""Length of the cycle. Among a hundred sequences, about two start within 100 tokens of each other,
+so their texts partly agree. This overlap is harmless, because caches compare whole prefixes."""
 
 MOST_TOKENS: Final = 128
-"""Most tokens per call: more than the longest draft."""
+"""Maximum number of tokens per call, more than the longest draft."""
 
 HASHED_TOKENS: Final = 1 << 14
-"""Number of prompt tokens, from the end, that determine the text. Hashing them takes 0.4 ms however
-long the prompt is (one core, Zen 4, 2026-11-21)."""
+"""Number of tokens at the end of the prompt that determine the text. Hashing them takes 0.4 ms for
+prompts of any length (one core, Zen 4, 2026-11-21)."""
 
 
 class SimulatedTokens:
-    """The token streams of all sequences. Keeps one number per sequence; pure otherwise."""
+    """The token streams of all sequences, with one number of state per sequence."""
 
     def __init__(self, vocabulary: Iterable[int]) -> None:
-        """Draw tokens from `vocabulary`, at least two token ids."""
+        """Draw tokens from `vocabulary`, which has at least two token ids."""
         self._tokens, self._others, self._uniforms = _cycles(tuple(vocabulary))
         self._offsets: dict[int, int] = {}  # by sequence key
 
@@ -45,18 +45,18 @@ class SimulatedTokens:
         """Return the sequence's tokens from an absolute position on.
 
         Args:
-            count: at most `MOST_TOKENS`.
+            count: number of tokens, at most `MOST_TOKENS`.
         """
         at = self._at(sequence, position)
         return self._tokens[at : at + count]
 
     def draft(self, sequence: Sequence, position: int, right: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens from a position on: the first `right` are true, the rest wrong."""
+        """Return `count` tokens from a position on, of which only the first `right` are true."""
         at = self._at(sequence, position)
         return self._tokens[at : at + right] + self._others[at + right : at + count]
 
     def uniforms(self, sequence: Sequence, position: int, count: int) -> tuple[float, ...]:
-        """Return uniform numbers in [0, 1) for positions, independent of the tokens there."""
+        """Return uniform numbers in [0, 1) for positions, independent of their tokens."""
         at = self._at(sequence, position)
         return self._uniforms[at : at + count]
 

@@ -1,11 +1,11 @@
 """Virtual time: an event loop that never waits.
 
-The time of a `VirtualTimeLoop` stands still while any task can run, and jumps to the next timer
-when none can. asyncio itself knows when that is: it asks its selector to wait. So every sleep,
-timeout and deadline of the program is virtual, and a run is as deterministic as the tasks in it.
+The time of a `VirtualTimeLoop` does not change while any task can run, and jumps to the next timer
+when none can. asyncio signals that moment by calling its selector with a timeout. So every sleep,
+timeout and deadline of the program is virtual, and a run is as deterministic as its tasks.
 
-The loop runs the functions handed to `run_in_executor` itself: threads would finish at a different
-virtual time in each run. Sockets and other threads live in real time; the loop does not wait for
+The loop runs the functions of `run_in_executor` itself, because threads would finish at a different
+virtual time in each run. Sockets and other threads use real time, and the loop does not wait for
 them.
 """
 
@@ -41,7 +41,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Run the function at once and return a completed future."""
+        """Run the function immediately and return a completed future."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -58,10 +58,10 @@ class _JumpingSelector(selectors.SelectSelector):
         self.now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return the ready sockets; if there are none, advance the time by `timeout`.
+        """Return the ready sockets, or advance the time by `timeout` if no socket is ready.
 
         Raises:
-            RuntimeError: every task waits for another one.
+            RuntimeError: every task waits for another task.
         """
         ready = super().select(0)
         if not ready:
@@ -72,7 +72,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds
-        # asyncio fires timers due before now + 1 ns. After about 100 days floats are coarser than
+        # asyncio fires timers due before now + 1 ns. After about 100 days, floats are coarser than
         # that, and a timer due exactly now would never fire.
         if seconds > 0.0 and self.now_s + 1e-9 == self.now_s:
             self.now_s = math.nextafter(self.now_s, math.inf)

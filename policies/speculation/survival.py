@@ -65,7 +65,7 @@ are no better, 0.129 / 0.159, and texts change as they continue.)"""
 
 SHIFT_STEP: Final = 0.25
 MOST_SHIFT: Final = 3.0
-"""Step to which shifts are rounded, in logits, so that requests share computed rows."""
+"""Step to which shifts are rounded, and their maximum, in logits, so that requests share rows."""
 
 
 @dataclass(slots=True)

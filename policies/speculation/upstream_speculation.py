@@ -220,7 +220,7 @@ def _wanted_pool(
         return ReplicaPool.PLAIN, plan.reason
     if asked is not None and asked < drafting.draft_tokens:
         usual = f"{drafting.draft_tokens:.3g} are usual"
-        return ReplicaPool.PLAIN, f"at most {asked} draft tokens are asked for, and {usual}"
+        return ReplicaPool.PLAIN, f"the request allows at most {asked} draft tokens, and {usual}"
     if plan.price is None or plan.mode is not SpeculationMode.AUTO:
         return ReplicaPool.SPECULATING, plan.reason
     means, price = draft_means(drafting), plan.price

@@ -203,7 +203,7 @@ async def test_node_is_not_ready_while_all_upstreams_are_out(
                 await beat()
             assert (await http.get("/ready")).status_code == 503
             health = (await http.get("/health")).json()
-            assert "/health answered 500" in health["workers"][0]["reason"]
+            assert "/health responded with status 500" in health["workers"][0]["reason"]
             for _ in range(3):
                 status, body, retry_after = await answered(where)
                 assert (status, retry_after) == (503, "1")

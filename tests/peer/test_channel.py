@@ -80,7 +80,7 @@ def test_piece_within_a_piece_is_rejected() -> None:
     """Nested pieces would bypass the size limit."""
     codec = Codec[Report](Report)
     inner = codec.encode(MessagePiece(b"x", last=True))
-    with pytest.raises(ValueError, match="a piece within a piece"):
+    with pytest.raises(ValueError, match="a piece contains another piece"):
         a_channel(Line()).read(codec.encode(MessagePiece(inner, last=True)))
 
 

@@ -246,7 +246,7 @@ async def test_start_waits_for_a_node_that_starts_later() -> None:
     async with running(start=False) as where:
         backend = PeerBackend(where.url, None)
         starting = asyncio.create_task(backend.start())
-        await until(lambda: "it answered 503" in str(backend.failure))
+        await until(lambda: "it responded with status 503" in str(backend.failure))
         assert (backend.progress, starting.done()) == (0.0, False)
         await start_workers(where.node)
         await starting
@@ -370,10 +370,13 @@ async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"tokenizer.json": b"{}"}, "another tokenizer than it announced"),
-        ({"../tokenizer.json": b"{}"}, "a file that no tokenizer has"),
-        ({"/etc/passwd": b""}, "a file that no tokenizer has"),
-        ({"additional_chat_templates/../../x.jinja": b""}, "a file that no tokenizer has"),
+        ({"tokenizer.json": b"{}"}, "a different tokenizer than it announced"),
+        ({"../tokenizer.json": b"{}"}, "a file that is not part of a tokenizer"),
+        ({"/etc/passwd": b""}, "a file that is not part of a tokenizer"),
+        (
+            {"additional_chat_templates/../../x.jinja": b""},
+            "a file that is not part of a tokenizer",
+        ),
     ],
 )
 async def test_unexpected_tokenizer_files_are_refused(
@@ -396,7 +399,7 @@ async def test_silent_server_times_out(
     async with impostor(None) as there:
         backend = PeerBackend(there.url, None)
         starting = asyncio.create_task(backend.start())
-        await until(lambda: "it did not answer in time" in str(backend.failure))
+        await until(lambda: "it did not respond in time" in str(backend.failure))
         await backend.stop()
         with pytest.raises(BackendFailed):
             await starting
