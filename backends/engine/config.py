@@ -20,7 +20,7 @@ from draftgate.backends.engine.rope import (
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
-MOST_LAYERS: Final = 1 << 12
+MAX_LAYERS: Final = 1 << 12
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 UPSTREAM_HINT: Final = (
@@ -186,7 +186,7 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
         raise fields.error(
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
-    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     rope, positions = _rope(fields)
     attention_bias = family.biases is None and fields.flag("attention_bias")
     qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)

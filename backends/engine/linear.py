@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on the number of rows.
 
 A row must have the same bits alone, in a verify step and in a prefill chunk. On a CPU, oneDNN
-guarantees equal bits for products of at least `LEAST_ROWS` rows. For a single row, oneDNN uses
+guarantees equal bits for products of at least `MIN_ROWS` rows. For a single row, oneDNN uses
 another kernel if the inner size exceeds about a thousand.
 
 Measurements with cancelling terms, which leave only rounding errors, confirm this guarantee. They
@@ -42,9 +42,9 @@ Otherwise, `Linear` computes products with a bfloat16 weight in float32 and roun
 """
 
 ROW_TILE: Final = 16 if USES_AMX else 1
-LEAST_ROWS: Final = 16 if USES_AMX else 4
+MIN_ROWS: Final = 16 if USES_AMX else 4
 """Minimum rows of a product. `Linear` also pads the rows to multiples of `ROW_TILE` and from
-`STAIRS`.
+`ROW_MULTIPLES`.
 
 With matrix tiles (AMX), 16 rows are exact and cost as much as one row. Without AMX, products of 4
 to 6 rows are the fastest: they read a float32 matrix of 256 MiB at 22 to 24 GB/s. A single row
@@ -72,7 +72,7 @@ decodes little. Prefill reads a weight once per tile. These rates are from the d
 measured.
 """
 
-STAIRS: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
+ROW_MULTIPLES: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
 """Pairs (maximum rows, multiple). `padded_rows` pads products of up to this number of rows to the
 multiple.
 
@@ -86,7 +86,7 @@ model (AMD EPYC Zen 4, torch 2.13, 2026-11-21). Decodes of few rows get at most 
 A product of 65 rows gets the largest share, about a quarter.
 """
 
-MOST_ROWS: Final = STAIRS[-1][0]
+MAX_ROWS: Final = ROW_MULTIPLES[-1][0]
 """Maximum rows of a part. `Linear` splits longer products into parts, so that they need no further
 kernels.
 
@@ -97,18 +97,18 @@ The time per row is within 2% of that of 512 rows, for weights of 256 x 1024 to 
 
 def padded_rows(rows: int) -> int:
     """Return the number of rows of a product including padding, or 0 for no rows."""
-    whole, rest = divmod(rows, MOST_ROWS)
+    whole, rest = divmod(rows, MAX_ROWS)
     if not rest:
         return rows
-    stair = max(next(stair for most, stair in STAIRS if rest <= most), ROW_TILE)
-    return whole * MOST_ROWS + max(LEAST_ROWS, -(-rest // stair) * stair)
+    stair = max(next(stair for most, stair in ROW_MULTIPLES if rest <= most), ROW_TILE)
+    return whole * MAX_ROWS + max(MIN_ROWS, -(-rest // stair) * stair)
 
 
-PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)}))
+PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MAX_ROWS + 1)}))
 """All possible numbers of rows of a product on a CPU."""
 
 
-# The public operators of torch would pack the weight again in every call.
+# Use private operators of torch, because the public operators pack the weight in every call.
 _pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
 _product: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
@@ -148,7 +148,7 @@ class Linear:
         self._in_c = on_cpu and rounds and not packed and multiplies_in_c(self.in_features)
         self._widens = on_cpu and not self._native
         self._bias = bias
-        self._most_rows = None if on_gpu else EXACT_ROWS if exact and rounds else MOST_ROWS
+        self._most_rows = None if on_gpu else EXACT_ROWS if exact and rounds else MAX_ROWS
         self._tile_rows = GPU_EXACT_ROWS if exact and on_gpu else None
 
     @property

@@ -112,18 +112,18 @@ def load_engine(
     runner = runner_for(
         decoder, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, verify=verify
     )
-    most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    most_sequences = min(num_blocks, config.max_num_seqs)
+    max_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
+    max_sequences = min(num_blocks, config.max_num_seqs)
     numerics = partial(numerics_class, weights.checkpoint_hash, dtype, decoder.arithmetic, device)
-    cache = _cache(device, numerics(exact=config.exact), most_tokens, most_sequences, config.verify)
+    cache = _cache(device, numerics(exact=config.exact), max_tokens, max_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
-        exact = exactness(runner, model, dtype, most_tokens, device, required=config.exact)
+        exact = exactness(runner, model, dtype, max_tokens, device, required=config.exact)
         progress(PROBED_SHARE)
-        cost = _step_cost(runner, device, most_tokens, most_sequences)
+        cost = _step_cost(runner, device, max_tokens, max_sequences)
     else:
         exact, cost = found.exact, found.cost
-        rehearse(runner, min(TOKEN_BUCKETS[0], most_tokens))
+        rehearse(runner, min(TOKEN_BUCKETS[0], max_tokens))
     blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
     proposers = make_proposers(
         ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
@@ -149,10 +149,10 @@ def load_engine(
 
 
 def _step_cost(
-    runner: ModelRunner, device: torch.device, most_tokens: int, most_sequences: int
+    runner: ModelRunner, device: torch.device, max_tokens: int, max_sequences: int
 ) -> StepCost:
     buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
-    return measure_step_cost(runner, most_tokens, most_sequences, buckets)
+    return measure_step_cost(runner, max_tokens, max_sequences, buckets)
 
 
 def _cache(device: torch.device, *key: object) -> StartupCache | None:

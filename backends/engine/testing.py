@@ -22,7 +22,7 @@ PROMPTS: Final = (
     "for i in range(10):\n    print(i)\nfor j in range(10):\n    ",
 )
 NEW_TOKENS: Final = 40
-MOST_DRAFTS: Final = 5
+MAX_DRAFTS: Final = 5
 KV_BYTES: Final = 8 << 20
 """Size of the KV cache in bytes, barely enough for the prompts. The target therefore takes draft
 pages back."""
@@ -100,7 +100,7 @@ def check_proposer(name: str, model: str | None = None) -> None:
     """
     plain = _Run(WorkerConfig(model=model, speculation="off", kv_bytes=KV_BYTES), None)
     config = WorkerConfig(
-        model=model, speculation=f"fixed:{MOST_DRAFTS}", proposer=name, kv_bytes=KV_BYTES
+        model=model, speculation=f"fixed:{MAX_DRAFTS}", proposer=name, kv_bytes=KV_BYTES
     )
     drafted = _Run(config, name)
     for temperature in (0.0, 0.8):
@@ -158,7 +158,7 @@ class _Run:
 
     def _requests(self, temperature: float, round_index: int) -> list[GenerationRequest]:
         plan = SpeculationPlan(
-            "check", self._mode, self._name, MOST_DRAFTS if self._name else 0, "a check"
+            "check", self._mode, self._name, MAX_DRAFTS if self._name else 0, "a check"
         )
         tokenizer = self._engine.worker.tokenizer
         return [

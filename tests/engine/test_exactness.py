@@ -22,8 +22,8 @@ from draftgate.backends.engine.inputs import AttentionSpan, attention_inputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
 from draftgate.backends.engine.linear import (
     EXACT_ROWS,
-    LEAST_ROWS,
-    MOST_ROWS,
+    MAX_ROWS,
+    MIN_ROWS,
     PRODUCT_ROWS,
     ROW_TILE,
     Linear,
@@ -120,11 +120,11 @@ class Recording(Linear):
 
 
 def test_exact_bfloat16_products_have_fewer_rows_than_others() -> None:
-    """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows, others up to `MOST_ROWS`."""
+    """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows, others up to `MAX_ROWS`."""
     for dtype, exact, most in (
         (torch.bfloat16, True, EXACT_ROWS),
-        (torch.bfloat16, False, MOST_ROWS),
-        (torch.float32, True, MOST_ROWS),
+        (torch.bfloat16, False, MAX_ROWS),
+        (torch.float32, True, MAX_ROWS),
     ):
         for rows in (padded_rows(33), 80, padded_rows(300)):
             x, weight = cancelling(rows, 256, 64, dtype)
@@ -370,9 +370,9 @@ def test_products_have_few_numbers_of_rows() -> None:
     for dtype in DTYPES:
         linear = Recording(torch.zeros(8, 8, dtype=dtype), exact=True)
         linear.rows = []
-        for rows in range(1, 3 * MOST_ROWS):
+        for rows in range(1, 3 * MAX_ROWS):
             more = padded_rows(rows)
-            assert rows <= more <= max(LEAST_ROWS, 1.25 * rows + ROW_TILE)
+            assert rows <= more <= max(MIN_ROWS, 1.25 * rows + ROW_TILE)
             assert linear(torch.zeros(more, 8, dtype=dtype)).shape == (more, 8)
         assert set(linear.rows) <= set(PRODUCT_ROWS)
     assert padded_rows(0) == 0

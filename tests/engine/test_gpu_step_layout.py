@@ -27,15 +27,15 @@ CPU = torch.device("cpu")
     rows=st.integers(1, 600),
     sequences=st.integers(1, 80),
     context=st.integers(1, 40_000),
-    most_sequences=st.integers(1, 80),
+    max_sequences=st.integers(1, 80),
     page_tokens=st.sampled_from([16, 24, 128]),
 )
 def test_every_step_fits_its_shape(
-    rows: int, sequences: int, context: int, most_sequences: int, page_tokens: int
+    rows: int, sequences: int, context: int, max_sequences: int, page_tokens: int
 ) -> None:
     """Rows, sequences and pages fit, and a captured shape is in the list of captured ones."""
-    shapes = Shapes(ROW_BUCKETS[-1], most_sequences, 40_000, page_tokens)
-    sequences = min(sequences, rows, most_sequences)
+    shapes = Shapes(ROW_BUCKETS[-1], max_sequences, 40_000, page_tokens)
+    sequences = min(sequences, rows, max_sequences)
     shape, captured = shapes.shape(rows, sequences, context)
     assert shape.rows >= rows
     assert shape.sequences >= sequences

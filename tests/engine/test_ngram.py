@@ -14,9 +14,9 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.ngram_index import (
-    MOST_EVIDENCE,
-    MOST_MATCHES,
-    MOST_TENANTS,
+    MAX_EVIDENCE,
+    MAX_MATCHES,
+    MAX_TENANTS,
     NgramIndex,
     TenantCorpora,
 )
@@ -52,9 +52,9 @@ def places(text: list[int]) -> list[tuple[int, int]]:
         if ends:
             break
     found = []
-    for end in ends[:MOST_MATCHES]:
+    for end in ends[:MAX_MATCHES]:
         length = 0
-        while length < min(end, MOST_EVIDENCE) and text[end - 1 - length] == text[-1 - length]:
+        while length < min(end, MAX_EVIDENCE) and text[end - 1 - length] == text[-1 - length]:
             length += 1
         found.append((length, end))
     return sorted(found, key=lambda place: -place[0])
@@ -194,10 +194,10 @@ def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
 def test_least_recently_used_tenant_is_dropped() -> None:
     """The number of tenants with a corpus is bounded."""
     corpora = TenantCorpora(10)
-    for number in range(MOST_TENANTS):
+    for number in range(MAX_TENANTS):
         corpora.add_text(str(number), [1, 2, 3])
     assert list(corpora.matches("0", [1, 2]))
     corpora.add_text("new", [1, 2, 3])
     assert list(corpora.matches("0", [1, 2]))
     assert not list(corpora.matches("1", [1, 2]))
-    assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MOST_TENANTS}
+    assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MAX_TENANTS}

@@ -104,7 +104,7 @@ def pack_walks(plan: StepPlan) -> PackedWalks:
             packed.draft_parents += (0, *(draft.parent(place) + 1 for place in range(len(draft))))
         packed.sample_starts.append(len(packed.draft_tokens))
         packed.remaining.append(sequence.remaining_tokens)
-        # A grammar itself decides the end of the text.
+        # A grammar decides the end of the text by itself.
         ignores_eos = sequence.grammar is None and sequence.request.sampling.ignore_eos
         packed.ignore_eos.append(int(ignores_eos))
         packed.longest = max(packed.longest, work.num_samples)

@@ -16,7 +16,8 @@ ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128
 A step of up to 184 rows takes the time to read the bfloat16 weights (790 TFLOP/s over 4.3 TB/s, an
 H200's data sheet), so padding is nearly free. Longer steps take much longer than their launches and
 run without a graph. The spacing keeps padding below an eighth from 64 rows on, where attention and
-activations begin to matter. Chosen from the data sheet (2026-11-21), not measured.
+activations begin to matter. The values are from the data sheet
+(2026-11-21), not measured.
 """
 
 CONTEXT_FACTOR: Final = 4
@@ -26,8 +27,8 @@ FIRST_CONTEXT: Final = 2048
 Each further bound is `CONTEXT_FACTOR` times the previous bound.
 
 The grid of attention covers the bound, and each wave of empty programs costs a few microseconds
-(`paged_attention`). With a factor of 4, at most three quarters of the programs are empty. Not
-measured.
+(`paged_attention`). With a factor of 4, at most three quarters of the programs are empty. The
+factor is not measured.
 """
 
 
@@ -36,27 +37,27 @@ class Shapes:
     """The shapes of a model's steps.
 
     Attributes:
-        most_rows: maximum rows of a captured step. 0 captures no step.
-        most_sequences: maximum sequences of any step.
-        most_context: slots of the longest context.
+        max_rows: maximum rows of a captured step. 0 captures no step.
+        max_sequences: maximum sequences of any step.
+        max_context: slots of the longest context.
         page_tokens: slots of a page.
     """
 
-    most_rows: int
-    most_sequences: int
-    most_context: int
+    max_rows: int
+    max_sequences: int
+    max_context: int
     page_tokens: int
 
     @cached_property
     def row_buckets(self) -> tuple[int, ...]:
         """Rows of captured steps, ascending."""
-        return tuple(takewhile(lambda rows: rows <= self.most_rows, ROW_BUCKETS))
+        return tuple(takewhile(lambda rows: rows <= self.max_rows, ROW_BUCKETS))
 
     @cached_property
     def contexts(self) -> tuple[int, ...]:
         """Bounds on the longest context of a step, ascending. The last bound fits every context."""
         bounds = [FIRST_CONTEXT]
-        while bounds[-1] < self.most_context:
+        while bounds[-1] < self.max_context:
             bounds.append(bounds[-1] * CONTEXT_FACTOR)
         return tuple(bounds)
 
@@ -71,18 +72,18 @@ class Shapes:
 
         Args:
             rows: number of tokens, at least 1.
-            sequences: number of sequences, at most `most_sequences`.
+            sequences: number of sequences, at most `max_sequences`.
             context: slots of the longest context.
         """
         bound = next(bound for bound in self.contexts if bound >= context)
         for bucket in self.row_buckets:
-            if rows <= bucket and sequences <= min(bucket, self.most_sequences):
+            if rows <= bucket and sequences <= min(bucket, self.max_sequences):
                 return self._shape(bucket, bound), True
         # Keep the exact rows, but pad the sizes that Triton specialises for as in captured steps.
-        return StepShape(rows, self.most_sequences, self._pages(bound)), False
+        return StepShape(rows, self.max_sequences, self._pages(bound)), False
 
     def _shape(self, rows: int, context: int) -> StepShape:
-        return StepShape(rows, min(rows, self.most_sequences), self._pages(context))
+        return StepShape(rows, min(rows, self.max_sequences), self._pages(context))
 
     def _pages(self, context: int) -> int:
         return -(-context // self.page_tokens)

@@ -5,12 +5,12 @@
  * order of position, by tiles of TILE keys with an online softmax (arXiv 1805.02867). Masked keys
  * are skipped or add exact zeros. The bits of a row therefore do not depend on other rows.
  *
- * Every MOST_ROWS rows share one read of keys and values. Memory limits the speed of a decode.
+ * Every MAX_ROWS rows share one read of keys and values. Memory limits the speed of a decode.
  */
 
 #include "vectors.h"
 
-enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
+enum { ROWS = 4, MAX_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
 
 /* Vectors per row of one pass over the values. The sums of ROWS rows fit into the registers. */
 enum { SUMMED = LANES == 8 ? 2 : 4 };
@@ -146,9 +146,9 @@ INLINE void set_visible_keys(
 static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t group = step->heads / step->kv_heads;
     int count = (int)(chunk->tokens * group);
-    Vec query[MOST_ROWS * VECTORS], sums[MOST_ROWS * VECTORS];
-    Row rows[MOST_ROWS];
-    int64_t to[MOST_ROWS], at[TILE];
+    Vec query[MAX_ROWS * VECTORS], sums[MAX_ROWS * VECTORS];
+    Row rows[MAX_ROWS];
+    int64_t to[MAX_ROWS], at[TILE];
     for (int r = 0; r < count; r++) {
         to[r] = ((chunk->row + r / group) * step->heads + head * group + r % group) * HEAD_DIM;
         rows[r] = (Row){-INFINITY, 0.0f, 0, 0};
@@ -180,7 +180,7 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
 
 /* Attends every row of a step, and leaves the output of rows outside all chunks unchanged.
  *
- * The caller must ensure that chunks have at most MOST_ROWS rows. */
+ * The caller must ensure that chunks have at most MAX_ROWS rows. */
 void attend(const Step *step, int64_t threads) {
     int64_t tasks = step->num_chunks * step->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)

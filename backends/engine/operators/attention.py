@@ -1,15 +1,15 @@
 """CPU attention of a ragged step in torch, over keys and values in pieces of the pool.
 
 Tiles of `KV_TILE` tokens divide the keys and values. torch's flash kernel attends to each tile
-separately, with one call for all tiles of a piece. Pieces are views of the pool. Only tiles that
-cross pieces are gathered. A merge combines the results of the tiles in order, by the logarithms of
+separately, with one call for all tiles of a piece. Most pieces are views of the pool, and `_attend`
+gathers the other pieces. A merge combines the results of the tiles in order, by the logarithms of
 their sums, as in split-KV decoding on GPUs (Flash-Decoding, T. Dao et al., 2023).
 
 The bits of a row therefore do not depend on the padding of the context or its place in the pool. A
 tile always has the same size, and a masked tile adds zeros. The bits do not depend on the other
-rows either, if each product has at least `least_rows` rows. For fewer rows, torch uses another
-kernel. This was measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21). The
-worker tests its own machine at start (`warmup`).
+rows either, if each product has at least `min_rows` rows. For fewer rows, torch uses another
+kernel. Measurements on Zen 4 in float32 and bfloat16 with 1 to 512 rows confirm this independence
+(2026-11-21). The worker tests its own machine at start (`warmup`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CHUNK_TOKENS: Final = 128
 diagonal."""
 
 FEW_ROWS: Final = 32
-"""Maximum rows for which a single masked call for all tiles is faster than separate calls.
+"""Maximum rows of a single masked call for all tiles. Longer chunks use separate calls.
 
 The value is the size of a block of the kernel (Zen 4, 2026-11-21).
 """
 
-# The public operator of torch does not return the logarithms.
+# Use a private operator of torch, because the public operator does not return the logarithms.
 _flash: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
@@ -64,13 +64,13 @@ class AttentionPlan:
     """The tokens that each row of a step attends to, shared by all layers with the same window.
 
     A packed row is one query head of a group at one token: row `token * group + head`, the same for
-    every KV head. The tokens of a chunk are contiguous and padded to a multiple of `least_rows`
+    every KV head. The tokens of a chunk are contiguous and padded to a multiple of `min_rows`
     rows.
 
     Attributes:
         tokens: [packed tokens] row of the step of each token, including padding.
         calls: all calls. The calls of a row are in the order of its tiles.
-        tiles: [most tiles, packed rows] index of each row's results in the results of all calls,
+        tiles: [max tiles, packed rows] index of each row's results in the results of all calls,
             counted by tiles and rows. The entry of a tile without attention is the number of
             results. None if every row has a single tile, because the results are then the rows.
         real: [attending tokens] index among the packed tokens.
@@ -84,7 +84,7 @@ class AttentionPlan:
     rows: Tensor
 
 
-def least_rows(dtype: torch.dtype) -> int:
+def min_rows(dtype: torch.dtype) -> int:
     """Return the divisor of the padded number of rows of a chunk.
 
     The divisor is 16 for bfloat16 with matrix tiles (AMX), otherwise 4.
@@ -104,7 +104,7 @@ def plan_attention(
         window: number of positions that a row attends to: from p - window + 1 to p for a row at
             position p. None means all positions up to p.
     """
-    least = least_rows(dtype)
+    least = min_rows(dtype)
     unit = least // gcd(least, group)
     packed, real, rows = list[int](), list[int](), list[int]()
     calls: list[_Call] = []
@@ -296,7 +296,7 @@ def _slots_by_piece(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int |
 
 
 def _join_indices(parts: list[Tensor], results: int) -> Tensor | None:
-    """Return the indices of all chunks, [most tiles, rows], with `results` for masked tiles."""
+    """Return the indices of all chunks, [max tiles, rows], with `results` for masked tiles."""
     most = max((len(part) for part in parts), default=1)
     if most == 1:
         return None

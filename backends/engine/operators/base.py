@@ -49,8 +49,7 @@ class Operators(Protocol):
         Args:
             step: the result of `begin`.
             fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. The
-                method
-                may overwrite this tensor.
+                method may overwrite this tensor.
             layer_kv: [2 * num_kv_heads, slots, head_dim].
             qk_norm: [num_heads + num_kv_heads, head_dim], RMS norm weights applied before rotation.
 

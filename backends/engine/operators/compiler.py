@@ -39,10 +39,7 @@ COMPILE_TIMEOUT_S: Final = 120.0
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str | None:
-    """Return the name and version of the compiler, e.g.
-
-    `gcc-12.2.0`, or None without a compiler.
-    """
+    """Return the compiler and its version, such as `gcc-12.2.0`, or None without a compiler."""
     compiler = shutil.which("gcc")
     if compiler is None:
         return None

@@ -80,7 +80,7 @@ INLINE void rotate_head(
     }
 }
 
-enum { MOST_HEAD_DIM = 256 };
+enum { MAX_HEAD_DIM = 256 };
 
 /* Writes rotated keys and values of each row to its slot, and rotated, scaled queries to `out`.
  *
@@ -95,8 +95,8 @@ void rotate_and_store(
 #pragma omp parallel for num_threads(threads) \
     if (rotation->rows * all_heads * width > WORTH_SHARING)
     for (int64_t row = 0; row < rotation->rows; row++) {
-        float cosines[MOST_HEAD_DIM / 2 + LANES], sines[MOST_HEAD_DIM / 2 + LANES];
-        float x[MOST_HEAD_DIM];
+        float cosines[MAX_HEAD_DIM / 2 + LANES], sines[MAX_HEAD_DIM / 2 + LANES];
+        float x[MAX_HEAD_DIM];
         int64_t position = rotation->positions[row], slot = rotation->slots[row];
         for (int64_t i = 0; i < half; i += 8) {
             for (int64_t j = i; j < i + 8; j++) {

@@ -1,4 +1,4 @@
-"""Operators for CPUs in C (`attention.c`, `layers.c`), which read memory at full speed.
+"""Operators for CPUs in C (`attention.c`, `layers.c`), which use the full memory bandwidth.
 
 Attention of a decode takes a fifth to an eighth of the time of `reference` (one thread of a Zen 4,
 2026-11-21). torch multiplies few rows by many keys at a small part of the memory bandwidth.
@@ -21,10 +21,10 @@ from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.compiler import compiled, library_name
 from draftgate.backends.engine.operators.products import LANES
 
-MOST_ROWS: Final = 64
-"""Maximum rows that read the keys of a KV head together, equal to MOST_ROWS of `attention.c`."""
+MAX_ROWS: Final = 64
+"""Maximum rows that read the keys of a KV head together, equal to MAX_ROWS of `attention.c`."""
 
-MOST_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 256
 
 _LIBRARIES_DTYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -74,9 +74,9 @@ def native_operators(
 ) -> NativeOperators | None:
     """Return operators for a model, or None if C does not support it or fails to compile."""
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
-    fits = not any(width % LANES for width in widths) and config.head_dim <= MOST_HEAD_DIM
+    fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
-    if not fits or dtype not in _LIBRARIES_DTYPES or group > MOST_ROWS:
+    if not fits or dtype not in _LIBRARIES_DTYPES or group > MAX_ROWS:
         return None
     library = compiled(
         "attention.c",
@@ -96,7 +96,7 @@ class NativeOperators:
         self.name = library_name()
         self._config = config
         self._tables = RotaryTables(*(table.contiguous() for table in tables))
-        self._chunk_tokens = MOST_ROWS // (config.num_heads // config.num_kv_heads)
+        self._chunk_tokens = MAX_ROWS // (config.num_heads // config.num_kv_heads)
         self._add_norm = library.add_norm
         self._add_norm.argtypes = (*[_Pointer] * 4, _Int, _Int, ctypes.c_float, _Int)
         self._gate = library.gate

@@ -46,7 +46,7 @@ def kv_pieces(
     """Return the fewest pieces that cover a sequence's context.
 
     A tile on consecutive pages is a view, and the view includes following tiles that continue it.
-    Tiles that cross runs of pages are gathered, neighbours together.
+    Neighbouring tiles that cross runs of pages form one piece, which attention gathers.
 
     Args:
         pages: pages of the sequence. Pages past the context have no effect.

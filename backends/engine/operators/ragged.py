@@ -20,7 +20,7 @@ import torch
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, RaggedSpans, slots_of
 from draftgate.backends.engine.transfer import to_device
 
-MOST_TREE_TOKENS: Final = 64
+MAX_TREE_TOKENS: Final = 64
 """Maximum draft tokens of a tree, the bits of a mask."""
 
 _TABLE_UNIT: Final = 16
@@ -46,7 +46,7 @@ class SpanLists:
         """Return the spans of a step as lists.
 
         Raises:
-            ValueError: a draft is a tree of more than `MOST_TREE_TOKENS` tokens.
+            ValueError: a draft is a tree of more than `MAX_TREE_TOKENS` tokens.
         """
         lists = cls()
         if spans.tails:
@@ -84,9 +84,9 @@ class SpanLists:
         confirmed = branches[0].tail_start - own.start
         first_branch = own.rows - confirmed
         drafts = first_branch + sum(branch.rows for branch in branches)
-        if drafts > MOST_TREE_TOKENS:
+        if drafts > MAX_TREE_TOKENS:
             raise ValueError(
-                f"a draft tree has {drafts} tokens; at most {MOST_TREE_TOKENS} fit a mask"
+                f"a draft tree has {drafts} tokens; at most {MAX_TREE_TOKENS} fit a mask"
             )
         self.ancestors.extend([0] * confirmed)
         self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))

@@ -28,7 +28,7 @@ two 1.81 / 1.98 / 2.10, with a factor of four 1.82 / 1.98 / 2.09. All trees wast
 the chain (2026-11-21).
 """
 
-DEEPER: Final = 0.75
+CHILD_CHANCE: Final = 0.75
 """Assumed chance of a token after a correct parent, to compare branches with deeper tokens."""
 
 LONG_MATCH: Final = 4
@@ -146,5 +146,5 @@ def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Dra
         parents.append(parent)
         shares.append(share)
         if depth + 1 < max_tokens:
-            push_children(len(tokens) - 1, depth + 1, -chance * DEEPER, group)
+            push_children(len(tokens) - 1, depth + 1, -chance * CHILD_CHANCE, group)
     return Draft(tuple(tokens), tuple(parents), tuple(shares), evidence)

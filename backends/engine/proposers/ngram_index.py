@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Final, NamedTuple
 
-MOST_MATCHES: Final = 8
+MAX_MATCHES: Final = 8
 """Maximum number of matches to compare.
 
 With 1 / 4 / 8 / 16 matches and 8 slots, held-out code gets 1.80 / 1.92 / 1.93 / 1.92 tokens per
 step (2026-11-21). Each match costs half a microsecond.
 """
 
-MOST_EVIDENCE: Final = 32
+MAX_EVIDENCE: Final = 32
 """Maximum counted length of a match. Longer matches are no better evidence."""
 
-MOST_TENANTS: Final = 64
+MAX_TENANTS: Final = 64
 """Maximum number of tenants with a corpus, which bounds the memory.
 
 The least recently used corpus is dropped first.
@@ -86,7 +86,7 @@ class NgramIndex:
         earlier = self._earlier_pairs
         if not end:
             end, earlier = self._singles.get(text[-1], 0), self._earlier_singles
-        for _ in range(MOST_MATCHES):
+        for _ in range(MAX_MATCHES):
             if not end:
                 return
             yield end
@@ -96,7 +96,7 @@ class NgramIndex:
 def _agreement(tokens: Many[int], end: int, text: Many[int]) -> int:
     """Return the number of tokens before `end` that equal those at the end of a text."""
     last = len(text)
-    most = min(end, last, MOST_EVIDENCE)
+    most = min(end, last, MAX_EVIDENCE)
     for length in range(most):
         if tokens[end - 1 - length] != text[last - 1 - length]:
             return length
@@ -111,9 +111,9 @@ class Corpus:
     therefore keeps between half and all of the limit, and no index moves or removes an entry.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        """Keep up to `most_tokens` tokens, at least 2."""
-        self._half = max(1, most_tokens // 2)
+    def __init__(self, max_tokens: int) -> None:
+        """Keep up to `max_tokens` tokens, at least 2."""
+        self._half = max(1, max_tokens // 2)
         self._generations: list[tuple[list[int], NgramIndex]] = [([], NgramIndex())]
 
     def __len__(self) -> int:
@@ -138,20 +138,20 @@ class Corpus:
 class TenantCorpora:
     """A corpus per tenant, so that no tenant's texts appear in drafts for other tenants."""
 
-    def __init__(self, most_tokens: int) -> None:
-        """Keep up to `most_tokens` tokens for each tenant. 0 keeps no tokens."""
-        self._most_tokens = most_tokens
+    def __init__(self, max_tokens: int) -> None:
+        """Keep up to `max_tokens` tokens for each tenant. 0 keeps no tokens."""
+        self._max_tokens = max_tokens
         self._by_tenant: OrderedDict[str, Corpus] = OrderedDict()
 
     def add_text(self, tenant: str, text: Many[int]) -> None:
         """Add the text of a tenant's finished request."""
-        if not self._most_tokens:
+        if not self._max_tokens:
             return
         if tenant not in self._by_tenant:
-            self._by_tenant[tenant] = Corpus(self._most_tokens)
+            self._by_tenant[tenant] = Corpus(self._max_tokens)
         self._by_tenant.move_to_end(tenant)
         self._by_tenant[tenant].add_text(text)
-        if len(self._by_tenant) > MOST_TENANTS:
+        if len(self._by_tenant) > MAX_TENANTS:
             self._by_tenant.popitem(last=False)
 
     def matches(self, tenant: str, text: Many[int]) -> Iterator[tuple[Many[int], Match]]:
