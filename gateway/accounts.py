@@ -1,6 +1,6 @@
 """API keys, and the account and limits of each.
 
-Without keys, the node accepts all requests for one account. The keys come from a YAML file
+A node without keys accepts all requests for one account. The keys come from a YAML file
 (`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`.
 
     keys:
@@ -40,7 +40,7 @@ _DIGITS: Final = 64
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tenant of a key, with its limits.
 
-    The module describes the fields. None means no limit.
+    The docstring of the module describes the fields. A limit of None means no limit.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]

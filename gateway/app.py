@@ -37,15 +37,15 @@ YOUNG_OBJECTS: Final = 5_000
 
 Objects of a request are in no cycle, so collections find nothing. A request without collections
 takes 0.85 of the time with Python's default of 700. A collection of 5,000 objects takes 0.8 ms, and
-of 20,000 objects 3 ms. The event loop may be blocked for 5 ms. (`bench edge`, interleaved, busy
-machine, AMD Zen 4, 2026-11-21.)"""
+of 20,000 objects 3 ms. No callback may block the event loop for longer than 5 ms. (`bench edge`,
+interleaved, busy machine, AMD Zen 4, 2026-11-21.)"""
 
 SWITCH_S: Final = 0.001
 """Interpreter switch interval, for which a thread keeps the GIL while another thread waits.
 
-With Python's default of 5 ms, the event loop waits that long in each turn while a prompt is parsed.
-The shorter interval raises the CPU time of an engine step with 48 open streams from 18.5 to 18.9 ms
-(medians of 4 or 5 runs, busy machine, AMD Zen 4, 2026-11-21)."""
+Python's default of 5 ms delays the event loop by this time in each turn while a prompt is parsed.
+The shorter interval raises the CPU time of an engine step with 48 open streams from 18.5 to 18.9
+ms. (Medians of 4 or 5 runs, busy machine, AMD Zen 4, 2026-11-21.)"""
 
 CHECK_INTERVAL_S: Final = 0.5
 """Interval of the check for remaining workers. Requests notice a failure independently."""
@@ -234,8 +234,8 @@ def settle_interpreter() -> None:
     """Configure the interpreter for an event loop with busy threads, after everything is loaded.
 
     Existing objects are excluded from later garbage collections, and collections become rarer. A
-    full collection blocks all threads, for 60 ms with the simulator and 280 ms with the engine
-    (`gc.collect()` on a busy core, AMD Zen 4, 2026-11-21).
+    full collection blocks all threads for 60 ms with the simulator and 280 ms with the engine.
+    (`gc.collect()` on a busy core, AMD Zen 4, 2026-11-21.)
     """
     gc.collect()
     gc.freeze()

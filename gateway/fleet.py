@@ -1,9 +1,9 @@
-"""The workers to which a node can send requests, namely its own and those of other nodes.
+"""The workers of a node, including linked workers of other nodes.
 
 A node's own workers differ only in their device, and start and stop together. The fleet imports and
 builds them when it starts, so that the node already listens while torch is imported. A failed
 worker is never used again, and the node fails with its last own worker. Upstreams recover, and an
-outage lasts while none of them is available. Workers of other nodes join and leave
+outage lasts while no upstream is available. Workers of other nodes join and leave
 (`gateway.cluster.members`).
 """
 
@@ -39,8 +39,7 @@ class FleetWorker:
         backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
         forwards: whether the worker is an upstream, which gets requests unchanged.
         reserved_tokens: upper bound of the requests' tokens, prompt and output.
-        hung: whether the watchdog found that the worker makes no progress
-            (`dispatch.watchdog`).
+        hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
     """
 
     own = True
@@ -196,7 +195,7 @@ class PeerWorker(FleetWorker):
 
 
 class Fleet:
-    """The workers of a node, namely one per configuration and linked workers of other nodes.
+    """The workers of a node, one per configuration, and linked workers of other nodes.
 
     Attributes:
         workers: all workers, own workers first.
@@ -212,8 +211,7 @@ class Fleet:
 
         Args:
             load_factory: a function that returns the factory of backends. It runs in a thread,
-                because
-                its imports may take seconds.
+                because its imports may take seconds.
             configs: one configuration per worker.
         """
         self._load_factory = load_factory

@@ -79,7 +79,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.", metavar="PROMPT")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+        float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Sampling seed.")] = 0,
     chat: Annotated[
@@ -168,7 +168,7 @@ def _first_line(module: str) -> str:
 
 
 app.add_typer(
-    PlainTyper("Run a benchmark; `bench NAME --help` lists its options.", cls=BenchGroup),
+    PlainTyper("Run a benchmark. `bench NAME --help` lists its options.", cls=BenchGroup),
     name="bench",
 )
 

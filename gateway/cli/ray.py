@@ -38,13 +38,13 @@ def start(
         ),
     ] = 0.0,
     max_restarts: Annotated[
-        int, typer.Option(min=-1, help="Maximum number of restarts of a worker; -1 means no limit.")
+        int, typer.Option(min=-1, help="Maximum number of restarts of a worker. -1 means no limit.")
     ] = -1,
     address: Address = "auto",
     detach: Annotated[
         bool,
         typer.Option(
-            "--detach", help="Return once all workers have joined; `ray stop` stops them."
+            "--detach", help="Return once all workers have joined. `ray stop` stops them."
         ),
     ] = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """Access control for nodes that use this node's workers.
 
-Nodes must know the secret of the cluster. Without a secret, only processes on this machine have
-access, and only if clients need no API key. Requests with an `Origin` are rejected, because any web
+Nodes must know the secret of the cluster. Only processes on this machine have access without a
+secret, and only if clients need no API key. Requests with an `Origin` are rejected, because any web
 page can make a browser connect to this machine.
 """
 

@@ -20,8 +20,8 @@ _WILDCARDS: Final = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: 
 async def advertised_url(config: ServeConfig, port: int) -> str:
     """Return the URL that a node of a pool advertises.
 
-    The URL is `--advertise`, or the listen address of the node. For a wildcard address, the result
-    is the local address of a connection to the state store.
+    The URL is `--advertise`, or the listen address of the node. A wildcard address is replaced by
+    the local address of a connection to the state store.
 
     Args:
         port: the port on which the node listens.

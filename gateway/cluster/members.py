@@ -1,9 +1,9 @@
 """Discovery of other nodes' workers in the state store, and links to them.
 
 The node reads the store once a second. Each new worker gets a peer link, and joins the fleet once
-the link is up. From then on, the link reports the load ten times a second, independently of the
-store. A worker is removed when the store no longer lists it, or lists a later epoch, and its link
-has ended. A store that loses its memory therefore interrupts no stream.
+the link is up. The link then reports the load ten times a second, independently of the store. A
+worker is removed when its link has ended and the store no longer lists it, or lists a later epoch.
+A store that loses its memory therefore interrupts no stream.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Members:
         """
         card, digest = backend.card, backend.tokenizer_digest
         serves = self._own_model()
-        if serves is not None and not serves.digest:  # the digest of an own worker
+        if serves is not None and not serves.digest:  # the digest of this node's own worker
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
         if self._served is None:  # several workers may link concurrently, and the first wins

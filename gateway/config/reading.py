@@ -85,7 +85,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of `ServeConfig`, with its names and values on the command line and elsewhere."""
+    """One field of `ServeConfig`, with its names and its conversions from and to text."""
 
     name: str
     annotation: Any
@@ -133,7 +133,7 @@ class Setting:
         """Return the checked and converted value.
 
         Args:
-            value: the value as a flag, the environment or the file has it.
+            value: the raw value from a flag, the environment or the file.
             source: the origin of the value, which begins the error message.
 
         Raises:

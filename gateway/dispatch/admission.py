@@ -1,8 +1,8 @@
 """Admission, which checks quotas and deadlines before a request is queued.
 
 The policies decide. A rejected request gets the time after which to retry. Admission reserves the
-maximum tokens of an admitted request. When the request ends, admission charges the used tokens and
-releases the rest.
+maximum tokens of an admitted request. When the request ends, the used tokens are charged and the
+others are released.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class Bounds:
     Attributes:
         most: maximum number of waiting prompts.
         timeout_s: the longest wait, in seconds.
-        shed_priority: the most urgent priority that is rejected while other requests wait, or
-            None to
-            reject none.
+        shed_priority: the most urgent priority that is rejected while other requests wait, or None
+            to reject none.
     """
 
     most: int = 1024

@@ -1,6 +1,6 @@
 """Recorded decisions about requests, with their inputs.
 
-The latest decisions are in memory. If a file is configured, all decisions are written to it as one
+The latest decisions are in memory. All decisions are also written to a file, if configured, as one
 JSON object per line. Decisions contain the inputs and the result of the policy, but no text.
 """
 
@@ -28,19 +28,16 @@ class Decision(msgspec.Struct, frozen=True):
     """One decision.
 
     Attributes:
-        request_id: the id of the response. A request has one decision for each prompt, and
-            one more
+        request_id: the id of the response. A request has one decision for each prompt, and one more
             for each resume.
         decided_s: Unix time.
         worker_id: the worker that gets the request.
         request, load: the inputs of the policy.
         plan: the result of the policy.
-        route: the routing decision, or None without a choice. If the reservation chose
-            another one of
-            its offers, `worker_id` is that worker.
+        route: the routing decision, or None without a choice. If the reservation chose another one
+            of its offers, `worker_id` is that worker.
         load_age_s: age of the load in seconds.
-        degraded: whether the state store did not respond, so that recent requests of other
-            gateways
+        degraded: whether the state store did not respond, so that recent requests of other gateways
             were unknown.
     """
 

@@ -171,8 +171,7 @@ class Failover:
 
         Raises:
             QueueTimeout, BackendFailed: no worker had capacity in time, or no worker is left. A
-                prompt
-                that has lost a worker always ends with `BackendFailed`.
+                prompt that has lost a worker always ends with `BackendFailed`.
         """
         with run.span.child("queue"):
             view = partial(self._attempts.route_view, run, index, request)

@@ -1,6 +1,6 @@
 """The forwarding of requests to upstreams, with the same admission and queue as other requests.
 
-Until an upstream has responded, the gateway may try another one. An error after the first byte of a
+The gateway may try another upstream until one has responded. An error after the first byte of a
 response is final, because a server that accepts text cannot resume the output of another server.
 """
 

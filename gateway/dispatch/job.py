@@ -24,8 +24,7 @@ class Job:
         service: the latency targets and priority of the request.
         tenant: the owner, or an empty string without API keys.
         share: the tenant's share relative to the default of 1.
-        repetitions: how much each prompt repeats itself (`policies.speculation`), empty if
-            unknown.
+        repetitions: how much each prompt repeats itself (`policies.speculation`), empty if unknown.
         fingerprint: a hash that is equal for a retry of the same request, or 0 if unknown.
         traced: whether the response reports each step.
         retries: the number of earlier attempts that the client reports, or None.

@@ -30,8 +30,7 @@ class Leases:
 
         Args:
             shared: whether other gateways lease the same workers. Otherwise the queue knows the
-                capacity
-                better than the store.
+                capacity better than the store.
         """
         self._store = store
         self._shared = shared

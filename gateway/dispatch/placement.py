@@ -100,9 +100,8 @@ class Placer:
         A thread compiles grammars, and checks and hashes long prompts.
 
         Raises:
-            InvalidRequest: the workers do not have the requested proposer, or `min_tokens`
-                exceeds the
-                output limit.
+            InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
+                the output limit.
             RequestRejected: the job can never run on this node.
             BackendFailed: no worker is left.
         """
@@ -186,7 +185,7 @@ class Placer:
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.
 
-        For a resumed request, the output of its shortest choice counts as prompt.
+        The output of the shortest choice counts as prompt if the request was resumed.
         """
         kept = min(len(choice.output_ids) for choice in request.choices)
         temperature = job.sampling.temperature
@@ -233,7 +232,7 @@ def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationReques
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
     """Return the checked request of one prompt.
 
-    Without `max_tokens`, the output may fill the context.
+    The output may fill the context if `max_tokens` is None.
     """
     prompt = job.prompts[index]
     if job.max_tokens is not None:

@@ -147,7 +147,9 @@ class CentralQueue:
         if not self._fleet.serving:
             self._fail_all()
             return
-        now_s = self.now_s()  # a constant time keeps the order of requests constant
+        now_s = (
+            self.now_s()
+        )  # read the clock once, because the order of requests depends on the time
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # cancelled, but its task has not run yet

@@ -69,5 +69,5 @@ class Router:
         return Routed(choices[0], route, choices)
 
     def moved(self, view: View, worker: FleetWorker) -> None:
-        """Report to the policy that another worker than the chosen worker got the request."""
+        """Report to the policy that a worker other than the chosen worker got the request."""
         self._policy.placed(view(), worker.candidate(worker.usage))

@@ -88,9 +88,8 @@ class Run:
         placements: the latest placement of each prompt, or None before the first.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
-        deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`.
-            They end
-            when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
+        deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`. They
+            end when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
     """
 
     deltas: AsyncGenerator[Delta, None]

@@ -30,8 +30,7 @@ class UpstreamAnswer:
     """A response whose first bytes have arrived.
 
     Attributes:
-        blocks: the body from its first byte. The generator raises `BackendFailed` if the
-            upstream
+        blocks: the body from its first byte. The generator raises `BackendFailed` if the upstream
             fails.
         limits: estimated prompt tokens and maximum output tokens, for a response without usage.
         plan: the decision about speculation, or None without a choice.
@@ -83,8 +82,8 @@ class UpstreamRefusal:
             retry_after_s: the client's retry delay, in seconds.
 
         Raises:
-            UpstreamUnavailable, UpstreamBroken: the status is 503 or 502, which the client does
-                not get.
+            UpstreamUnavailable, UpstreamBroken: the status is 503 or 502, which the client does not
+                get.
         """
         status = self.exchange.status
         if status == _TOO_MANY:

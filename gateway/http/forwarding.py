@@ -48,12 +48,13 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
 
 INLINE_BYTES: Final = 256 << 10
-"""Larger bodies are parsed in a thread. 1 MB takes 7 ms, or 13 ms with a model name to replace (Zen
-4, two busy cores, 2026-11-21), and a callback may hold the event loop for 5 ms."""
+"""Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
+5 ms. A body of 1 MB takes 7 ms, or 13 ms with a model name to replace. (Zen 4, two busy cores,
+2026-11-21.)"""
 
 WHOLE_BYTES: Final = 1 << 20
-"""A whole response up to this size is sent once it is complete. If the upstream breaks off, the
-client thus gets an error instead of a part. A completion of 32,000 tokens has 150 kB."""
+"""A whole response up to this size is sent once it is complete. The client then gets an error
+instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
@@ -108,11 +109,11 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
     """Respond through an upstream to a request that generates nothing, such as `/v1/models`.
 
     Args:
-        missing: statuses which say that the engine does not have the endpoint.
+        missing: HTTP statuses of an engine without the endpoint.
 
     Raises:
         NotOffered: the engine does not have the endpoint.
-        GatewayError: as in `forward`.
+        GatewayError: no upstream responds, and the client has not received anything.
     """
     node = request.app[NODE]
     with node.dispatcher.counted():
@@ -190,7 +191,7 @@ async def _send_large(
 ) -> web.StreamResponse:
     """Send a response as it arrives.
 
-    If the upstream breaks off, the connection is cut.
+    The connection is cut if the upstream breaks off.
     """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
     await response.prepare(request)

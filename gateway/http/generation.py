@@ -39,8 +39,8 @@ from draftgate.policies.types import ServiceLevel
 T = TypeVar("T")
 
 INLINE_BODY_BYTES: Final = 16 << 10
-"""Larger bodies are parsed in a thread. Tokenising 1 MB of text takes 0.4 s, and a callback may
-hold the event loop for 5 ms."""
+"""Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
+5 ms. Tokenising 1 MB of text takes 0.4 s."""
 
 Parse = Callable[[bytes, ServedModel, str, ServiceLevel], ParsedRequest]
 """A thread-safe parser of a body, the model, a request id and the latency targets."""
@@ -120,7 +120,7 @@ async def respond_watched(
 async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
     """Send a whole response from within the handler.
 
-    The request thus counts as in flight until its end.
+    The request therefore counts as in flight until the response has been sent.
     """
     response = json_response(body)
     await response.prepare(request)

@@ -178,7 +178,7 @@ def _caught_up(reader: Reader, now_s: float) -> bool:
 
 
 def _queued_bytes(transport: Any) -> int:
-    """Return the unacknowledged bytes in the kernel's send queue; 0 if unknown."""
+    """Return the unacknowledged bytes in the kernel's send queue, or 0 if unknown."""
     connection = transport.get_extra_info("socket")
     if connection is None or connection.fileno() < 0:
         return 0

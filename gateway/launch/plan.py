@@ -41,8 +41,8 @@ def worker_orders(
     """Return the order of each worker, by the name of its actor.
 
     Ports count up from `--port`, so that a worker keeps its id when it restarts on the same
-    machine. Without `--port`, each start uses a free port. Each worker uses as many threads as Ray
-    reserves cores, so that all workers have one numerics class.
+    machine. Each start uses a free port if `--port` is not set. Each worker uses as many threads as
+    Ray reserves cores, so that all workers have one numerics class.
 
     Args:
         numbers: numbers of the workers in the pool, in increasing order.

@@ -40,7 +40,7 @@ gateways from all requests. A probe is cheap, and a failover takes some seconds.
 MOST_CALLS: Final = 64
 """Maximum calls in flight, including those that missed their deadline.
 
-At a millisecond per call the limit is 64,000 calls a second, so only a hung server reaches it.
+The limit is 64,000 calls a second at a millisecond per call, so only a hung server reaches it.
 Further calls fail immediately."""
 
 JITTER: Final = 0.5
@@ -185,8 +185,8 @@ async def _wait_for_answer(
 ) -> _Wait:
     """Wait for a call without cancelling it, even if the waiting task is cancelled.
 
-    If the event loop stalls during the wait, the wait is repeated once. A second stall is not the
-    server's fault either.
+    The wait is repeated once if the event loop stalls. A second stall is not the server's fault
+    either.
 
     Args:
         clock: a monotonic clock in seconds, which advances while the event loop stalls.

@@ -2,8 +2,8 @@
 
 The wrapper keeps a *mirror* with the latest reports and the leases of this gateway. The mirror
 responds while the remote store does not, and marks its results as `degraded`. Reports then grow
-old, and this gateway uses only its share of the capacity of workers that others also reach. After
-an outage, this gateway renews its leases in the remote store and releases ended leases.
+old, and this gateway uses only its share of the capacity of workers that others also reach. This
+gateway renews its leases in the remote store after an outage, and releases ended leases there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ deadline (Redis 6.2 on the same machine, AMD Zen 5, 2026-11-22)."""
 _FORGETFUL: Final = frozenset({Refusal.UNKNOWN, Refusal.STALE})
 """Refusals of a store that has just started or was unavailable.
 
-Workers report again within a heartbeat. Until then, the mirror has more data."""
+Workers report again within a heartbeat, and the mirror has more data until then."""
 
 
 class GuardedStore:

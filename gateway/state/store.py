@@ -1,7 +1,7 @@
 """The contract of the state store, for reports of workers and leases on their capacity.
 
-The store has the clock, so that callers need not agree on the time. In memory it is the given
-clock, and in Redis it is the server's clock. Every store passes the tests in
+The store has the clock, so that callers need not agree on the time. The memory store uses the given
+clock, and Redis uses the server's clock. Every store passes the tests in
 `tests/gateway/store_contract.py`.
 
 A worker's *epoch* is one life of the worker. A newer epoch ends the leases of older epochs, whose
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 STALE_S: Final = 3.0
 """A worker without a report for this time gets no leases, because it missed three heartbeats.
 
-With two heartbeats, a worker whose event loop stalls for a second would sometimes be skipped.
+A limit of two heartbeats would sometimes skip a worker whose event loop stalls for a second.
 (Chosen, not tuned, 2026-11-22.)"""
 
 FORGET_S: Final = 60.0
@@ -38,10 +38,8 @@ class WorkerReport:
 
     Attributes:
         epoch: the result of `new_epoch`. Later epochs compare greater as text.
-        seq: a number that increases with each report of an epoch. Reports out of order are
-            dropped.
-        capacity_tokens: tokens of prompts and outputs that its KV memory holds, or 0 if
-            unknown.
+        seq: a number that increases with each report of an epoch. Reports out of order are dropped.
+        capacity_tokens: tokens of prompts and outputs that its KV memory holds, or 0 if unknown.
         watermark: number of the last lease whose request had reached the worker, initially 0.
         address: URL at which other nodes reach the worker, or an empty string without access.
         model_id: the name that clients use.
@@ -87,9 +85,8 @@ class Snapshot:
     Attributes:
         workers: the workers, sorted by id. The reader decides which are too old.
         gateways: number of nodes that renewed leases within `STALE_S`, including this node.
-        degraded: whether the store did not respond. The snapshot then has the last known
-            reports and
-            only the leases of this gateway.
+        degraded: whether the store did not respond. The snapshot then has the last known reports
+            and only the leases of this gateway.
     """
 
     workers: tuple[WorkerView, ...]
@@ -103,9 +100,8 @@ class LeaseCandidate:
 
     Attributes:
         epoch, watermark: values of the report that determined the score.
-        score: cost in the policy's own unit, without leases after the watermark. The lowest
-            cost
-            wins, and the first of equal costs.
+        score: cost in the policy's own unit, without leases after the watermark. The lowest cost
+            wins. The first offer wins if costs are equal.
         score_per_token: increase of the score for each token leased after the watermark.
     """
 
@@ -128,7 +124,10 @@ class Lease:
 
 
 class Refusal(StrEnum):
-    """The reason why no worker was chosen, which is the first in this order for any offer."""
+    """The reason why no worker was chosen.
+
+    The first reason in this order is reported if the offers have several reasons.
+    """
 
     FULL = "full"
     """The worker has no capacity for these tokens now, so the request should wait."""

@@ -1,6 +1,6 @@
-"""The data of the live page, namely values of the last minute's requests and samples.
+"""The data of the live page, with samples and values of the last minute's requests.
 
-The node takes a sample each second, and keeps those of the last minutes for pages that open.
+The node takes a sample each second, and keeps the samples of the last minutes for new pages.
 """
 
 from __future__ import annotations
@@ -138,15 +138,13 @@ class NodeSample(msgspec.Struct, frozen=True):
     Attributes:
         at_s: Unix time.
         price: the survival that makes a draft slot worth verifying.
-        chosen_k: mean draft tokens per step over the last minute's requests, or None without
-            any.
+        chosen_k: mean draft tokens per step over the last minute's requests, or None without any.
         acceptance: running share of draft tokens that are accepted.
         running, waiting: sequences in the workers' batches and in their queues.
         queued: requests in the gateway's queue.
         kv_usage: share of the KV blocks in use, 0 to 1.
         ttft_s, tpot_s: percentiles over the last minute's requests, or None without any.
-        requests_per_s: rate of ended requests, including rejected requests, over `RATE_S`
-            seconds.
+        requests_per_s: rate of ended requests, including rejected requests, over `RATE_S` seconds.
         tokens_per_s: rate of generated tokens over the same time.
         workers: number of workers that have not failed.
     """

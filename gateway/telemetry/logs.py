@@ -1,7 +1,7 @@
 """Logs, with one line per event and never the text of a prompt.
 
-Every line that is logged during a request has the fields of that request, namely its id and its
-trace (`about_request`). Callers of `log` need not pass them.
+Every line that is logged during a request has the id and the trace of that request
+(`about_request`). Callers of `log` need not pass them.
 """
 
 from __future__ import annotations

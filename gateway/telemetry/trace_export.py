@@ -19,8 +19,7 @@ def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
     Args:
         endpoint: address of the collector, such as `http://127.0.0.1:4318`. None uses
             `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`. The other
-            standard
-            variables (headers, sampler, limits, batches) apply in both cases.
+            standard variables (headers, sampler, limits, batches) apply in both cases.
         environ: the environment. `OTEL_SDK_DISABLED` disables tracing.
     """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

@@ -28,8 +28,7 @@ class Span:
     The span ends when its block ends. An exception in the block is passed to `fail`.
 
     Attributes:
-        recording: whether the span will be exported. Check it before computing costly
-            attributes.
+        recording: whether the span will be exported. Check it before computing costly attributes.
     """
 
     recording = False

@@ -1,4 +1,4 @@
-"""The worker's spans for each choice, namely `worker.queue`, `prefill` and `decode`.
+"""The spans `worker.queue`, `prefill` and `decode` of each choice on its worker.
 
 The spans are children of the `dispatch` span and use the times that the worker recorded. The first
 token of a choice carries these times (`Delta.phases`), so its arrival creates all three spans. The

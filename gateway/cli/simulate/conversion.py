@@ -45,8 +45,9 @@ RECORDED: Final = {
 """The recorded task that a class of requests replays, and its default temperature.
 
 The choice compares the tokens per step of n-gram drafts, up to 8 tokens long, with prompt lookup in
-a replay of texts by Llama-3.1-8B (2026-11-21). The values are 1.63 for chat (ShareGPT: 1.67), 1.72
-for code completion, 2.5 for retrieval (news 1.56, code editing 3.15) and 3.7 for quotations."""
+a replay of texts by Llama-3.1-8B (2026-11-21). Chat has 1.63 tokens per step (ShareGPT: 1.67), and
+code completion has 1.72. Retrieval has 2.5 (news: 1.56, code editing: 3.15), and quotations have
+3.7."""
 
 DEFAULT_RECORD: Final = ("completion", 0.8)
 """The task and temperature of other classes, such as requests of traces without text."""

@@ -60,8 +60,8 @@ def estimate(samples: Sequence[float]) -> Estimate | None:
 def batch_means(values: Sequence[float | None], batches: int = BATCHES) -> list[float | None]:
     """Return the means of consecutive batches, without their None values.
 
-    The mean of a batch without values is None. If the batches outnumber the values, each value is a
-    batch.
+    The mean of a batch without values is None. Each value is a batch if the batches outnumber the
+    values.
     """
     count = min(batches, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []

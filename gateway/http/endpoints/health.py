@@ -1,4 +1,4 @@
-"""Endpoints for operators, namely `/health`, `/ready`, `/version` and `/metrics`."""
+"""The endpoints `/health`, `/ready`, `/version` and `/metrics` for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of the live page, namely samples (`GET /live`) and decisions (`GET /decisions`)."""
+"""The endpoints `/live` and `/decisions`, which provide the data of the live page."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHOWN: Final = 50
 async def live(request: web.Request) -> web.StreamResponse:
     """Send the stored samples (`telemetry.live.NodeSample`), and then one sample each second.
 
-    With `?interval=N` the response has only every Nth sample. The stream ends when the client
-    disconnects or the node stops.
+    The query `?interval=N` reduces the response to every Nth sample. The stream ends when the
+    client disconnects or the node stops.
 
     Raises:
         InvalidRequest: the interval is not a whole number from 1 to `MOST_INTERVAL_S`.

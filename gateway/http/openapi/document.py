@@ -85,7 +85,7 @@ class ErrorReply(Struct):
 async def get_document(request: web.Request) -> web.Response:
     """Return the OpenAPI document.
 
-    Without a loaded model, the document has no bounds for its name and vocabulary.
+    The document has no bounds for model name and vocabulary until the model is loaded.
     """
     try:
         served = request.app[NODE].served

@@ -23,7 +23,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
-"""The response to a node's proof. Only requests from other nodes have one."""
+"""The response to a node's proof. Only requests from other nodes have this key."""
 
 SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
 
@@ -36,7 +36,7 @@ GOODBYE_S: Final = 0.25
 
 
 def add_peer_routes(app: web.Application) -> None:
-    """Let other nodes use the workers of this one, if the settings allow it."""
+    """Let other nodes use the workers of this node, if the settings allow it."""
     if app[NODE].peer_access is None:
         return
     app[SESSIONS] = set()

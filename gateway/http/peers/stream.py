@@ -31,8 +31,8 @@ class PeerStream:
 
         Args:
             worker_id: the id of the request on the worker. It differs from the request's own id,
-                which
-                may still be in use if the other node sends the request again over a new connection.
+                which may still be in use if the other node sends the request again over a new
+                connection.
         """
         self._node = node
         self._worker = worker

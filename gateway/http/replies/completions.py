@@ -143,8 +143,7 @@ class _ChoiceCalls:
     """A parser of the function calls in the text of one choice.
 
     Args:
-        seed: a text unique to the request and the choice, from which the ids of calls are
-            derived.
+        seed: a text unique to the request and the choice, from which the ids of calls are derived.
     """
 
     def __init__(self, tools: OfferedTools, seed: str) -> None:
@@ -160,8 +159,7 @@ class _ChoiceCalls:
         Args:
             text: the next part of the response.
             reason: the finish reason with the last text of the choice, else None. A stop after
-                calls is
-                returned as `tool_calls`.
+                calls is returned as `tool_calls`.
         """
         pieces = self._parser.add(text)
         if reason is not None:

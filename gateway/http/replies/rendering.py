@@ -34,7 +34,7 @@ class WholeChoice:
     """A choice collected for a response that is not streamed.
 
     Attributes:
-        token_ids: collected only along with traced steps.
+        token_ids: ids of the tokens, collected only if steps are traced.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -59,8 +59,9 @@ Choices = Sequence[WholeChoice]
 class Rendering:
     """The response to one request in the format of its endpoint.
 
-    The rendering keeps track of what was sent. A streamed response is `chunk` for each delta,
-    followed by one `ending` or `failure`. Each returns complete server-sent events, possibly none.
+    The rendering keeps track of the sent output. A stream has the result of `chunk` for each delta,
+    followed by the result of `ending` or `failure`. Each result has complete server-sent events,
+    possibly none.
     """
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:

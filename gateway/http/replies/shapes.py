@@ -63,10 +63,10 @@ class ResumeReply(Struct):
 class ResponseMetrics(Struct):
     """The values needed to repeat the request, and the outcome of speculation.
 
-    With several prompts, worker and plan are those of the first prompt, and the outcome is the sum.
-    The field `prompts` has the values of each prompt. After the loss of a worker, `worker_id` is
-    the last worker and `resumes` lists each loss. Drafts of the lost worker for unfinished choices
-    are not counted.
+    The worker and plan of a request with several prompts are those of the first prompt, and the
+    outcome is the sum. The field `prompts` has the values of each prompt. After the loss of a
+    worker, `worker_id` is the last worker and `resumes` lists each loss. Drafts of the lost worker
+    for unfinished choices are not counted.
     """
 
     seed: int

@@ -47,7 +47,8 @@ def step_replies(added: Delta | WholeChoice, tokenizer: Tokenizer) -> list[StepR
 def describe_step(step: StepTrace) -> str:
     """Return a description of the draft of a step.
 
-    The description says how many tokens were verified and accepted, and what limited them.
+    The description has the numbers of verified and accepted tokens, and the reason for the length
+    of the draft.
     """
     if step.offered == 0:
         return "no draft tokens" + _at_price(step)

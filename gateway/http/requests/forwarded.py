@@ -137,8 +137,7 @@ def _capped_priority(fields: ForwardedFields, account: Account) -> Mapping[str, 
     """Return the priority for the upstream if the account does not allow the client's.
 
     Raises:
-        InvalidRequest: the gateway cannot read the client's priority, although the upstream
-            might.
+        InvalidRequest: the gateway cannot read the client's priority, although the upstream might.
     """
     sent = fields.sent_priority
     if not fields.is_object:

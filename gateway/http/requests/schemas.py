@@ -23,7 +23,7 @@ class StreamOptions(Struct):
 class SpeculationOptions(Struct):
     """The field `speculation`, with the client's preferences.
 
-    With `trace`, the response describes each step.
+    The response describes each step if `trace` is true.
     """
 
     mode: SpeculationMode | None = None

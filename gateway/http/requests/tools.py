@@ -71,8 +71,7 @@ def calls_grammar(
     """Return the grammar of a response that consists of calls.
 
     Args:
-        functions: the JSON schemas of the arguments, which are objects, by name of the
-            function.
+        functions: the JSON schemas of the arguments, which are objects, by name of the function.
         several: whether the response may have more than one call, if the dialect supports that.
     """
     form = CallForm(

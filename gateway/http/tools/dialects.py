@@ -103,14 +103,12 @@ class Dialect:
     """The format of calls in a response.
 
     Attributes:
-        at_start: patterns of a call at the start of a response, up to the brace of its
-            arguments.
+        at_start: patterns of a call at the start of a response, up to the brace of its arguments.
         anywhere: patterns of a call anywhere in a text, up to the same brace.
         following: patterns of another call directly after a call.
         closing: patterns of the optional end of the calls, which is not part of the text.
         arguments: the key of the arguments.
-        opened, between, closed: the text around the objects of forced calls. The value of
-            `between`
+        opened, between, closed: the text around the objects of forced calls. The value of `between`
             is None if a response can have only one call.
         markers: the strings here that the vocabulary may have as one token.
     """

@@ -2,8 +2,8 @@
 
 The calls and the content depend only on the text, not on its division into deltas. The parser holds
 back text that may begin a call. A call is certain once the text has the name of a function on offer
-and the brace of its arguments. From then on, the parser passes on the arguments as the model writes
-them. All other text is content, and no character is lost (`Piece.source`).
+and the brace of its arguments. The parser then passes on the arguments as the model writes them.
+All other text is content, and no character is lost (`Piece.source`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Piece:
     The joined sources of all pieces are the text.
 
     Attributes:
-        source: the characters. Characters in no other attribute are framing, such as tags and
-            keys.
+        source: the characters. Characters in no other attribute are framing, such as tags and keys.
         content: the characters that the piece adds to the content of the response.
         name: name of a function whose call begins with this piece.
         arguments: the characters that the piece adds to the arguments of the last call.

@@ -39,9 +39,8 @@ class RedisUrl:
     """A parsed address.
 
     Attributes:
-        plain: URL in redis-py's form, with scheme, user, password, database and options. Its
-            host is
-            the first of `hosts`.
+        plain: URL in redis-py's form, with scheme, user, password, database and options. Its host
+            is the first of `hosts`.
         hosts: hosts and ports of servers or Sentinels, empty for a Unix socket.
         service: the service name of the Sentinels, or an empty string.
     """
@@ -56,8 +55,7 @@ def read_redis_url(text: str) -> RedisUrl:
     """Parse an address.
 
     Raises:
-        ValueError: the address is invalid. The message does not quote it, because it may
-            contain a
+        ValueError: the address is invalid. The message does not quote it, because it may contain a
             password.
     """
     try:
