@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
         """Whether the connection can send another request."""
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self) -> tuple[float, float]:
+    async def send_request(self) -> tuple[float, float]:
         """Send the request, and return the seconds to the end and to the first event.
 
         Raises:
@@ -150,7 +150,7 @@ def _content_length(head: bytes) -> int | None:
 
 async def send(load: Load) -> Measured:
     """Send the warm-up and the measured part of a load."""
-    body = wire.body(load.tokens, stream=load.stream, pace_ms=load.pace_ms)
+    body = wire.request_body(load.tokens, stream=load.stream, pace_ms=load.pace_ms)
     head = (
         f"POST {wire.PATH} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -195,7 +195,7 @@ async def _loop(
     while time.perf_counter() < until_s:
         if not connection.open:
             connection = await _connect(load, request)
-        latency_s, ttft_s = await connection.ask()
+        latency_s, ttft_s = await connection.send_request()
         received = connection.received
         whole = received.startswith(b"HTTP/1.1 200") and (not load.stream or _ENDED in received)
         if not whole:

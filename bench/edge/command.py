@@ -32,7 +32,7 @@ from rich.table import Table
 from bench.edge.figures import Goal, goals, summary
 from bench.edge.hold import PARTS as HOLD_PARTS
 from bench.edge.hold import longest_holds
-from bench.edge.rounds import WORKER, Row, opened, questions, rounds
+from bench.edge.rounds import WORKER, Row, open_bench, questions, rounds
 from bench.edge.targets import in_process, proxies, rivals
 from bench.harness.processes import two_cores
 from bench.harness.provenance import simulated_provenance
@@ -107,23 +107,23 @@ def _targets(args: argparse.Namespace) -> dict[str, Any]:
     only = {name for name in args.only.split(",") if name}
     with tempfile.TemporaryDirectory() as scratch, console.status("starting") as status:
         folder = Path(scratch)
-        with opened(folder, two_cores()) as bench:
+        with open_bench(folder, two_cores()) as bench:
             wanted = [*in_process(folder), *proxies(bench.upstream)]
             if args.rivals is not None:
                 wanted += rivals(args.rivals, bench.upstream, folder)
             for target in wanted:
                 if not only or target.name in only:
                     status.update(f"starting {target.name}")
-                    bench.add(target)
-            asked = questions(args.chunks)
+                    bench.start_target(target)
+            question_list = questions(args.chunks)
             rows = list(
                 rounds(
                     bench,
-                    asked,
+                    question_list,
                     number=args.rounds,
                     for_s=args.seconds,
                     seed=args.seed,
-                    tell=status.update,
+                    show_status=status.update,
                 )
             )
             missing = bench.missing

@@ -74,16 +74,16 @@ async def _stream(session: aiohttp.ClientSession) -> None:
 
 async def crowd(url: str, kind: str) -> list[int]:
     """Send the large request `TIMES` times while streams run, and return the statuses."""
-    asked = KINDS[kind]()
+    large_request = KINDS[kind]()
     statuses = []
     async with aiohttp.ClientSession(url) as session:
         streams = [asyncio.create_task(_stream(session)) for _ in range(STREAMS)]
         await asyncio.sleep(0.3)
         for _ in range(TIMES):
-            if asked is None:
+            if large_request is None:
                 await asyncio.sleep(0.3)
                 continue
-            path, body = asked
+            path, body = large_request
             data = json.dumps(body).encode()
             async with session.post(path, data=data) as response:
                 await response.read()

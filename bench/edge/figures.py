@@ -66,7 +66,7 @@ class Round:
         more = row.chunks / row.requests - short.chunks / short.requests
         return (self.cpu_us(long) - self.cpu_us(_SHORT_16)) / more if more else math.nan
 
-    def of(self, question: str, value: Callable[[Row], float]) -> float:
+    def value_of(self, question: str, value: Callable[[Row], float]) -> float:
         """Return a value of the row of a question."""
         row = self._rows.get(question)
         return math.nan if row is None else value(row)
@@ -75,7 +75,7 @@ class Round:
         """Return the latency above the baseline server, in milliseconds."""
         if self._before is None:
             return math.nan
-        return (self.of(question, value) - self._before.of(question, value)) * 1e3
+        return (self.value_of(question, value) - self._before.value_of(question, value)) * 1e3
 
 
 def _rate(row: Row) -> float:
@@ -91,11 +91,11 @@ COLUMNS: Final[tuple[tuple[str, Callable[[Round], float]], ...]] = (
     ("added_p99_ms_1", lambda r: r.added_ms(_WHOLE_1, lambda row: row.latency_p99_s)),
     ("added_p50_ms_16", lambda r: r.added_ms(_WHOLE_16, lambda row: row.latency_p50_s)),
     ("added_p99_ms_16", lambda r: r.added_ms(_WHOLE_16, lambda row: row.latency_p99_s)),
-    ("ttft_p50_ms_1", lambda r: r.of(_LONG_1, lambda row: row.ttft_p50_s) * 1e3),
-    ("short_ttft_p50_ms_1", lambda r: r.of(_SHORT_1, lambda row: row.ttft_p50_s) * 1e3),
-    ("ttft_p50_ms_16", lambda r: r.of(_PACED_16, lambda row: row.ttft_p50_s) * 1e3),
-    ("requests_per_s_16", lambda r: r.of(_WHOLE_16, _rate)),
-    ("streams_per_s_16", lambda r: r.of(_LONG_16, _rate)),
+    ("ttft_p50_ms_1", lambda r: r.value_of(_LONG_1, lambda row: row.ttft_p50_s) * 1e3),
+    ("short_ttft_p50_ms_1", lambda r: r.value_of(_SHORT_1, lambda row: row.ttft_p50_s) * 1e3),
+    ("ttft_p50_ms_16", lambda r: r.value_of(_PACED_16, lambda row: row.ttft_p50_s) * 1e3),
+    ("requests_per_s_16", lambda r: r.value_of(_WHOLE_16, _rate)),
+    ("streams_per_s_16", lambda r: r.value_of(_LONG_16, _rate)),
 )
 """Name and value of each metric. `ttft_p50_ms_16` uses paced streams, because the first chunk of an
 unpaced stream waits for chunks of other streams. Unpaced TTFT would favour a server that sends
@@ -113,8 +113,8 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
     def of(target: str, number: int, before: str | None) -> Round:
         base = None if before is None else of(before, number, None)
-        mine = (row for row in rows if (row.target, row.round) == (target, number))
-        return Round(mine, base)
+        target_rows = (row for row in rows if (row.target, row.round) == (target, number))
+        return Round(target_rows, base)
 
     found: dict[str, dict[str, Any]] = {}
     for target, kind in kinds.items():
@@ -152,9 +152,9 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
         edge = value(ours, name) - value(WORKER, name)
         result.append(_below(f"{name} without the simulated worker's", edge, limit))
     for name, text in (("cpu_request_us", "request"), ("cpu_chunk_us", "chunk")):
-        for mine in (ours, proxy):
-            times = value("litellm", name) / value(mine, name)
-            result.append(_above(f"litellm's CPU per {text} over {mine}'s", times, LITELLM_GOAL))
+        for target in (ours, proxy):
+            times = value("litellm", name) / value(target, name)
+            result.append(_above(f"litellm's CPU per {text} over {target}'s", times, LITELLM_GOAL))
         for router in RUST:
             times = value(proxy, name) / value(router, name)
             result.append(_below(f"{proxy}'s CPU per {text} over {router}'s", times, RUST_GOAL))

@@ -23,7 +23,7 @@ import uvloop
 
 from bench.edge.crowd import KINDS
 from bench.edge.targets import paced_profile
-from bench.edge.watch import Hold, watched
+from bench.edge.watch import Hold, watch_loop
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import build_node, listening, settle_interpreter, start_workers
 from draftgate.gateway.config import ServeConfig
@@ -89,7 +89,7 @@ async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
         stdout=subprocess.PIPE,
     )
     # Creating the process also blocks the loop, but is not part of the measurement.
-    async with watched() as watch:
+    async with watch_loop() as watch:
         out, _ = await process.communicate()
     return watch.longest, json.loads(out)
 
@@ -99,8 +99,8 @@ def long_model(folder: Path) -> Path:
     model = folder / "model"
     copytree(SHIPPED_MODEL, model, ignore=ignore_patterns("*.safetensors", "draft"))
     shape = model / "config.json"
-    told = json.loads(shape.read_text(encoding="utf-8"))
-    shape.write_text(json.dumps(told | {"max_position_embeddings": CONTEXT}), encoding="utf-8")
+    settings = json.loads(shape.read_text(encoding="utf-8"))
+    shape.write_text(json.dumps(settings | {"max_position_embeddings": CONTEXT}), encoding="utf-8")
     return model
 
 

@@ -28,20 +28,20 @@ _UPSTREAM: Final = web.AppKey("upstream", aiohttp.ClientSession)
 
 async def answer(request: web.Request) -> web.StreamResponse:
     """Send a chat completion with one write per chunk, without delay or at the requested pace."""
-    asked = wire.decode(await request.read())
+    chat = wire.decode(await request.read())
     request_id, created_s = secrets.token_hex(12), int(time.time())
-    if not asked.stream:
-        body = wire.whole(request_id, created_s, asked.tokens)
+    if not chat.stream:
+        body = wire.full_response(request_id, created_s, chat.tokens)
         return web.Response(body=body, content_type="application/json")
     response = web.StreamResponse(headers=_STREAM)
     await response.prepare(request)
     head = wire.chunk_head(request_id, created_s)
-    last, pace_s = asked.tokens - 1, asked.pace_s
+    last, pace_s = chat.tokens - 1, chat.pace_s
     loop = asyncio.get_running_loop()
     due_s = loop.time()
-    for place in range(asked.tokens):
+    for place in range(chat.tokens):
         text = wire.NEXT if place else wire.FIRST
-        await response.write(head + text + (wire.ENDS if place == last else wire.GOES_ON))
+        await response.write(head + text + (wire.FINISHED if place == last else wire.UNFINISHED))
         # Unpaced chunks are separate writes too, because a worker sends the tokens of each step.
         due_s += pace_s
         await asyncio.sleep(max(0.0, due_s - loop.time()) if pace_s else 0.0)
@@ -50,7 +50,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def pass_on(request: web.Request) -> web.StreamResponse:
+async def forward(request: web.Request) -> web.StreamResponse:
     """Forward a request to the upstream, and forward the response to the client, both unread."""
     body = await request.read()
     headers = {"Content-Type": "application/json"}
@@ -69,7 +69,7 @@ async def list_models(_request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [{"id": wire.MODEL, "object": "model"}]})
 
 
-async def well(_request: web.Request) -> web.Response:
+async def respond_ok(_request: web.Request) -> web.Response:
     """Return status 200 for any other request, because gateways have different health checks."""
     return web.json_response({"status": "ok", "model_path": wire.MODEL, "model_id": wire.MODEL})
 
@@ -87,9 +87,9 @@ def application(upstream: str | None) -> web.Application:
         app.cleanup_ctx.append(session)
     app.add_routes(
         [
-            web.post(wire.PATH, answer if upstream is None else pass_on),
+            web.post(wire.PATH, answer if upstream is None else forward),
             web.get("/v1/models", list_models),
-            web.get("/{anything:.*}", well),
+            web.get("/{anything:.*}", respond_ok),
         ]
     )
     return app

@@ -115,7 +115,7 @@ class Bench:
         self.servers: list[Server] = []
         self.missing: dict[str, str] = {}
         command = [sys.executable, "-m", "bench.edge.mock"]
-        at = self._started("mock", command, "--port", self._client_core, {})
+        at = self._start("mock", command, "--port", self._client_core, {})
         self._mock_port, self._mock_pid = at
         self._client = Helper("client", self._client_core)
         self._worker = Helper("worker", self._server_core)
@@ -127,7 +127,7 @@ class Bench:
         """URL of the mock upstream."""
         return f"http://127.0.0.1:{self._mock_port}"
 
-    def add(self, target: Target) -> None:
+    def start_target(self, target: Target) -> None:
         """Start a target, or record the reason why it did not start."""
         if target.command is None:
             port, pid = self._mock_port, 0
@@ -135,18 +135,18 @@ class Bench:
             return
         variables, core, flag = target.variables, self._server_core, target.port_flag
         try:
-            at = self._started(target.name, target.command, flag, core, variables)
+            at = self._start(target.name, target.command, flag, core, variables)
             paced = at
             if target.paced_command is not None:
                 name = f"{target.name} paced"
-                paced = self._started(name, target.paced_command, flag, core, variables)
+                paced = self._start(name, target.paced_command, flag, core, variables)
         except (OSError, RuntimeError) as error:
-            said = self._log(target.name).read_text(errors="replace").split("\n")
-            self.missing[target.name] = f"{error}: {' / '.join(said[-QUOTED_LOG_LINES:])}"
+            log_lines = self._log(target.name).read_text(errors="replace").split("\n")
+            self.missing[target.name] = f"{error}: {' / '.join(log_lines[-QUOTED_LOG_LINES:])}"
             return
         self.servers.append(Server(target, *at, *paced))
 
-    def _started(
+    def _start(
         self,
         name: str,
         command: Sequence[str],
@@ -159,13 +159,13 @@ class Bench:
         process = start(command, core, self._log(name), variables)
         self._stack.callback(stop, process)
         url = f"http://127.0.0.1:{port}{wire.PATH}"
-        wait_until_up(process, url, wire.body(1, stream=False))
+        wait_until_up(process, url, wire.request_body(1, stream=False))
         return port, process.pid
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name.replace(' ', '-')}.log"
 
-    def ask(self, server: Server, question: Question, for_s: float, number: int) -> Row:
+    def measure(self, server: Server, question: Question, for_s: float, number: int) -> Row:
         """Measure a question on a target, and return its row."""
         port, pid = (
             (server.paced_port, server.paced_pid) if question.paced else (server.port, server.pid)
@@ -182,12 +182,12 @@ class Bench:
             server=pid,
             upstream=self._mock_pid,
         )
-        return _row(server.target, question, number, self._client.ask(load, Measured))
+        return _row(server.target, question, number, self._client.request(load, Measured))
 
-    def ask_worker(self, question: Question, for_s: float, number: int) -> Row:
+    def measure_worker(self, question: Question, for_s: float, number: int) -> Row:
         """Run the load of a question on the simulated worker without HTTP."""
         work = Work(question.tokens, question.connections, for_s)
-        done = self._worker.ask(work, Done)
+        done = self._worker.request(work, Done)
         nothing = float("nan")
         return Row(
             WORKER,
@@ -230,7 +230,7 @@ def _row(target: Target, question: Question, number: int, measured: Measured) ->
 
 
 @contextmanager
-def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
+def open_bench(folder: Path, cores: Cores) -> Iterator[Bench]:
     """Start mock and client, and stop them and every target at exit."""
     with ExitStack() as stack:
         yield Bench(stack, folder, cores)
@@ -238,12 +238,12 @@ def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
 
 def rounds(
     bench: Bench,
-    asked: Sequence[Question],
+    question_list: Sequence[Question],
     *,
     number: int,
     for_s: float,
     seed: int,
-    tell: Callable[[str], None],
+    show_status: Callable[[str], None],
 ) -> Iterator[Row]:
     """Yield the rows of interleaved rounds, in which every target gets each question once.
 
@@ -251,12 +251,14 @@ def rounds(
         number: number of rounds.
     """
     order = Random(seed)
-    turns = [(server, question) for server in bench.servers for question in asked]
+    turns = [(server, question) for server in bench.servers for question in question_list]
     for place in range(number):
         order.shuffle(turns)
         for done, (server, question) in enumerate(turns):
-            tell(f"round {place + 1}/{number}, {done + 1}/{len(turns)}: {server.target.name}")
-            yield bench.ask(server, question, for_s, place)
-        for question in asked:
+            show_status(
+                f"round {place + 1}/{number}, {done + 1}/{len(turns)}: {server.target.name}"
+            )
+            yield bench.measure(server, question, for_s, place)
+        for question in question_list:
             if question.connections > 1 and not question.paced:
-                yield bench.ask_worker(question, for_s, place)
+                yield bench.measure_worker(question, for_s, place)

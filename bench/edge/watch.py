@@ -65,7 +65,7 @@ class LoopWatch:
                     gc_s, gc_here_s = self._collected_s, self._collected_here_s
                     await asyncio.sleep(WATCH_S)
                     self.note(
-                        parted(
+                        split_hold(
                             time.perf_counter() - began_s - WATCH_S,
                             time.thread_time() - cpu_s,
                             delay_s() - waited_s,
@@ -85,7 +85,7 @@ class LoopWatch:
             self._collected_here_s += time.thread_time() - self._began_here_s
 
 
-def parted(
+def split_hold(
     late_s: float, cpu_s: float, descheduled_s: float, gc_s: float, gc_here_s: float
 ) -> Hold:
     """Split a hold into its parts.
@@ -105,7 +105,7 @@ def parted(
 
 
 @asynccontextmanager
-async def watched() -> AsyncIterator[LoopWatch]:
+async def watch_loop() -> AsyncIterator[LoopWatch]:
     """Watch the running loop while the context lasts."""
     watch = LoopWatch()
     task = asyncio.create_task(watch.watch())

@@ -25,7 +25,7 @@ class Message(msgspec.Struct):
     role: str = "user"
 
 
-class Asked(msgspec.Struct):
+class ChatRequest(msgspec.Struct):
     """The request fields that the mock uses."""
 
     messages: list[Message]
@@ -45,19 +45,19 @@ class Asked(msgspec.Struct):
         return float(content.removeprefix(PACE)) / 1e3 if content.startswith(PACE) else 0.0
 
 
-decode: Final = msgspec.json.Decoder(Asked).decode
+decode: Final = msgspec.json.Decoder(ChatRequest).decode
 
 
-def body(tokens: int, *, stream: bool, pace_ms: float = 0.0) -> bytes:
+def request_body(tokens: int, *, stream: bool, pace_ms: float = 0.0) -> bytes:
     """Return a request body as JSON."""
     content = f"{PACE}{pace_ms:g}" if pace_ms else "Say something."
-    asked = {
+    fields = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": tokens,
         "stream": stream,
     }
-    return msgspec.json.encode(asked)
+    return msgspec.json.encode(fields)
 
 
 def chunk_head(request_id: str, created_s: int) -> bytes:
@@ -70,17 +70,17 @@ def chunk_head(request_id: str, created_s: int) -> bytes:
 
 FIRST: Final = f'{{"role":"assistant","content":"{_WORD}"}}'.encode()
 NEXT: Final = f'{{"content":"{_WORD}"}}'.encode()
-GOES_ON: Final = b',"logprobs":null,"finish_reason":null}]}\n\n'
-ENDS: Final = b',"logprobs":null,"finish_reason":"length"}]}\n\n'
+UNFINISHED: Final = b',"logprobs":null,"finish_reason":null}]}\n\n'
+FINISHED: Final = b',"logprobs":null,"finish_reason":"length"}]}\n\n'
 DONE: Final = b"data: [DONE]\n\n"
 
 
-def whole(request_id: str, created_s: int, tokens: int) -> bytes:
+def full_response(request_id: str, created_s: int, tokens: int) -> bytes:
     """Return the JSON of a response without streaming."""
     usage = {"prompt_tokens": 8, "completion_tokens": tokens, "total_tokens": 8 + tokens}
     message = {"role": "assistant", "content": _WORD * tokens, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    answer = {
+    response = {
         "id": f"chatcmpl-{request_id}",
         "object": "chat.completion",
         "created": created_s,
@@ -88,4 +88,4 @@ def whole(request_id: str, created_s: int, tokens: int) -> bytes:
         "choices": [choice],
         "usage": usage,
     }
-    return msgspec.json.encode(answer)
+    return msgspec.json.encode(response)

@@ -40,7 +40,7 @@ class Done(msgspec.Struct):
     cpu_s: float
 
 
-class Alone:
+class BareWorker:
     """A worker that runs steps without pause."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Alone:
         self._prompt = compact(built.worker.tokenizer.encode("Say something."))
         self._numbers = count()
 
-    def do(self, work: Work) -> Done:
+    def run(self, work: Work) -> Done:
         """Keep the batch full until the time is over, and then finish all requests."""
         done = Done(0, 0, 0.0)
         began_s = time.process_time()
@@ -76,7 +76,7 @@ class Alone:
 
 def main() -> None:
     """Run the `Work` in each line of standard input."""
-    answer_lines(Work, Alone().do)
+    answer_lines(Work, BareWorker().run)
 
 
 if __name__ == "__main__":

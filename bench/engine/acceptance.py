@@ -58,7 +58,7 @@ Text = tuple[str, float, int]
 """Key of a text: task, temperature, index of the prompt."""
 
 
-class Asked(NamedTuple):
+class RecordedDraft(NamedTuple):
     """A draft at a position, and the number of its correct tokens."""
 
     evidence: int
@@ -66,13 +66,13 @@ class Asked(NamedTuple):
     agreed: int
 
 
-class Listener:
+class DraftRecorder:
     """A proposer that records the drafts of another proposer, and proposes nothing."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self._said: dict[int, list[tuple[Draft, int]]] = {}  # by sequence key: draft, position
-        self.heard: dict[str, list[Asked]] = {}  # by request id
+        self._drafts: dict[int, list[tuple[Draft, int]]] = {}  # by sequence key: draft, position
+        self.recorded: dict[str, list[RecordedDraft]] = {}  # by request id
         self.texts: dict[str, list[int]] = {}
 
     def depth_s(self, sequences: int) -> float:
@@ -86,17 +86,18 @@ class Listener:
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Record the drafts of the other proposer, and return no drafts."""
         for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
-            said = self._said.setdefault(request.sequence.key, [])
-            said.append((draft, len(request.sequence.token_ids)))
+            drafts = self._drafts.setdefault(request.sequence.key, [])
+            drafts.append((draft, len(request.sequence.token_ids)))
         return [NO_DRAFT] * len(requests)
 
     def forget(self, sequence: Sequence) -> None:
         """Compare the drafts of a finished sequence with its text."""
         self._proposer.forget(sequence)
         tokens, name = sequence.token_ids, sequence.request.request_id
-        said = self._said.pop(sequence.key, [])[:POSITIONS]
-        self.heard[name] = [
-            Asked(draft.evidence, len(draft), _agreed(draft, tokens[at:])) for draft, at in said
+        drafts = self._drafts.pop(sequence.key, [])[:POSITIONS]
+        self.recorded[name] = [
+            RecordedDraft(draft.evidence, len(draft), _agreed(draft, tokens[at:]))
+            for draft, at in drafts
         ]
         self.texts[name] = tokens[sequence.prompt_tokens :].tolist()
 
@@ -106,12 +107,12 @@ def _agreed(draft: Draft, tokens: TokenIds) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def listen(
+def record_drafts(
     engine: LoadedEngine, name: str, prompts: dict[str, tuple[int, ...]], temperature: float
-) -> Listener:
+) -> DraftRecorder:
     """Generate a text for every prompt, with a proposer that drafts at each position."""
     inner = NgramProposer(trees=False) if name == "ngram" else engine.proposers[name]
-    listener = engine.proposers[name] = Listener(inner)
+    recorder = engine.proposers[name] = DraftRecorder(inner)
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, name, SLOTS, "a benchmark")
     for request_id, prompt in prompts.items():
         # The index of the prompt is its seed, as in `bench.engine.proposers`.
@@ -122,12 +123,12 @@ def listen(
     for _ in run_until_idle(engine.worker, engine.executor):
         pass
     engine.proposers[name] = inner
-    return listener
+    return recorder
 
 
-def record() -> dict[Text, dict[str, list[Asked]]]:
+def record() -> dict[Text, dict[str, list[RecordedDraft]]]:
     """Return the drafts of each proposer for each text, up to the start of a loop."""
-    found: dict[Text, dict[str, list[Asked]]] = {}
+    found: dict[Text, dict[str, list[RecordedDraft]]] = {}
     for proposer in PROPOSERS:
         config = WorkerConfig(
             proposer=proposer, speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8
@@ -138,16 +139,16 @@ def record() -> dict[Text, dict[str, list[Asked]]]:
                 continue
             held_out = {str(i): prompt for i, prompt in enumerate(prompts) if i % 2}
             for temperature in TEMPERATURES:
-                listener = listen(engine, proposer, held_out, temperature)
-                for name, asked in listener.heard.items():
-                    kept = asked[: loop_start(listener.texts[name])]
+                recorder = record_drafts(engine, proposer, held_out, temperature)
+                for name, recorded_drafts in recorder.recorded.items():
+                    kept = recorded_drafts[: loop_start(recorder.texts[name])]
                     if len(kept) >= LEAST_POSITIONS:
                         text = (task, temperature, int(name))
                         found.setdefault(text, {})[proposer] = kept
     return found
 
 
-def as_json(found: dict[Text, dict[str, list[Asked]]]) -> dict[str, Any]:
+def as_json(found: dict[Text, dict[str, list[RecordedDraft]]]) -> dict[str, Any]:
     """Return the recording in the format `acceptance/1` of the simulator."""
     facts = provenance()
     keys = ("command", "commit", "device", "torch", "date")
@@ -160,18 +161,21 @@ def as_json(found: dict[Text, dict[str, list[Asked]]]) -> dict[str, Any]:
                 "task": task,
                 "temperature": temperature,
                 "prompt": prompt,
-                "drafts": {name: _columns(asked) for name, asked in sorted(drafts.items())},
+                "drafts": {
+                    name: _columns(recorded_drafts)
+                    for name, recorded_drafts in sorted(drafts.items())
+                },
             }
             for (task, temperature, prompt), drafts in sorted(found.items())
         ],
     }
 
 
-def _columns(asked: list[Asked]) -> dict[str, Any]:
+def _columns(recorded_drafts: list[RecordedDraft]) -> dict[str, Any]:
     return {
-        "evidence": [one.evidence for one in asked],
-        "proposed": "".join(DIGITS[one.proposed] for one in asked),
-        "agreed": "".join(DIGITS[one.agreed] for one in asked),
+        "evidence": [one.evidence for one in recorded_drafts],
+        "proposed": "".join(DIGITS[one.proposed] for one in recorded_drafts),
+        "agreed": "".join(DIGITS[one.agreed] for one in recorded_drafts),
     }
 
 

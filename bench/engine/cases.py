@@ -19,8 +19,8 @@ class Case(NamedTuple):
     @property
     def pairs(self) -> int:
         """Number of pairs of a token and a KV token that it attends to."""
-        behind = self.tokens * self.context_tokens
-        return self.batch * (behind + self.tokens * (self.tokens + 1) // 2)
+        context_pairs = self.tokens * self.context_tokens
+        return self.batch * (context_pairs + self.tokens * (self.tokens + 1) // 2)
 
     @property
     def logit_rows(self) -> int:

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import torch
 
+from bench.engine.bench_engine import BenchEngine, most_kv_tokens
 from bench.engine.cases import GRIDS, Grid
 from bench.engine.device import Rates, measure_rates, release
 from bench.engine.exact import add_exact, measure_exact
@@ -33,7 +34,6 @@ from bench.engine.generation import generation_worker, measure_generation
 from bench.engine.goals import judged
 from bench.engine.idle import measure_idle
 from bench.engine.models import MODELS, Model, make_model
-from bench.engine.ours import Ours, most_kv_tokens
 from bench.engine.profile import draft_costs, profile_of
 from bench.engine.random_model import MOST_PROMPT
 from bench.engine.serving import BATCHES
@@ -59,7 +59,7 @@ class Run:
     facts: dict[str, Any]
     device: torch.device
     grid: Grid
-    asked: argparse.Namespace
+    args: argparse.Namespace
     rows: dict[str, list[dict[str, Any]]] = field(
         default_factory=lambda: {part: [] for part in PARTS}
     )
@@ -70,33 +70,35 @@ class Run:
         """Measure a model in a dtype."""
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(name, Path(folder), DTYPES[dtype], self.device)
-            rates, ours = self._rates(dtype), self._load(model)
-            for part in self.asked.parts:
-                rows = self._measure_part(part, ours, rates)
+            rates, bench_engine = self._rates(dtype), self._load(model)
+            for part in self.args.parts:
+                rows = self._measure_part(part, bench_engine, rates)
                 self.rows[part] += [{"model": name, "dtype": dtype, **row} for row in rows]
-            if self.asked.profile is not None and self.profile is None:
-                self.profile = profile_of(self.facts, model, ours.cost, self._drafts(model))
+            if self.args.profile is not None and self.profile is None:
+                self.profile = profile_of(self.facts, model, bench_engine.cost, self._drafts(model))
 
-    def _measure_part(self, part: str, ours: Ours, rates: Rates) -> list[dict[str, Any]]:
-        asked = self.asked
+    def _measure_part(
+        self, part: str, bench_engine: BenchEngine, rates: Rates
+    ) -> list[dict[str, Any]]:
+        args = self.args
         if part == "steps":
             cases = list(self.grid.cases())
-            return measure_steps(ours, cases, rates, asked.rounds, alone=asked.exact)
+            return measure_steps(bench_engine, cases, rates, args.rounds, alone=args.exact)
         if part == "replay":
-            replayed = Replayed(asked.acceptance, asked.lengths, asked.new_tokens, asked.runs)
-            return measure_speedups(ours, replayed, rates)
+            replayed = Replayed(args.acceptance, args.lengths, args.new_tokens, args.runs)
+            return measure_speedups(bench_engine, replayed, rates)
         if part == "generation":
-            return measure_generation(ours, asked.new_tokens, asked.runs)
-        return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
+            return measure_generation(bench_engine, args.new_tokens, args.runs)
+        return measure_idle(bench_engine, args.new_tokens) if self.device.type == "cuda" else []
 
-    def _load(self, model: Model) -> Ours:
+    def _load(self, model: Model) -> BenchEngine:
         """Return the engine with memory for the largest step and the largest batch of prompts."""
-        text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
-        return Ours.load(
+        text_tokens = MOST_PROMPT + self.args.new_tokens + max(self.args.lengths)
+        return BenchEngine.load(
             model,
             max(most_kv_tokens(list(self.grid.cases())), max(BATCHES) * text_tokens),
             max(self.grid.longest, text_tokens),
-            exact=self.asked.exact,
+            exact=self.args.exact,
         )
 
     def result(self) -> dict[str, Any]:
@@ -116,17 +118,17 @@ class Run:
 
     def compare_exact(self, name: str, dtype: str) -> None:
         """Measure the cost of `--exact` on a GPU, after earlier parts have freed their memory."""
-        asked = self.asked
-        if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
-            exact = measure_exact(asked, self.grid, name, dtype, self.device.type)
+        args = self.args
+        if self.device.type == "cuda" and "steps" in args.parts and not args.exact:
+            exact = measure_exact(args, self.grid, name, dtype, self.device.type)
             plain = [r for r in self.rows["steps"] if (r["model"], r["dtype"]) == (name, dtype)]
             add_exact(plain, exact)
 
     def write(self) -> None:
         """Write the results that are complete."""
-        _write(self.asked.json, self.result())
+        _write(self.args.json, self.result())
         if self.profile is not None:
-            _write(self.asked.profile, self.profile)
+            _write(self.args.profile, self.profile)
 
     def _rates(self, dtype: str) -> Rates:
         if dtype not in self.rates:
@@ -136,31 +138,31 @@ class Run:
     def _drafts(self, model: Model) -> dict[str, Any]:
         if model.directory is None:
             return {}
-        return draft_costs(generation_worker(model, self.asked.new_tokens).proposers)
+        return draft_costs(generation_worker(model, self.args.new_tokens).proposers)
 
 
-def measure(asked: argparse.Namespace) -> Run:
+def measure(args: argparse.Namespace) -> Run:
     """Measure all requested models and dtypes, and write the results.
 
     Raises:
         SystemExit: the machine is busy, or a model is unknown.
         ValueError: the device does not exist.
     """
-    device = choose_device(asked.device)
-    if asked.exact and device.type == "cuda":
+    device = choose_device(args.device)
+    if args.exact and device.type == "cuda":
         fix_sums()
     facts = provenance(device)
-    require_quiet(facts, allow_busy=asked.allow_busy)
+    require_quiet(facts, allow_busy=args.allow_busy)
     default = GRIDS[device.type]
     grid = Grid(
-        asked.batches or default.batches,
-        asked.contexts or default.contexts,
-        asked.drafts or default.drafts,
-        asked.prefill or default.prefill_tokens,
+        args.batches or default.batches,
+        args.contexts or default.contexts,
+        args.drafts or default.drafts,
+        args.prefill or default.prefill_tokens,
     )
-    run = Run(facts, device, grid, asked)
-    for name in asked.models or MODELS[device.type]:
-        for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
+    run = Run(facts, device, grid, args)
+    for name in args.models or MODELS[device.type]:
+        for dtype in args.dtypes or DTYPES_MEASURED[device.type]:
             run.measure(name, dtype)
             release(device)
             run.write()  # keep earlier results if a later part fails
@@ -199,10 +201,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `draftgate bench engine`."""
-    asked = _parser().parse_args(arguments)
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    run = measure(asked)
+    args = _parser().parse_args(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    run = measure(args)
     for goal in run.result()["goals"]:
         print(goal)
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def measure_exact(
-    asked: argparse.Namespace, grid: Grid, model: str, dtype: str, device_type: str
+    args: argparse.Namespace, grid: Grid, model: str, dtype: str, device_type: str
 ) -> list[Row]:
     """Return the rows of the steps of a model in exact mode.
 
@@ -42,8 +42,8 @@ def measure_exact(
             "--contexts": grid.contexts,
             "--drafts": grid.drafts,
             "--prefill": [grid.prefill_tokens],
-            "--rounds": [asked.rounds],
-            "--threads": [] if asked.threads is None else [asked.threads],
+            "--rounds": [args.rounds],
+            "--threads": [] if args.threads is None else [args.threads],
         }
         command = [sys.executable, "-m", MODULE, "--exact", "--allow-busy"]
         for flag, values in settings.items():

@@ -17,8 +17,8 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
+from bench.engine.bench_engine import STEP_TOKENS, BenchEngine
 from bench.engine.models import Model, StoredModel
-from bench.engine.ours import STEP_TOKENS, Ours
 from bench.engine.random_model import MOST_PROMPT
 from bench.engine.serving import BATCHES, Prompt, Serving, greedy_requests, in_batches
 from bench.engine.transformers import TransformersGenerate, continuous_batching
@@ -28,7 +28,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationMode
 
-OURS: Final = (
+ENGINE_MODES: Final = (
     SpeculationMode.OFF,
     SpeculationMode.NGRAM,
     SpeculationMode.DRAFT_MODEL,
@@ -75,20 +75,24 @@ class Participant:
         return time.perf_counter() - started_s
 
 
-def measure_generation(ours: Ours, new_tokens: int, rounds: int) -> list[dict[str, Any]]:
+def measure_generation(
+    bench_engine: BenchEngine, new_tokens: int, rounds: int
+) -> list[dict[str, Any]]:
     """Return a row for each participant and batch size."""
     rows: list[dict[str, Any]] = []
-    prompts = ours.model.prompts(max(BATCHES))
+    prompts = bench_engine.model.prompts(max(BATCHES))
     with ExitStack() as running:
-        serving = running.enter_context(Serving(_worker(ours, new_tokens)))
+        serving = running.enter_context(Serving(_worker(bench_engine, new_tokens)))
         for batch in BATCHES:
             with ExitStack() as alone:
-                who = _ours(serving, new_tokens) | _peers(alone, ours.model, batch, new_tokens)
+                participants = _engine_modes(serving, new_tokens) | _peers(
+                    alone, bench_engine.model, batch, new_tokens
+                )
                 groups = in_batches(prompts, batch)
-                _run_all(who, groups, rounds)
-            for row in _rows(who, batch, new_tokens * sum(map(len, groups))):
+                _run_all(participants, groups, rounds)
+            for row in _rows(participants, batch, new_tokens * sum(map(len, groups))):
                 rows.append(row)
-                print({"model": ours.model.name, **row}, flush=True)
+                print({"model": bench_engine.model.name, **row}, flush=True)
     return rows
 
 
@@ -108,17 +112,17 @@ def generation_worker(model: Model, new_tokens: int) -> LoadedEngine:
     )
 
 
-def _worker(ours: Ours, new_tokens: int) -> LoadedEngine:
-    if ours.model.directory is None:
-        return ours.worker(speculation_policy("auto"), {})
-    return generation_worker(ours.model, new_tokens)
+def _worker(bench_engine: BenchEngine, new_tokens: int) -> LoadedEngine:
+    if bench_engine.model.directory is None:
+        return bench_engine.worker(speculation_policy("auto"), {})
+    return generation_worker(bench_engine.model, new_tokens)
 
 
-def _ours(serving: Serving, new_tokens: int) -> dict[str, Participant]:
+def _engine_modes(serving: Serving, new_tokens: int) -> dict[str, Participant]:
     """Return the modes of the engine: no drafts, each proposer of the worker, and `auto`."""
     modes = [SpeculationMode.OFF]
     if serving.engine.proposers:
-        modes = [mode for mode in OURS if _offered(mode, serving.engine)]
+        modes = [mode for mode in ENGINE_MODES if _offered(mode, serving.engine)]
     return {
         mode.value: Participant(partial(_generate, serving, mode, new_tokens)) for mode in modes
     }
@@ -163,28 +167,28 @@ def _one_by_one(model: Model, new_tokens: int) -> dict[str, Participant]:
     return {name: Participant(generate, is_peer=True) for name, generate in found.items()}
 
 
-def _run_all(who: dict[str, Participant], groups: list[list[Prompt]], rounds: int) -> None:
+def _run_all(participants: dict[str, Participant], groups: list[list[Prompt]], rounds: int) -> None:
     """Run all participants on every group of prompts."""
     outputs: dict[str, list[list[int]]] = {}
     for turn in range(rounds + 1):
-        seconds = dict.fromkeys(who, 0.0)
-        outputs = {name: [] for name in who}
+        seconds = dict.fromkeys(participants, 0.0)
+        outputs = {name: [] for name in participants}
         for group in groups:
-            order = list(who.items())
+            order = list(participants.items())
             for name, participant in order if turn % 2 else reversed(order):
                 seconds[name] += participant.run(group)
                 outputs[name] += participant.outputs
         if turn:  # the first round is a warm-up
-            for name, participant in who.items():
+            for name, participant in participants.items():
                 participant.taken_s.append(seconds[name])
-    for name, participant in who.items():
+    for name, participant in participants.items():
         participant.outputs = outputs[name]
 
 
-def _rows(who: dict[str, Participant], batch: int, tokens: int) -> list[dict[str, Any]]:
-    plain = who[SpeculationMode.OFF.value]
+def _rows(participants: dict[str, Participant], batch: int, tokens: int) -> list[dict[str, Any]]:
+    plain = participants[SpeculationMode.OFF.value]
     rows: list[dict[str, Any]] = []
-    for name, participant in who.items():
+    for name, participant in participants.items():
         row: dict[str, Any] = {"who": name, "batch": batch}
         if participant.failed is not None:
             rows.append(row | {"failed": participant.failed})
@@ -194,7 +198,7 @@ def _rows(who: dict[str, Participant], batch: int, tokens: int) -> list[dict[str
         if not participant.is_peer:
             row["speedup_over"] = {
                 peer: round(_ratio(theirs, participant), 3)
-                for peer, theirs in who.items()
+                for peer, theirs in participants.items()
                 if theirs.is_peer and theirs.failed is None
             }
         rows.append(row)

@@ -111,7 +111,7 @@ GOALS: Final[dict[str, tuple[Goal, ...]]] = {
             0.85,
         ),
         Goal(
-            "step over roofline, 8B, decode, batch 64 behind 2,048",
+            "step over roofline, 8B, decode, batch 64 after 2,048",
             lambda r: _most(
                 _of_8b(r, "over_roofline", name="decode", batch=64, context_tokens=2048)
             ),

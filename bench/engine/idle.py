@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.ours import Ours
+from bench.engine.bench_engine import BenchEngine
 from bench.engine.serving import PLAIN, Serving, greedy_requests
 from draftgate.policies.registry import speculation_policy
 
@@ -38,11 +38,11 @@ class Idle(NamedTuple):
     waiting: float
 
 
-def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
+def measure_idle(bench_engine: BenchEngine, new_tokens: int) -> list[dict[str, Any]]:
     """Return a row of decode steps without drafts for each batch size."""
     rows = []
-    prompts = [prompt[:PROMPT_TOKENS] for prompt in ours.model.prompts(max(BATCHES))]
-    with Serving(ours.worker(speculation_policy("off"), {})) as serving:
+    prompts = [prompt[:PROMPT_TOKENS] for prompt in bench_engine.model.prompts(max(BATCHES))]
+    with Serving(bench_engine.worker(speculation_policy("off"), {})) as serving:
         for batch in BATCHES:
 
             def decode(batch: int = batch) -> None:
@@ -57,7 +57,7 @@ def measure_idle(ours: Ours, new_tokens: int) -> list[dict[str, Any]]:
                     "gpu_waiting_share": round(found.waiting, 4),
                 }
             )
-            print({"model": ours.model.name, **rows[-1]}, flush=True)
+            print({"model": bench_engine.model.name, **rows[-1]}, flush=True)
     return rows
 
 

@@ -172,7 +172,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
         )
         drafts = forked_drafts(inputs, sequences, tokens) if trees else None
         read = sequences * sizes.context * 2 * sizes.kv_heads * sizes.head_dim
-        seen = tokens * sizes.context - tokens * (tokens - 1) // 2
+        attended = tokens * sizes.context - tokens * (tokens - 1) // 2
         return KernelCase(
             name,
             lambda: [
@@ -184,7 +184,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
                 )
             ],
             (read + 2 * query.numel()) * inputs.dtype.itemsize,
-            operations=4 * sequences * seen * sizes.query_heads * sizes.head_dim,
+            operations=4 * sequences * attended * sizes.query_heads * sizes.head_dim,
             tolerance=2e-2 if inputs.dtype.itemsize == 2 else 1e-5,
         )
 

@@ -28,9 +28,9 @@ from typing import Any, Final
 
 import torch
 
+from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import Case
 from bench.engine.models import StoredModel
-from bench.engine.ours import Ours
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     model = StoredModel(args.model.name, args.model, dtype, torch.device("cpu"))
     longest = CONTEXT_TOKENS + BLOCK_TOKENS
-    ours = Ours.load(model, max(STREAMS) * longest, longest)
+    bench_engine = BenchEngine.load(model, max(STREAMS) * longest, longest)
     rows = []
     with running(args.server, args.gguf, torch.get_num_threads()) as port:
         for streams in STREAMS:
@@ -130,7 +130,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             taken: list[tuple[float, float]] = []
             for turn in range(ROUNDS):
                 theirs_s = their_step_s(port, streams, turn)
-                taken.append((median(ours.step_s(case) for _ in range(NEW_TOKENS)), theirs_s))
+                taken.append(
+                    (median(bench_engine.step_s(case) for _ in range(NEW_TOKENS)), theirs_s)
+                )
             ratios = sorted(theirs / own for own, theirs in taken)
             rows.append(
                 {

@@ -22,7 +22,7 @@ NAME: Final = "replay"
 class _Proposal:
     """The latest draft of a sequence and its position."""
 
-    behind: int
+    position: int
     token_ids: tuple[int, ...]
 
 
@@ -105,8 +105,8 @@ class ReplayProposer:
         latest = self._latest.pop(sequence.key, None)
         if latest is None:
             return
-        came = sequence.token_ids[latest.behind :]
-        for proposed, token in zip(latest.token_ids, came, strict=False):
+        generated = sequence.token_ids[latest.position :]
+        for proposed, token in zip(latest.token_ids, generated, strict=False):
             if proposed != token:
                 self.tested.rejected += 1
                 return

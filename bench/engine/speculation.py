@@ -82,8 +82,8 @@ def loop_start(tokens: Sequence[int]) -> int:
         repeated.append(gram in seen)
         seen.add(gram)
     for start, again in enumerate(repeated):
-        behind = repeated[start:]
-        if again and sum(behind) > len(behind) / 2:
+        rest = repeated[start:]
+        if again and sum(rest) > len(rest) / 2:
             return start
     return len(tokens)
 
@@ -231,8 +231,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 head = {"temperature": temperature, "batch": batch, "outputs": name}
                 cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
                 results.append({**head, "prompts": len(some), "cut": cut, **row})
-                ratios = {p: told["speedup_median_of_runs"] for p, told in row["policies"].items()}
-                cpu = {p: told["tokens_per_cpu_s"] for p, told in row["policies"].items()}
+                ratios = {
+                    p: metrics["speedup_median_of_runs"] for p, metrics in row["policies"].items()
+                }
+                cpu = {p: metrics["tokens_per_cpu_s"] for p, metrics in row["policies"].items()}
                 print(head, ratios, "tokens per CPU second", cpu, flush=True)
     facts |= {"numerics_class": engine.served.card.numerics_class, "proposer": proposer}
     return {**facts, "results": results}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import weight_bytes
 from bench.engine.device import Rates
-from bench.engine.ours import Ours
 from bench.engine.replay import NAME, ReplayProposer, Tested
 from bench.engine.serving import (
     BATCHES,
@@ -63,53 +63,58 @@ class _Runs:
     outputs: int = 0
 
 
-def measure_speedups(ours: Ours, asked: Replayed, rates: Rates) -> list[dict[str, Any]]:
+def measure_speedups(
+    bench_engine: BenchEngine, settings: Replayed, rates: Rates
+) -> list[dict[str, Any]]:
     """Return a row for each policy and batch size of a model."""
-    prompts = ours.model.prompts(max(BATCHES))
-    with Serving(ours.worker(speculation_policy("off"), {})) as plain:
-        made = plain.run(greedy_requests(prompts, asked.new_tokens, PLAIN))
+    prompts = bench_engine.model.prompts(max(BATCHES))
+    with Serving(bench_engine.worker(speculation_policy("off"), {})) as plain:
+        made = plain.run(greedy_requests(prompts, settings.new_tokens, PLAIN))
     known = {prompt: made.outputs[str(index)] for index, prompt in enumerate(prompts)}
     rows = []
     for batch in BATCHES:
-        runs = _run_all(ours, asked, in_batches(prompts, batch), known)
-        rows += [_row(ours, asked, rates, batch, name, runs) for name in runs]
+        runs = _run_all(bench_engine, settings, in_batches(prompts, batch), known)
+        rows += [_row(bench_engine, settings, rates, batch, name, runs) for name in runs]
         for row in rows[-len(runs) :]:
-            print({"model": ours.model.name, **row}, flush=True)
+            print({"model": bench_engine.model.name, **row}, flush=True)
     return rows
 
 
-def _policies(asked: Replayed) -> dict[str, int]:
+def _policies(settings: Replayed) -> dict[str, int]:
     """Return the maximum draft length by policy."""
-    fixed = {f"fixed:{length}": length for length in asked.lengths}
+    fixed = {f"fixed:{length}": length for length in settings.lengths}
     return {"off": 0, **fixed, "auto": MAX_DRAFT_TOKENS}
 
 
 def _run_all(
-    ours: Ours, asked: Replayed, groups: Many[Many[Prompt]], known: dict[Prompt, list[int]]
+    bench_engine: BenchEngine,
+    settings: Replayed,
+    groups: Many[Many[Prompt]],
+    known: dict[Prompt, list[int]],
 ) -> dict[str, _Runs]:
-    policies = _policies(asked)
+    policies = _policies(settings)
     runs = {name: _Runs() for name in policies}
-    vocab_size = ours.model.config.vocab_size
+    vocab_size = bench_engine.model.config.vocab_size
     with ExitStack() as running:
         servings = {}
         for name in policies:
-            proposer = ReplayProposer.of(known.items(), asked.acceptance, vocab_size)
+            proposer = ReplayProposer.of(known.items(), settings.acceptance, vocab_size)
             runs[name].tested = proposer.tested
-            engine = ours.worker(speculation_policy(name), {NAME: proposer})
+            engine = bench_engine.worker(speculation_policy(name), {NAME: proposer})
             servings[name] = running.enter_context(Serving(engine))
-        for turn in range(asked.rounds):
+        for turn in range(settings.rounds):
             order = list(policies.items())
             for name, longest in order if turn % 2 else reversed(order):
-                made = [_run(servings[name], group, longest, asked) for group in groups]
+                made = [_run(servings[name], group, longest, settings) for group in groups]
                 _count(runs[name], made, groups, known)
     return runs
 
 
-def _run(serving: Serving, group: Many[Prompt], longest: int, asked: Replayed) -> Generation:
+def _run(serving: Serving, group: Many[Prompt], longest: int, settings: Replayed) -> Generation:
     plan = PLAIN
     if longest:
         plan = SpeculationPlan("bench", SpeculationMode.AUTO, NAME, longest, "a benchmark")
-    return serving.run(greedy_requests(group, asked.new_tokens, plan))
+    return serving.run(greedy_requests(group, settings.new_tokens, plan))
 
 
 def _count(
@@ -132,11 +137,16 @@ def _count(
 
 
 def _row(
-    ours: Ours, asked: Replayed, rates: Rates, batch: int, name: str, runs: dict[str, _Runs]
+    bench_engine: BenchEngine,
+    settings: Replayed,
+    rates: Rates,
+    batch: int,
+    name: str,
+    runs: dict[str, _Runs],
 ) -> dict[str, Any]:
     own, off = runs[name], runs["off"]
     row: dict[str, Any] = {
-        "proposer": None if name == "off" else f"replay, acceptance {asked.acceptance}",
+        "proposer": None if name == "off" else f"replay, acceptance {settings.acceptance}",
         "policy": name,
         "batch": batch,
         "decode_tokens_per_s": round(median(own.rates), 1),
@@ -146,7 +156,9 @@ def _row(
     ratios = [mine / plain for mine, plain in rounds if mine and plain]
     if name == "off":
         if batch == 1:
-            row["share_of_bandwidth"] = round(_bandwidth_share(ours, median(own.rates), rates), 3)
+            row["share_of_bandwidth"] = round(
+                _bandwidth_share(bench_engine, median(own.rates), rates), 3
+            )
         return row
     tested = own.tested
     drafted = own.outcome.num_drafted_tokens
@@ -160,7 +172,7 @@ def _row(
     }
 
 
-def _bandwidth_share(ours: Ours, tokens_per_s: float, rates: Rates) -> float:
+def _bandwidth_share(bench_engine: BenchEngine, tokens_per_s: float, rates: Rates) -> float:
     """Return the share of the bandwidth that the weights alone use."""
-    num_bytes = weight_bytes(ours.model.config, ours.model.dtype.itemsize)
+    num_bytes = weight_bytes(bench_engine.model.config, bench_engine.model.dtype.itemsize)
     return num_bytes * tokens_per_s / rates.bytes_per_s

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 
+from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import Case, flops, read_bytes
 from bench.engine.device import Rates, release
 from bench.engine.models import Model
-from bench.engine.ours import Ours
 from bench.engine.transformers import TransformersSteps
 
 WARM_ROUNDS: Final = 2
@@ -51,34 +51,34 @@ class Contender:
 
 
 def measure_steps(
-    ours: Ours, cases: list[Case], rates: Rates, rounds: int, *, alone: bool = False
+    bench_engine: BenchEngine, cases: list[Case], rates: Rates, rounds: int, *, alone: bool = False
 ) -> list[dict[str, Any]]:
     """Return a row for each case of a model.
 
     Args:
         alone: whether to skip `transformers` and exact mode (see `exact.py`).
     """
-    contenders = _contenders(ours, alone=alone)
+    contenders = _contenders(bench_engine, alone=alone)
     for turn in range(rounds + WARM_ROUNDS):
         for case in cases:
             order = list(contenders.values())
             for contender in order if turn % 2 else reversed(order):
                 contender.run(case)
-    rows = [_row(ours.model, case, rates, contenders) for case in cases]
+    rows = [_row(bench_engine.model, case, rates, contenders) for case in cases]
     for row in rows:
-        print({"model": ours.model.name, **row}, flush=True)
+        print({"model": bench_engine.model.name, **row}, flush=True)
     return rows
 
 
-def _contenders(ours: Ours, *, alone: bool) -> dict[str, Contender]:
-    found = {"ours": Contender(ours.step_s)}
-    if ours.model.device.type == "cuda":
-        found["device"] = Contender(ours.device_s)
-    elif ours.model.dtype is not torch.float32 and not alone:
-        found["exact"] = Contender(ours.exact().step_s)
+def _contenders(bench_engine: BenchEngine, *, alone: bool) -> dict[str, Contender]:
+    found = {"ours": Contender(bench_engine.step_s)}
+    if bench_engine.model.device.type == "cuda":
+        found["device"] = Contender(bench_engine.device_s)
+    elif bench_engine.model.dtype is not torch.float32 and not alone:
+        found["exact"] = Contender(bench_engine.exact().step_s)
     if not alone:
         try:
-            found["transformers"] = Contender(TransformersSteps(ours.model).step_s)
+            found["transformers"] = Contender(TransformersSteps(bench_engine.model).step_s)
         except ImportError:
             print("transformers is not installed; skipping the comparison", flush=True)
     return found

@@ -61,10 +61,10 @@ class _Client(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        seen = self._tail + data
-        if not self.first_s and _FIRST in seen:
+        received = self._tail + data
+        if not self.first_s and _FIRST in received:
             self.first_s = time.perf_counter()
-        if _DONE in seen:
+        if _DONE in received:
             self.last_s = time.perf_counter()
             self._finished.set()
             self._transport.close()
@@ -181,8 +181,8 @@ async def _bare(streams: int, tokens: int, threads: int) -> float:
         str(threads),
     )
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
-    return float(told)
+    output, _ = await process.communicate()
+    return float(output)
 
 
 def measure(streams: int, tokens: int, threads: int, rounds: int) -> dict[str, Any]:

@@ -31,13 +31,13 @@ import uvloop
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.harness.servers import (
+    ResourceUse,
     Server,
-    Watched,
     allow_many_files,
     live_samples,
     quantiles,
-    served,
-    watched,
+    run_server,
+    watch_server,
 )
 from bench.simulation.overload import TIMES
 from bench.simulation.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
@@ -111,13 +111,13 @@ class Crowd:
         await asyncio.sleep(max(0.0, client.arrived_s - self._now_s()))
         index = client.planned.index
         service = self._overload.service(index)
-        asked = client.planned.request.body("")
-        del asked["model"]
-        body = json.dumps({**asked, "priority": service.priority, "ignore_eos": True}).encode()
-        path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+        fields = client.planned.request.body("")
+        del fields["model"]
+        body = json.dumps({**fields, "priority": service.priority, "ignore_eos": True}).encode()
+        path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
         headers = _targets(service)
-        while len(client.told) < PATIENCE:
-            headers["x-stainless-retry-count"] = str(len(client.told))
+        while len(client.refusals) < PATIENCE:
+            headers["x-stainless-retry-count"] = str(len(client.refusals))
             at_s = self._now_s()
             async with session.post(path, data=body, headers=headers) as response:
                 if response.status != TOO_MANY:
@@ -126,9 +126,9 @@ class Crowd:
                 self.attempts.refusal_s.append(self._now_s() - at_s)
                 await response.read()
             retry_s = self._retry_s(response)
-            if client.told:
-                client.came.append((at_s, False))
-            client.told.append((at_s, retry_s))
+            if client.refusals:
+                client.retries.append((at_s, False))
+            client.refusals.append((at_s, retry_s))
             await asyncio.sleep(retry_s)
 
     async def _read(self, client: Client, at_s: float, response: aiohttp.ClientResponse) -> None:
@@ -136,8 +136,8 @@ class Crowd:
         if response.status != 200:
             self.attempts.note_broken(f"status {response.status}")
             return
-        if client.told:
-            client.came.append((at_s, True))
+        if client.refusals:
+            client.retries.append((at_s, True))
         client.admitted_s = at_s
         parser, usage, done, first_s = SseParser(), None, False, None
         async for data in response.content.iter_any():
@@ -146,12 +146,12 @@ class Crowd:
                     done = True
                     continue
                 first_s = self._now_s() if first_s is None else first_s
-                told = json.loads(event.data)
-                usage = told.get("usage") or usage
+                message = json.loads(event.data)
+                usage = message.get("usage") or usage
                 if (
-                    "error" in told
+                    "error" in message
                 ):  # The server sent the status line, queued the request, and then refused it.
-                    self.attempts.note_broken(str(told["error"]["code"]))
+                    self.attempts.note_broken(str(message["error"]["code"]))
                     return
         if not done or usage is None or first_s is None:
             self.attempts.note_broken("cut")
@@ -204,11 +204,11 @@ async def _row(
     """Return the metrics of a rate."""
     crowd = Crowd(overload, server, args)
     before_bytes = server.rss_bytes
-    async with watched(server) as seen, _sampled(server, crowd.attempts):
+    async with watch_server(server) as resources, _sampled(server, crowd.attempts):
         clients = await crowd.run(rate_rps)
     row = {
         **figures(overload, rate_rps, clients),
-        **_server(seen, crowd.attempts),
+        **_server(resources, crowd.attempts),
         "rss_bytes_before": before_bytes,
         "rss_bytes_after": server.rss_bytes,
     }
@@ -216,7 +216,7 @@ async def _row(
     return row
 
 
-def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
+def _server(resources: ResourceUse, attempts: Attempts) -> dict[str, Any]:
     """Return the server's resource use and the times to refusals."""
     return {
         "refusals": len(attempts.refusal_s),
@@ -224,7 +224,7 @@ def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
         "queued": {"max": max(attempts.queued, default=0)},
         "running": {"max": max(attempts.running, default=0)},
         "broken": attempts.broken,
-        "server": seen.figures(),
+        "server": resources.figures(),
     }
 
 
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with (
         tempfile.TemporaryDirectory() as scratch,
-        served(flags, Path(scratch), theirs) as server,
+        run_server(flags, Path(scratch), theirs) as server,
         on_core(ours),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):

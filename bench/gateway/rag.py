@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from bench.harness.servers import Server, served
+from bench.harness.servers import Server, run_server
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.confidence import Z_95
@@ -61,9 +61,9 @@ def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
                 before = os.getloadavg()[0]
                 run, _ = runner.run(run_load(load, target, Console(quiet=True)))
                 runs[policy].append(run)
-                told = {"policy": policy, "round": place, "load_before": before}
-                rounds.append({**told, "summary": summarize(run)})
-                print(told, _line(rounds[-1]["summary"]), flush=True)
+                labels = {"policy": policy, "round": place, "load_before": before}
+                rounds.append({**labels, "summary": summarize(run)})
+                print(labels, _line(rounds[-1]["summary"]), flush=True)
     off, auto = (runs[policy] for policy in POLICIES)
     return {
         "policies": {policy: together(runs[policy]) for policy in POLICIES},
@@ -154,18 +154,18 @@ def body(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
     rows = [
         [policy, name, *(f"{figures[p] * 1e3:,.0f} ms" for p in ("p50", "p90", "p99")), share]
-        for policy, told in results["policies"].items()
-        for name, figures, share in _figure_rows(told)
+        for policy, metrics in results["policies"].items()
+        for name, figures, share in _figure_rows(metrics)
     ]
     head = ["policy", "of", "p50", "p90", "p99", "of the deadline, p50"]
     yield html_table(head, rows, words=(1,))
 
 
-def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:
+def _figure_rows(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:
     """Yield latencies of the question and of its hops, if any question completed."""
-    if told["latency_s"] is not None:
-        yield f"question, {told['attainment']:.1%} in time", told["latency_s"], ""
-    for name, hop in told["hops"].items():
+    if metrics["latency_s"] is not None:
+        yield f"question, {metrics['attainment']:.1%} in time", metrics["latency_s"], ""
+    for name, hop in metrics["hops"].items():
         if hop["latency_s"] is not None:
             yield name, hop["latency_s"], f"{hop['share']['p50']:.1%}"
 
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as opened:
         servers = {
             policy: opened.enter_context(
-                served(
+                run_server(
                     (*("--threads", "1", "--kv-bytes", str(KV_BYTES)), "--speculation", policy),
                     Path(scratch),
                     theirs,

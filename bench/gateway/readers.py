@@ -34,9 +34,9 @@ from bench.gateway.readers_clients import (
     PROMPTS,
     Crowd,
     FastStream,
-    digest_of,
     read_fast,
     slow_prompt,
+    text_digest,
 )
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
@@ -46,9 +46,9 @@ from bench.harness.servers import (
     kernel_tcp_bytes,
     live_samples,
     quantiles,
-    served,
+    run_server,
     shaped_profile,
-    watched,
+    watch_server,
 )
 from draftgate.gateway.cli.environment import collect_environment
 
@@ -72,7 +72,7 @@ async def _phase(name: str, server: Server, streams: list[FastStream], work: Any
     """
     began_s = time.perf_counter()
     load_before = await _sample(server)
-    async with watched(server) as seen:
+    async with watch_server(server) as resources:
         await work
     ended_s = time.perf_counter()
     whole = [one for one in streams if began_s <= one.began_s and one.ended_s <= ended_s]
@@ -84,7 +84,7 @@ async def _phase(name: str, server: Server, streams: list[FastStream], work: Any
         "ttft_s": quantiles([one.ttft_s for one in whole]) if whole else None,
         "worker_before": load_before,
         "worker_after": await _sample(server),
-        **seen.figures(),
+        **resources.figures(),
     }
 
 
@@ -125,9 +125,9 @@ async def _round(
         await asyncio.sleep(args.fast_tokens * args.step_ms / 1e3)
         work = (
             asyncio.sleep(args.seconds),
-            crowd.come(),
+            crowd.start_readers(),
             asyncio.sleep(args.seconds),
-            crowd.read_up(),
+            crowd.finish(),
         )
         phases = []
         for name, one in zip(PHASES, work, strict=True):
@@ -141,7 +141,7 @@ async def _round(
         "fast_faults": sorted(set(faults)),
         "slow_streams": len(crowd.readers),
         "slow_faults": crowd.faults(slow_digests),
-        "slow_chunks": sum(one.told.chunks for one in crowd.readers),
+        "slow_chunks": sum(one.content.chunks for one in crowd.readers),
         "slow_bytes": sum(one.read_bytes for one in crowd.readers),
         "phases": phases,
     }
@@ -150,9 +150,9 @@ async def _round(
 async def measure(server: Server, args: Namespace) -> dict[str, Any]:
     """Return the rounds and their summary."""
     digests = (
-        await digest_of(server.port, PROMPT, args.fast_tokens),
+        await text_digest(server.port, PROMPT, args.fast_tokens),
         await asyncio.gather(
-            *(digest_of(server.port, slow_prompt(n), args.slow_tokens) for n in range(PROMPTS))
+            *(text_digest(server.port, slow_prompt(n), args.slow_tokens) for n in range(PROMPTS))
         ),
     )
     rows = []
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with (
         tempfile.TemporaryDirectory() as scratch,
-        served(_flags(args, Path(scratch)), Path(scratch), theirs) as server,
+        run_server(_flags(args, Path(scratch)), Path(scratch), theirs) as server,
         on_core(ours),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):

@@ -46,7 +46,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass(slots=True)
-class Told:
+class StreamContent:
     """The content of a stream so far, independent of the boundaries between reads."""
 
     parser: SseParser = field(default_factory=SseParser)
@@ -55,19 +55,19 @@ class Told:
     done: int = 0
     errors: int = 0
     chunks: int = 0
-    behind: int = 0
+    after_done: int = 0
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of a response."""
         for event in self.parser.feed(data):
-            self.behind += self.done
+            self.after_done += self.done
             if event.data == b"[DONE]":
                 self.done += 1
                 continue
-            told = _decode(event.data)
+            content = _decode(event.data)
             self.chunks += 1
-            self.errors += told.error is not None
-            for choice in told.choices:
+            self.errors += content.error is not None
+            for choice in content.choices:
                 self.text.update(choice.text.encode())
                 self.finished += choice.finish_reason is not None
 
@@ -75,15 +75,15 @@ class Told:
         """Return a description of the fault of a complete stream, or None if it is correct."""
         if self.errors:
             return "error"
-        if (self.finished, self.done, self.behind) != (1, 1, 0):
-            return f"{self.finished} finished, {self.done} done, {self.behind} behind"
+        if (self.finished, self.done, self.after_done) != (1, 1, 0):
+            return f"{self.finished} finished, {self.done} done, {self.after_done} after [DONE]"
         return None if self.text.hexdigest() == digest else "another text"
 
 
 def request(prompt: str, tokens: int, *, stream: bool, version: str = "1.1") -> bytes:
     """Return the bytes of a completion request."""
-    asked = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
-    body = json.dumps({**asked, "seed": 1}).encode()
+    fields = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+    body = json.dumps({**fields, "seed": 1}).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -93,7 +93,7 @@ def slow_prompt(number: int) -> str:
     return f"def part_{number % PROMPTS}(path):\n"
 
 
-async def digest_of(port: int, prompt: str, tokens: int) -> str:
+async def text_digest(port: int, prompt: str, tokens: int) -> str:
     """Return the SHA-256 of the text of a request without streaming."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request(prompt, tokens, stream=False, version="1.0"))
@@ -119,17 +119,19 @@ async def read_fast(
 ) -> None:
     """Send requests in a closed loop until cancelled."""
     loop = asyncio.get_running_loop()
-    asked = request(prompt, tokens, stream=True)
+    request_bytes = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
-        lambda: Connection(asked, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
+        lambda: Connection(request_bytes, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
     )
     while True:
         began_s = time.perf_counter()
-        latency_s, ttft_s = await connection.ask()
-        told = Told()
-        told.feed(bytes(connection.received))
+        latency_s, ttft_s = await connection.send_request()
+        content = StreamContent()
+        content.feed(bytes(connection.received))
         tpot_s = (latency_s - ttft_s) / (tokens - 1)
-        found.append(FastStream(began_s, began_s + latency_s, ttft_s, tpot_s, told.fault(digest)))
+        found.append(
+            FastStream(began_s, began_s + latency_s, ttft_s, tpot_s, content.fault(digest))
+        )
 
 
 @dataclass(slots=True)
@@ -138,23 +140,25 @@ class SlowReader:
 
     Attributes:
         bytes_s: bytes that the client reads per second.
-        told: content of the stream.
+        content: content of the stream.
         read_bytes: number of bytes that the client has read.
         ended: whether the server has closed the connection.
     """
 
     number: int
     bytes_s: int
-    told: Told = field(default_factory=Told)
+    content: StreamContent = field(default_factory=StreamContent)
     read_bytes: int = 0
     ended: bool = False
 
-    async def live(self, port: int, asked: bytes, hurry: asyncio.Event, spread_s: float) -> None:
-        """Send the request, read slowly until `hurry` is set, and then read to the end.
+    async def run(
+        self, port: int, request_bytes: bytes, finish_now: asyncio.Event, spread_s: float
+    ) -> None:
+        """Send the request, read slowly until `finish_now` is set, and then read to the end.
 
         Args:
-            asked: bytes of the request.
-            hurry: event that ends slow reading.
+            request_bytes: bytes of the request.
+            finish_now: event that ends slow reading.
             spread_s: seconds over which the slow readers arrive, and later finish in this order.
         """
         loop = asyncio.get_running_loop()
@@ -162,11 +166,11 @@ class SlowReader:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_WINDOW_BYTES)
             connection.setblocking(False)
             await loop.sock_connect(connection, ("127.0.0.1", port))
-            await loop.sock_sendall(connection, asked)
-            while not hurry.is_set() and not self.ended:
+            await loop.sock_sendall(connection, request_bytes)
+            while not finish_now.is_set() and not self.ended:
                 stops = self.number % STOP_EVERY == 0
                 wait_s = STOP_S if stops else TICK_S
-                await _first_of(hurry, wait_s)
+                await _wait_for(finish_now, wait_s)
                 self._take(connection, int(self.bytes_s * wait_s))
             await asyncio.sleep(spread_s)
             while not self.ended:
@@ -181,10 +185,10 @@ class SlowReader:
     def _feed(self, data: bytes) -> None:
         self.ended = not data
         self.read_bytes += len(data)
-        self.told.feed(data)
+        self.content.feed(data)
 
 
-async def _first_of(event: asyncio.Event, seconds: float) -> None:
+async def _wait_for(event: asyncio.Event, seconds: float) -> None:
     """Wait for an event, or until a timeout."""
     try:
         async with asyncio.timeout(seconds):
@@ -203,10 +207,10 @@ class Crowd:
     tokens: int
     spread_s: float
     readers: list[SlowReader] = field(default_factory=list)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    finish_now: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: deque[asyncio.Task[None]] = field(default_factory=deque)
 
-    async def come(self) -> None:
+    async def start_readers(self) -> None:
         """Start the readers at even intervals."""
         began_s = time.perf_counter()
         for number in range(self.number):
@@ -216,17 +220,17 @@ class Crowd:
             self.readers.append(reader)
             spread_s = number / self.number * self.spread_s
             prompt = slow_prompt(number)
-            asked = request(prompt, self.tokens, stream=True, version="1.0")
-            life = reader.live(self.port, asked, self.hurry, spread_s)
-            self.tasks.append(asyncio.create_task(life))
+            request_bytes = request(prompt, self.tokens, stream=True, version="1.0")
+            running = reader.run(self.port, request_bytes, self.finish_now, spread_s)
+            self.tasks.append(asyncio.create_task(running))
 
-    async def read_up(self) -> None:
+    async def finish(self) -> None:
         """Let all readers read to the end.
 
         Raises:
             OSError: a connection broke.
         """
-        self.hurry.set()
+        self.finish_now.set()
         await asyncio.gather(*self.tasks)
 
     def faults(self, digests: Sequence[str]) -> dict[str, int]:
@@ -237,7 +241,7 @@ class Crowd:
         """
         found: dict[str, int] = {}
         for reader in self.readers:
-            fault = reader.told.fault(digests[reader.number % PROMPTS])
+            fault = reader.content.fault(digests[reader.number % PROMPTS])
             if fault is not None:
                 found[fault] = found.get(fault, 0) + 1
         return found

@@ -56,7 +56,7 @@ class Waits:
     degraded: int = 0
     took_s: float = 0.0
 
-    def told(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """Return the metrics of a part of a round."""
         ranked = sorted(self.seconds)
         return {
@@ -111,8 +111,8 @@ class Subject:
             await asyncio.wait({beating})
 
 
-async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
-    """Send `count` requests over the lanes, and return their results."""
+async def send_requests(subject: Subject, lanes: int, requests: int) -> Waits:
+    """Send requests over the lanes, and return their results."""
     waits, names = Waits(), iter(range(requests))
 
     async def lane() -> None:
@@ -126,29 +126,31 @@ async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
     return waits
 
 
-async def commands(connected: Connected) -> tuple[int, float]:
+async def script_totals(connected: Connected) -> tuple[int, float]:
     """Return the number of scripts that the server has run, and their time in microseconds."""
-    told = await connected.client.info("commandstats")
-    found = told.get("cmdstat_evalsha", {"calls": 0, "usec": 0})
+    statistics = await connected.client.info("commandstats")
+    found = statistics.get("cmdstat_evalsha", {"calls": 0, "usec": 0})
     return int(found["calls"]), float(found["usec"])
 
 
-async def count(subject: Subject, connected: Connected, requests: int) -> dict[str, float]:
+async def measure_commands(
+    subject: Subject, connected: Connected, requests: int
+) -> dict[str, float]:
     """Return the commands per reservation and per release, and the server's time per reservation.
 
     Each report includes all leases so far, as at low rates.
     """
     await subject.report()
-    begun, begun_us = await commands(connected)
+    begun, begun_us = await script_totals(connected)
     for number in range(requests):
         found = await subject.store.reserve(f"c{number}", TOKENS, subject.offers, LEASE_S)
         if found.lease is not None:
-            told = found.lease.number
-            subject.offers = [replace(offer, watermark=told) for offer in subject.offers]
-    reserved, reserved_us = await commands(connected)
+            watermark = found.lease.number
+            subject.offers = [replace(offer, watermark=watermark) for offer in subject.offers]
+    reserved, reserved_us = await script_totals(connected)
     await subject.store.release([f"c{number}" for number in range(requests)])
     await subject.store.close()
-    released, _ = await commands(connected)
+    released, _ = await script_totals(connected)
     server_us = (reserved_us - begun_us) / (reserved - begun)
     return {
         "commands_per_reservation": (reserved - begun) / requests,
@@ -167,17 +169,17 @@ async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
 
     subjects = {"memory": Subject(MemoryStore(time.monotonic)), "redis": Subject(guarded())}
     for subject in subjects.values():
-        await ask(subject, 1, requests // 10)  # load the scripts and open the connections
+        await send_requests(subject, 1, requests // 10)  # load the scripts and open the connections
     rows = []
     for lanes in LANES:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
         for _ in range(rounds):
             for name, subject in subjects.items():
-                found[name].append((await ask(subject, lanes, requests)).told())
+                found[name].append((await send_requests(subject, lanes, requests)).summary())
         rows.append(row(lanes, found))
         print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
     await subjects["redis"].store.close()
-    counted = await count(Subject(guarded()), connected, requests)
+    counted = await measure_commands(Subject(guarded()), connected, requests)
     keys = [key async for key in connected.client.scan_iter(f"draftgate:{{{pool}}}:*")]
     await connected.client.unlink(*keys)
     for close in connected.closing:
@@ -187,16 +189,16 @@ async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
 
 def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     """Return the medians over rounds, and the paired difference between Redis and memory."""
-    told: dict[str, float] = {"lanes": lanes}
+    result: dict[str, float] = {"lanes": lanes}
     pairs = list(zip(found["memory"], found["redis"], strict=True))
     for name in ("p50_us", "p99_us"):
         added = [redis[name] - memory[name] for memory, redis in pairs]
-        told[f"added_{name}"] = round(median(added), 1)
-        told[f"added_{name}_worst"] = round(max(added), 1)
+        result[f"added_{name}"] = round(median(added), 1)
+        result[f"added_{name}_worst"] = round(max(added), 1)
     redis = [one for _, one in pairs]
-    told["requests_per_s"] = round(median(one["requests_per_s"] for one in redis))
-    told["degraded_share"] = round(max(one["degraded"] for one in redis), 4)
-    return told
+    result["requests_per_s"] = round(median(one["requests_per_s"] for one in redis))
+    result["degraded_share"] = round(max(one["degraded"] for one in redis), 4)
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

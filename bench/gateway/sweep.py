@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance
-from bench.harness.servers import served
+from bench.harness.servers import run_server
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.cli.commands import report_sweep, write_json
 from draftgate.loadgen.measuring.metrics import intact
@@ -83,7 +83,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTar
             folder = scratch / policy.replace(":", "-")
             folder.mkdir()
             flags = [*FLAGS, "--speculation", policy]
-            server = stack.enter_context(served(flags, folder, core, backend="engine"))
+            server = stack.enter_context(run_server(flags, folder, core, backend="engine"))
             found.append(SweepTarget(policy, server.url))
         yield found
 
@@ -156,7 +156,7 @@ def _parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench sweep`."""
     args = _parser().parse_args(arguments)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **simulated_provenance("sweep", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ):
             sweep, done, capacities = runner.run(measure(found, args, Console(stderr=True)))
     result = report_sweep(sweep, done, args.html)
-    write_json(args.json, result | told | {"closed_loop_rps": capacities})
+    write_json(args.json, result | settings | {"closed_loop_rps": capacities})
 
 
 if __name__ == "__main__":

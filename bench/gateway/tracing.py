@@ -219,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with _collector() as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = runner.run(_rounds(args.profile, url, args.rounds, args.requests))
-    told = summary(rows)
-    for row in told:
+    summary_rows = summary(rows)
+    for row in summary_rows:
         print(*(v if isinstance(v, str) else np.round(v, 1) for v in row.values()))
     observed_us = observe_s() * 1e6
     print(f"RequestWatch.observe: {observed_us:.2f} us per delta")
@@ -228,12 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "format": "tracing/1",
         **simulated_provenance("tracing", arguments),
         "cpu": collect_environment()["cpu"],
-        "summary": told,
+        "summary": summary_rows,
         "observe_us": observed_us,
         "rounds": rows,
     }
-    table = [[str(value) for value in row.values()] for row in told]
-    body = ["<h1>What tracing costs</h1>", html_table(list(told[0]), table, __doc__ or "")]
+    table = [[str(value) for value in row.values()] for row in summary_rows]
+    body = ["<h1>Cost of tracing</h1>", html_table(list(summary_rows[0]), table, __doc__ or "")]
     write_results(args, results, "What tracing costs", body)
 
 

@@ -110,7 +110,7 @@ class Helper:
                 stdout=subprocess.PIPE,
             )
 
-    def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
+    def request(self, question: msgspec.Struct, answer: type[T]) -> T:
         """Send a question, and wait for the reply.
 
         Raises:
@@ -123,10 +123,12 @@ class Helper:
         return msgspec.json.decode(self.process.stdout.readline(), type=answer)
 
 
-def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
+def answer_lines(question_type: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
     """Reply to every line of standard input, in the process of a `Helper`."""
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(answer(msgspec.json.decode(line, type=asked))))
+        sys.stdout.buffer.write(
+            msgspec.json.encode(answer(msgspec.json.decode(line, type=question_type)))
+        )
         sys.stdout.buffer.write(b"\n")
         sys.stdout.buffer.flush()
 

@@ -49,7 +49,7 @@ class Server:
 
 
 @contextmanager
-def served(
+def run_server(
     flags: Sequence[str], folder: Path, core: int | None = None, *, backend: str = "sim"
 ) -> Iterator[Server]:
     """Run `draftgate serve` on a free port, by default with the simulator.
@@ -112,7 +112,7 @@ def shaped_profile(folder: Path, **fields: object) -> Path:
 
 
 @dataclass(slots=True)
-class Watched:
+class ResourceUse:
     """Resource use of a server, and the response time of its event loop.
 
     Attributes:
@@ -139,9 +139,9 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(server: Server) -> AsyncIterator[Watched]:
+async def watch_server(server: Server) -> AsyncIterator[ResourceUse]:
     """Watch a server while the context lasts."""
-    found = Watched()
+    found = ResourceUse()
     task = asyncio.create_task(_watch(server, found))
     began_s, cpu_s_before = time.perf_counter(), server.cpu_s
     try:
@@ -153,7 +153,7 @@ async def watched(server: Server) -> AsyncIterator[Watched]:
             await task
 
 
-async def _watch(server: Server, found: Watched) -> None:
+async def _watch(server: Server, found: ResourceUse) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         while True:

@@ -209,9 +209,9 @@ def _searched(
     near = nearest_place(args.near)
     named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))
     for slo, speculation, batching in named:
-        told = structs.replace(config, batching=batching, speculation=speculation)
+        searched_config = structs.replace(config, batching=batching, speculation=speculation)
         began_s = time.process_time()
-        found, near = capacity(Setting(drawn, told, slos[slo]), near)
+        found, near = capacity(Setting(drawn, searched_config, slos[slo]), near)
         row = _row(slo, speculation, batching, found)
         print(*_shown(row), f"{time.process_time() - began_s:.0f} CPU s")
         yield row
@@ -237,9 +237,9 @@ HEAD: Final = (
 
 def _shown(row: dict[str, Any]) -> list[str]:
     within, beyond = row["within"], row["beyond"]
-    told = ["-"] * 4
+    limits = ["-"] * 4
     if within is not None:
-        told = [
+        limits = [
             f"{within['gap_p99_s'] * 1e3:.1f}",
             f"{within['gap_max_s'] * 1e3:.0f}",
             f"{within['queue_p50_s']:.2f}",
@@ -247,7 +247,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
         ]
     limit = "-" if beyond is None else "queue" if beyond["queue_p50_s"] > LATEST_S else "gaps"
     names = [row["slo"], row["speculation"], row["batching"]]
-    return [*names, f"{row['capacity_rps']:.2f}", *told, limit]
+    return [*names, f"{row['capacity_rps']:.2f}", *limits, limit]
 
 
 def _body(title: str, rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -35,15 +35,15 @@ class Client:
     """A client and its outcome, with times in virtual seconds.
 
     Attributes:
-        told: time of each refusal, and the requested delay of the retry.
-        came: time of each retry, and whether it was admitted.
+        refusals: time of each refusal, and the requested delay of the retry.
+        retries: time of each retry, and whether it was admitted.
         first_s, end_s: first token and end of the admitted attempt, or None after an error.
     """
 
     planned: PlannedRequest
     arrived_s: float
-    told: list[tuple[float, float]] = field(default_factory=list)
-    came: list[tuple[float, bool]] = field(default_factory=list)
+    refusals: list[tuple[float, float]] = field(default_factory=list)
+    retries: list[tuple[float, bool]] = field(default_factory=list)
     admitted_s: float | None = None
     scheduled_s: float | None = None
     first_s: float | None = None
@@ -107,15 +107,15 @@ class Overload:
         await asyncio.sleep(client.arrived_s - loop.time())
         index = client.planned.index
         job = replace(job_of(client.planned), service=self.service(index), fingerprint=index + 1)
-        while len(client.told) < PATIENCE:
+        while len(client.refusals) < PATIENCE:
             now_s = loop.time()
             try:
                 await self._send_request(dispatcher, client, job, environment)
             except TooMany as refusal:
-                if client.told:
-                    client.came.append((now_s, False))
+                if client.refusals:
+                    client.retries.append((now_s, False))
                 retry_s = refusal.retry_after_s or 1.0
-                client.told.append((now_s, retry_s))
+                client.refusals.append((now_s, retry_s))
                 await asyncio.sleep(retry_s)
             else:
                 return
@@ -131,11 +131,11 @@ class Overload:
         now_s = asyncio.get_running_loop().time()
         with dispatcher.counted():
             async with dispatcher.run(job) as run:
-                if client.told:
-                    client.came.append((now_s, True))
+                if client.refusals:
+                    client.retries.append((now_s, True))
                 client.admitted_s = now_s
                 async for _ in run.deltas:
                     pass
-                came = environment.log.pop(run.requests[0].request_id)
-        client.scheduled_s, client.first_s = came.scheduled_s, came.at_s[0]
-        client.end_s, client.tokens = came.at_s[-1], sum(came.tokens)
+                timing = environment.log.pop(run.requests[0].request_id)
+        client.scheduled_s, client.first_s = timing.scheduled_s, timing.at_s[0]
+        client.end_s, client.tokens = timing.at_s[-1], sum(timing.tokens)

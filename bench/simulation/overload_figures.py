@@ -48,23 +48,23 @@ def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Clie
     their first retry. The result is the earliest retry after which a client starts just within its
     target.
     """
-    ones = [client for client in clients if client.told or client.admitted_s is not None]
-    stays = [_stay(overload, client) for client in ones]
+    queued = [client for client in clients if client.refusals or client.admitted_s is not None]
+    stays = [_stay(overload, client) for client in queued]
     starts = starts_s(stays, max(most_running(clients), 1))
     return [
         (client, max(start_s - stay.at_s - _allowed_s(overload, client), 0.0))
-        for client, stay, start_s in zip(ones, stays, starts, strict=True)
-        if client.told
+        for client, stay, start_s in zip(queued, stays, starts, strict=True)
+        if client.refusals
     ]
 
 
 def _stay(overload: Overload, client: Client) -> Stay:
     """Return a client's request in hindsight, with a service time if it was admitted in turn."""
-    in_turn = not client.told or (bool(client.came) and client.came[0][1])
+    in_turn = not client.refusals or (bool(client.retries) and client.retries[0][1])
     service_s = 0.0
     if in_turn and client.scheduled_s is not None and client.end_s is not None:
         service_s = client.end_s - client.scheduled_s
-    at_s = client.told[0][0] if client.told else client.admitted_s or 0.0
+    at_s = client.refusals[0][0] if client.refusals else client.admitted_s or 0.0
     return Stay(at_s, overload.service(client.planned.index).priority, service_s)
 
 
@@ -72,11 +72,14 @@ def _allowed_s(overload: Overload, client: Client) -> float:
     return overload.service(client.planned.index).ttft_s or 0.0
 
 
-def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
+def _retries(feasible_retries: Sequence[tuple[Client, float]]) -> dict[str, Any]:
     """Return the medians of requested and of feasible retry delays, in seconds."""
-    if not told:
+    if not feasible_retries:
         return {"retry_after_s": None, "earliest_feasible_s": None, "retry_over_earliest": None}
-    retry_s, feasible_s = median(c.told[0][1] for c, _ in told), median(f for _, f in told)
+    retry_s, feasible_s = (
+        median(c.refusals[0][1] for c, _ in feasible_retries),
+        median(f for _, f in feasible_retries),
+    )
     return {
         "retry_after_s": {"p50": retry_s},
         "earliest_feasible_s": {"p50": feasible_s},
@@ -86,19 +89,20 @@ def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
 
 def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
     """Return the metrics of a rate."""
-    returns = [let_in for client in clients for _, let_in in client.came]
-    first = [client.came[0][1] for client in clients if client.came]
-    told = earliest_s(overload, clients)
+    returns = [admitted for client in clients for _, admitted in client.retries]
+    first = [client.retries[0][1] for client in clients if client.retries]
+    feasible_retries = earliest_s(overload, clients)
     return {
         "rate_rps": rate_rps,
         "requests": len(clients),
         "goodput_rps": goodput_rps(overload, clients),
-        "refused_at_first": sum(bool(client.told) for client in clients),
+        "refused_at_first": sum(bool(client.refusals) for client in clients),
         "let_in_on_return": fmean(returns) if returns else None,
         "let_in_on_first_return": fmean(first) if first else None,
-        **_retries(told),
+        **_retries(feasible_retries),
         "classes": [
-            _class(overload, clients, told, place) for place in range(len(overload.services))
+            _class(overload, clients, feasible_retries, place)
+            for place in range(len(overload.services))
         ],
     }
 
@@ -106,13 +110,13 @@ def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> d
 def _class(
     overload: Overload,
     clients: Sequence[Client],
-    told: Sequence[tuple[Client, float]],
+    feasible_retries: Sequence[tuple[Client, float]],
     place: int,
 ) -> dict[str, Any]:
     """Return the metrics of a class of requests."""
     service = overload.services[place]
     own = [c for c in clients if c.planned.index % len(overload.services) == place]
-    returns = [let_in for client in own for _, let_in in client.came]
+    returns = [admitted for client in own for _, admitted in client.retries]
     ended = [c for c in own if c.end_s is not None]
     waits_s = sorted((c.first_s or 0.0) - c.arrived_s for c in ended)
     in_time = [c for c in own if c.first_s is not None and c.first_s < overload.seconds]
@@ -124,7 +128,13 @@ def _class(
         "answered": len(ended),
         "answered_during_overload": len(in_time),
         "let_in_on_return": fmean(returns) if returns else None,
-        **_retries([one for one in told if one[0].planned.index % len(overload.services) == place]),
+        **_retries(
+            [
+                one
+                for one in feasible_retries
+                if one[0].planned.index % len(overload.services) == place
+            ]
+        ),
         "attainment_of_answered": fmean(c.met(service) for c in ended) if ended else None,
         "arrival_to_first_token_s": {
             "p50": median(waits_s) if waits_s else None,

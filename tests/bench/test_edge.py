@@ -20,8 +20,8 @@ from bench.edge.figures import goals, summary
 from bench.edge.mock import application
 from bench.edge.rounds import WORKER, Row, questions
 from bench.edge.targets import INSTANT, Kind
-from bench.edge.watch import Hold, parted, watched
-from bench.edge.worker import Alone, Work
+from bench.edge.watch import Hold, split_hold, watch_loop
+from bench.edge.worker import BareWorker, Work
 from bench.harness.processes import cpu_s
 from tests.gateway.harness import client, events, running
 
@@ -91,7 +91,7 @@ async def test_mock_chunks_have_the_fields_of_draftgate() -> None:
     def shape(value: object) -> object:
         return {k: shape(v) for k, v in value.items()} if isinstance(value, dict) else type(value)
 
-    body = json.loads(wire.body(9, stream=True))
+    body = json.loads(wire.request_body(9, stream=True))
     found = []
     settings = {"profile": str(INSTANT), "speculation": "off", "served_model_name": wire.MODEL}
     async with running(**settings) as where, client(where) as http:
@@ -110,7 +110,7 @@ async def test_mock_chunks_have_the_fields_of_draftgate() -> None:
 
 def test_the_worker_alone_completes_its_requests() -> None:
     """The worker generates all tokens of every sequence without an edge."""
-    done = Alone().do(Work(tokens=7, sequences=3, for_s=0.0))
+    done = BareWorker().run(Work(tokens=7, sequences=3, for_s=0.0))
     assert (done.requests, done.deltas) == (3, 21)
 
 
@@ -179,19 +179,19 @@ def test_goals_are_met_or_missed_or_not_measured() -> None:
 
 def test_a_hold_is_split_by_cause() -> None:
     """The parts for callbacks, collections, locks and other processes never exceed the hold."""
-    own_thread = parted(10.0, cpu_s=4.0, descheduled_s=2.0, gc_s=1.0, gc_here_s=1.0)
+    own_thread = split_hold(10.0, cpu_s=4.0, descheduled_s=2.0, gc_s=1.0, gc_here_s=1.0)
     assert own_thread == Hold(10.0, own_s=3.0, collecting_s=1.0, lock_s=4.0, descheduled_s=2.0)
-    other_thread = parted(10.0, cpu_s=1.0, descheduled_s=0.0, gc_s=6.0, gc_here_s=0.0)
+    other_thread = split_hold(10.0, cpu_s=1.0, descheduled_s=0.0, gc_s=6.0, gc_here_s=0.0)
     assert other_thread == Hold(10.0, own_s=1.0, collecting_s=6.0, lock_s=3.0)
     # CPU time before the loop was late is not part of the hold.
-    assert parted(2.0, cpu_s=5.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold(2.0, 2.0)
-    assert parted(-1.0, cpu_s=1.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold()
+    assert split_hold(2.0, cpu_s=5.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold(2.0, 2.0)
+    assert split_hold(-1.0, cpu_s=1.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold()
 
 
 async def test_collections_in_any_thread_are_counted() -> None:
     """The loop's watch counts collections in every thread, because they stop all threads."""
     for collect in (gc.collect, lambda: asyncio.to_thread(gc.collect)):
-        async with watched() as watch:
+        async with watch_loop() as watch:
             while watch.longest.collecting_s == 0.0:
                 if asyncio.iscoroutine(ran := collect()):
                     await ran

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.engine import command, models
+from bench.engine.bench_engine import BenchEngine, most_kv_tokens, step_plan
 from bench.engine.cases import Case, Grid, flops, weight_bytes
 from bench.engine.device import Rates
 from bench.engine.exact import add_exact, measure_exact
@@ -17,7 +18,6 @@ from bench.engine.goals import GOALS, judged
 from bench.engine.idle import idle_share
 from bench.engine.loading import random_checkpoint
 from bench.engine.models import StoredModel, make_model
-from bench.engine.ours import Ours, most_kv_tokens, step_plan
 from bench.engine.profile import profile_of, without_pairs
 from bench.engine.random_model import LLAMA_SHAPES, RandomModel
 from bench.engine.steps import Contender, measure_steps
@@ -59,9 +59,9 @@ def stored(tmp_path: Path, dtype: torch.dtype = torch.float32) -> StoredModel:
     return StoredModel("small", random_checkpoint(tmp_path, **SMALL), dtype, CPU)
 
 
-def engine_of(model) -> Ours:
+def engine_of(model) -> BenchEngine:
     cases = list(GRID.cases())
-    return Ours.load(model, most_kv_tokens(cases), GRID.longest)
+    return BenchEngine.load(model, most_kv_tokens(cases), GRID.longest)
 
 
 def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def clients(overload: Overload) -> list[Client]:
 def test_every_client_gets_a_response_in_the_end(clients: list[Client]) -> None:
     """Every client that retries as instructed receives a response after a few attempts."""
     assert all(client.end_s is not None for client in clients)
-    assert max(len(client.told) for client in clients) < 10
+    assert max(len(client.refusals) for client in clients) < 10
 
 
 def test_timely_retries_are_admitted(overload: Overload, clients: list[Client]) -> None:

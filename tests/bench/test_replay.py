@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bench.engine import speedup
+from bench.engine.bench_engine import BenchEngine
 from bench.engine.device import Rates
 from bench.engine.generation import Participant, agreement, measure_generation
 from bench.engine.models import make_model
-from bench.engine.ours import Ours
 from bench.engine.random_model import RandomModel
 from bench.engine.replay import ReplayProposer, corrupted
 from bench.engine.serving import (
@@ -57,10 +57,10 @@ def sequence_after(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Seque
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> Ours:
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> BenchEngine:
     folder: Path = tmp_path_factory.mktemp("model")
     model = make_model("shipped", folder, torch.float32, torch.device("cpu"))
-    return Ours.load(model, 32 * 400, 400)
+    return BenchEngine.load(model, 32 * 400, 400)
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
@@ -105,7 +105,9 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
 
 
 @pytest.mark.long
-def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_do_not_change_a_token(
+    shipped: BenchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every draft length and `auto` give the outputs of the run without drafts."""
     monkeypatch.setattr(speedup, "BATCHES", (1, 4))
     settings = Replayed(acceptance=0.8, lengths=(1, 5), new_tokens=NEW_TOKENS, rounds=1)
@@ -125,7 +127,7 @@ def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.Monkey
             assert row["tokens_per_step"] > 1.3
 
 
-def test_every_batch_is_prefilled_again(shipped: Ours) -> None:
+def test_every_batch_is_prefilled_again(shipped: BenchEngine) -> None:
     """The worker computes a repeated prompt again, so that rounds have equal work."""
     prompt = shipped.model.prompts(1)
     cached = []
@@ -140,7 +142,7 @@ def test_every_batch_is_prefilled_again(shipped: Ours) -> None:
     assert not any(cached)
 
 
-def test_a_failing_step_raises_its_error(shipped: Ours) -> None:
+def test_a_failing_step_raises_its_error(shipped: BenchEngine) -> None:
     """The benchmark raises the error of a failing step."""
 
     class Broken(ReplayProposer):
@@ -196,7 +198,7 @@ def test_a_failing_peer_reports_its_error() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_all_modes_generate_the_same_tokens(shipped: Ours) -> None:
+def test_all_modes_generate_the_same_tokens(shipped: BenchEngine) -> None:
     """All proposers and all working modes of `transformers` give identical tokens."""
     pytest.importorskip("transformers")
     rows = measure_generation(shipped, 16, 1)
@@ -215,7 +217,7 @@ def test_random_weights_generate_the_same_tokens(tmp_path: Path) -> None:
     """Both engines generate the same tokens from random weights."""
     pytest.importorskip("transformers")
     model = RandomModel("small", tmp_path, SMALL, torch.float32, torch.device("cpu"))
-    rows = measure_generation(Ours.load(model, 32 * 400, 400), 16, 1)
+    rows = measure_generation(BenchEngine.load(model, 32 * 400, 400), 16, 1)
     together = ["off", "transformers, continuous batching"]
     assert [row["who"] for row in rows] == ["off", "transformers", *together * 2]
     assert all(row["equal_outputs"] == 1.0 for row in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.gateway.store import LANES, Subject, commands, count, measure
+from bench.gateway.store import LANES, Subject, measure, measure_commands, script_totals
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from tests.gateway.redis_server import RedisServer
@@ -14,9 +14,9 @@ async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> Non
     store = RedisStore.at(redis_server.url, "p", "g")
     await store.reserve("none", 1, Subject(store).offers, 1.0)  # This loads the scripts.
     await store.release(("none",))
-    before, _ = await commands(connected)
-    counts = await count(Subject(store), connected, 50)
-    after, _ = await commands(connected)
+    before, _ = await script_totals(connected)
+    counts = await measure_commands(Subject(store), connected, 50)
+    after, _ = await script_totals(connected)
     assert counts["commands_per_reservation"] == 1.0
     assert counts["commands_per_release"] == 1 / 50
     assert counts["server_us_per_reservation"] > 0

@@ -45,7 +45,7 @@ all sequences decode together."""
 
 
 @dataclass(frozen=True)
-class Ours:
+class BenchEngine:
     """The engine with a loaded model."""
 
     model: Model
@@ -54,7 +54,9 @@ class Ours:
     max_model_len: int
 
     @classmethod
-    def load(cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False) -> Ours:
+    def load(
+        cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False
+    ) -> BenchEngine:
         """Load a model.
 
         Args:
@@ -72,11 +74,11 @@ class Ours:
         decoder = Decoder(model.config, model.weights(exact=exact), longest)
         return cls(model, pool, _runner(decoder, pool, longest), longest)
 
-    def exact(self) -> Ours:
+    def exact(self) -> BenchEngine:
         """Return the engine in exact mode with the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
         runner = _runner(decoder, self.pool, self.max_model_len)
-        return Ours(self.model, self.pool, runner, self.max_model_len)
+        return BenchEngine(self.model, self.pool, runner, self.max_model_len)
 
     @cached_property
     def cost(self) -> StepCost:
