@@ -91,7 +91,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Address to listen on. 0.0.0.0 means every interface."""
 
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """Port to listen on; 0 picks a free one."""
+    """Port to listen on (0 picks a free port)."""
 
     served_model_name: str | None = None
     """Model name for clients (default: the model's own)."""

@@ -282,7 +282,7 @@ _gauge(
 )
 _gauge(
     "draftgate_upstream_metrics_age_seconds",
-    "Age of the metrics read from an upstream; 0 for other workers and before the first read",
+    "Age of an upstream's metrics (0 for other workers and before the first read)",
     of_worker=lambda load: load.age_s or 0.0,
 )
 _gauge(
@@ -292,7 +292,7 @@ _gauge(
 )
 _gauge(
     "draftgate_kv_cache_usage_ratio",
-    "Share of KV blocks in use, 0 to 1; 0 if unknown",
+    "Share of KV blocks in use, 0 to 1 (0 if unknown)",
     "vllm:kv_cache_usage_perc",
     of_worker=_kv_usage,
 )
