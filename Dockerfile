@@ -16,8 +16,8 @@ RUN python -m venv /opt/draftgate
 ENV PATH=/opt/draftgate/bin:$PATH
 WORKDIR /src
 
-# Dependencies come first, so that this layer is rebuilt only when they change. The README is empty
-# here, so that editing it does not install them again.
+# This layer contains only the dependencies and is rebuilt only when they change. An empty README
+# prevents a rebuild after a change of the README.
 COPY pyproject.toml constraints.txt LICENSE ./
 COPY draftgate/__init__.py draftgate/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -57,7 +57,7 @@ RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
     && pip uninstall --yes pip
 
 
-# What both images share: the user, the port, the health check and the command.
+# The common parts of both images: the user, the port, the health check and the command.
 FROM python AS runtime
 
 # A volume mounted on the cache takes its owner from this folder.
@@ -72,7 +72,7 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 
-# SIGTERM drains. `docker stop --time` sets how long running streams may take.
+# SIGTERM drains the node. `docker stop --time` limits the time for running streams.
 ENTRYPOINT ["draftgate"]
 
 
@@ -84,8 +84,8 @@ CMD ["serve", "--backend", "sim", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM runtime AS engine
 
-# On a CPU the worker compiles its operators for this machine at its first start. On a GPU Triton
-# compiles a small launcher in C for each kernel.
+# The compiler builds the CPU operators at the first start of a worker. Triton uses the compiler for
+# the small C launcher of each kernel on a GPU.
 USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \

@@ -1,19 +1,19 @@
-# The commands of a developer. `make help` lists them.
+# The commands for developers. `make help` lists the commands.
 #
-# Everything is installed into .venv at the versions of constraints.txt. No target installs system
-# packages, and none needs the network after `make setup`.
+# All packages are installed into .venv at the versions in constraints.txt. No target installs system
+# packages or needs the network after `make setup`.
 
 PYTHON ?= python3
 ARGS ?=
 
-# The build of PyTorch. Empty is pip's default, on Linux the CUDA build of several gigabytes.
-# A folder of PyTorch's own index (cpu, cu126, ...) selects another build.
+# The build of PyTorch. An empty value selects pip's default, which is the CUDA build of several
+# gigabytes on Linux. A folder of PyTorch's index (cpu, cu126, ...) selects another build.
 TORCH_INDEX ?=
 torch_index = $(if $(TORCH_INDEX),--extra-index-url https://download.pytorch.org/whl/$(TORCH_INDEX))
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Two environments in one folder: `serve` installs what the shipped model needs, `setup` the rest.
+# `serve` installs the packages for the shipped model, and `setup` installs all other packages.
 SERVE := $(VENV)/.serve-done
 SETUP := $(VENV)/.setup-done
 # Python compiles modules when they are first imported, which is quicker than compiling all of them.
@@ -30,7 +30,7 @@ help: ## list the targets
 	@echo "             TORCH_INDEX=cpu        PyTorch's CPU wheels, for a machine without a GPU"
 	@echo "             ARGS='...'             arguments for draftgate serve or pytest"
 
-serve: $(SERVE) ## install what the shipped model needs, and serve it on port 8000
+serve: $(SERVE) ## install the packages for the shipped model, and serve it on port 8000
 	@echo "For the draftgate command in another shell: source $(BIN)/activate"
 	$(BIN)/draftgate serve --port 8000 $(ARGS)
 
@@ -57,7 +57,7 @@ $(SETUP): $(SERVE)
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# Several processes share the tests, whole files each: fixtures of a file are set up once.
+# Several processes share the tests. Each file runs in one process, which sets up its fixtures once.
 parallel = -n auto --maxprocesses 4 --dist loadfile
 
 test: $(SETUP) ## run the quick tests
@@ -66,7 +66,7 @@ test: $(SETUP) ## run the quick tests
 test-long: $(SETUP) ## run every test, including the long ones
 	$(BIN)/python -m pytest --long $(ARGS)
 
-coverage: $(SETUP) ## run the quick tests and report which lines they reach
+coverage: $(SETUP) ## run the quick tests and report line coverage
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage report --skip-covered
 
@@ -78,7 +78,7 @@ check: $(SETUP) ## check style, types, import contracts, docstrings of tests and
 	$(BIN)/interrogate tests
 	$(BIN)/codespell
 
-docs: $(SETUP) ## write the pages that are made from declarations
+docs: $(SETUP) ## generate the reference pages
 	$(BIN)/python -m draftgate.gateway.cli.reference docs/reference
 
 format: $(SETUP) ## format the code
