@@ -24,7 +24,7 @@ MAX_LAYERS: Final = 1 << 12
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 UPSTREAM_HINT: Final = (
-    "other engines may serve it, e.g. vLLM or SGLang behind `--backend openai --upstream URL`"
+    "to serve the model with vLLM or SGLang, use `--backend openai --upstream URL`"
 )
 
 
@@ -317,5 +317,7 @@ def _eos_ids(path: Path) -> frozenset[int]:
     value = read_json(path, missing={}).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be token ids, not {value!r}")
+        raise CheckpointError(
+            f"{path}: eos_token_id must be a token id or a list of token ids, not {value!r}"
+        )
     return frozenset(ids)

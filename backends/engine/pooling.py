@@ -68,7 +68,7 @@ def pools_last_token(directory: Path) -> bool:
     """
     reason = unsupported_pooling(directory)
     if reason is not None:
-        logger.warning("no embeddings: %s; only last-token pooling is supported", reason)
+        logger.warning("no embeddings: %s, but the engine supports only last-token pooling", reason)
     return reason is None
 
 

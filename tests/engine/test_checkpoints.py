@@ -273,7 +273,10 @@ ABSURD = {
         {**SLIDING, "max_window_layers": -1},
         "max_window_layers must be a whole number from 0",
     ),
-    "end token of text": ({"eos_token_id": "</s>"}, "eos_token_id must be token ids, not"),
+    "end token of text": (
+        {"eos_token_id": "</s>"},
+        "eos_token_id must be a token id or a list of token ids, not",
+    ),
 }
 
 
@@ -295,7 +298,7 @@ def test_unsupported_config_value_is_named(name: str, checkpoint_copy: Path) -> 
     edit_config(**changes)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}") as raised:
         read_model_config(checkpoint_copy)
-    assert "vLLM or SGLang behind `--backend openai --upstream URL`" in str(raised.value)
+    assert "vLLM or SGLang, use `--backend openai --upstream URL`" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ABSURD)

@@ -108,7 +108,7 @@ def test_tree_larger_than_a_mask_is_rejected() -> None:
         return pack_feeds([feed_of(SequenceWork(Table(list(range(8))), 0, (1,), True, star))])
 
     assert packed(64).spans.ancestors == [0, *(1 << place for place in range(64))]
-    with pytest.raises(ValueError, match="a draft tree has 65 tokens; at most 64 fit a mask"):
+    with pytest.raises(ValueError, match="a draft tree has 65 tokens, more than the maximum of 64"):
         packed(65)
 
 

@@ -16,8 +16,7 @@ ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128
 A step of up to 184 rows takes the time to read the bfloat16 weights (790 TFLOP/s over 4.3 TB/s, an
 H200's data sheet), so padding is nearly free. Longer steps take much longer than their launches and
 run without a graph. The spacing keeps padding below an eighth from 64 rows on, where attention and
-activations begin to matter. The values are from the data sheet
-(2026-11-21), not measured.
+activations begin to matter. The values are from the data sheet (2026-11-21), not measured.
 """
 
 CONTEXT_FACTOR: Final = 4

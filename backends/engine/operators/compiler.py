@@ -63,12 +63,12 @@ def library_name() -> str:
 def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
     """Return the library of these sources and definitions, or None if gcc cannot compile it."""
     if compiler_version() is None:
-        log.info("gcc not found: the CPU path uses torch alone, which takes several times as long")
+        log.info("gcc not found: torch replaces the CPU kernels and takes several times as long")
         return None
     try:
         return ctypes.CDLL(str(_library(sources, defines)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels do not compile, torch is used instead: %s", error)
+        log.warning("the CPU kernels do not compile, so torch replaces them: %s", error)
         return None
 
 

@@ -86,7 +86,7 @@ class SpanLists:
         drafts = first_branch + sum(branch.rows for branch in branches)
         if drafts > MAX_TREE_TOKENS:
             raise ValueError(
-                f"a draft tree has {drafts} tokens; at most {MAX_TREE_TOKENS} fit a mask"
+                f"a draft tree has {drafts} tokens, more than the maximum of {MAX_TREE_TOKENS}"
             )
         self.ancestors.extend([0] * confirmed)
         self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))

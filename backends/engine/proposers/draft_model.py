@@ -91,8 +91,7 @@ class DraftModelProposer:
             eos_ids: tokens that end a sequence.
             keep_distributions: whether sampled drafts carry their distributions, for rejection.
             catch_up_tokens: maximum number of missing tokens that the draft model computes per
-                step,
-                for all sequences together.
+                step, for all sequences together.
             cost: initial cost of a forward pass by its tokens. Measured passes update this cost.
         """
         self._model = model

@@ -23,9 +23,9 @@ LENGTH_WEIGHT: Final = 2.0
 """Factor on the weight of a match per token of its length.
 
 The following figures are tokens per step on 25 held-out files with 4 / 8 / 16 slots. A chain gets
-1.77 / 1.88 / 1.92. Trees weighted by the match's length get 1.81 / 1.97 / 2.09, with a factor of
-two 1.81 / 1.98 / 2.10, with a factor of four 1.82 / 1.98 / 2.09. All trees wasted fewer slots than
-the chain (2026-11-21).
+1.77 / 1.88 / 1.92. Trees weighted by the match's length get 1.81 / 1.97 / 2.09. Trees with a factor
+of two get 1.81 / 1.98 / 2.10, and with a factor of four 1.82 / 1.98 / 2.09. All trees wasted fewer
+slots than the chain (2026-11-21).
 """
 
 CHILD_CHANCE: Final = 0.75
@@ -45,8 +45,7 @@ class NgramProposer:
         Args:
             corpus_tokens: tokens of finished requests to keep for each tenant. 0 keeps none.
             trees: whether different continuations become branches. Without trees, the draft is the
-                best
-                continuation.
+                best continuation.
         """
         self._indexes: dict[int, NgramIndex] = {}  # by sequence key
         self._corpora = TenantCorpora(corpus_tokens)

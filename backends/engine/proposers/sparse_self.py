@@ -63,8 +63,7 @@ class SparseSelfProposer:
             budget_tokens: maximum number of tokens that a draft reads, rounded down to whole pages.
                 Attention reads tiles of `KV_TILE`, so use a multiple of that size.
             sink_tokens: number of budget tokens at the beginning of the sequence, rounded up to
-                whole
-                pages.
+                whole pages.
             eos_ids: tokens that end a sequence, all below the vocabulary's size.
             keep_distributions: whether sampled drafts carry their distributions, for rejection.
             cost: initial cost of the target's steps. Measured drafting updates this cost.
