@@ -332,7 +332,7 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(checkpoint_copy: Path) 
     """A tokenizer with more tokens than the embedding is rejected at startup."""
     edit_config(vocab_size=4000)(checkpoint_copy)
     with pytest.raises(
-        CheckpointError, match=r"largest id is 4095, but config\.json says vocab_size 4000"
+        CheckpointError, match=r"largest id is 4095, but config\.json has vocab_size 4000"
     ):
         load_engine(WorkerConfig(model=str(checkpoint_copy)))
 

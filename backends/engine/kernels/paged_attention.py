@@ -40,7 +40,7 @@ bytes from device memory, later query blocks from cache. Queries and outputs mov
 Empty programs. The grid has (tokens * group // rows + sequences) * kv_heads programs for any
 lengths. With parallel splits, the grid has this number times the splits of the block tables' width.
 A program without keys bisects (log2(sequences) dependent loads), loads up to four words and
-returns. It occupies its multiprocessor for a few microseconds, so graphs should be captured for
+returns. The program occupies its multiprocessor for a few microseconds, so capture graphs for
 several table widths.
 
 Sources: the packing of heads with tokens follows the unified attention kernel of vLLM
