@@ -128,7 +128,7 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
 
     def __init__(self, requested: str, served: str) -> None:
         super().__init__(
-            f"the model {requested!r} does not exist; served here: {served!r}", "model"
+            f"the model {requested!r} does not exist; this node serves {served!r}", "model"
         )
 
 

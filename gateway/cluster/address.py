@@ -57,5 +57,5 @@ def _outward(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> 
                 continue
             return str(probe.getsockname()[0])
     raise ValueError(
-        "cannot determine the address at which other nodes reach this one: set --advertise URL"
+        "cannot determine the address at which other nodes reach this node: set --advertise URL"
     )

@@ -84,8 +84,8 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Run only a gateway for the workers of the pool."""
 
     advertise: Annotated[str, kind("url")] | None = None
-    """Address at which other nodes reach this one, such as http://10.0.0.5:8000 (default: where it
-    listens)."""
+    """Address at which other nodes reach this node, such as http://10.0.0.5:8000 (default: its
+    listen address)."""
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 means every interface."""

@@ -20,7 +20,7 @@ def read_indices(value: object) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 0 or len(set(found)) < len(found):
-        raise ValueError("expected different indices from 0 on, such as 0,1")
+        raise ValueError("expected distinct indices of 0 or more, such as 0,1")
     return found
 
 
@@ -53,7 +53,7 @@ def read_urls(value: object) -> list[str]:
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
             raise ValueError("expected addresses such as http://localhost:8001")
     if len(set(found)) < len(found):
-        raise ValueError("expected different addresses")
+        raise ValueError("expected distinct addresses")
     return found
 
 

@@ -253,8 +253,7 @@ def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
     what = f"{shortage.asked} {shortage.limit}"
     if shortage.retry_after_s is None:
         return InvalidRequest(
-            f"the request may take {what}, and the key's quota never holds more than "
-            f"{shortage.most}",
+            f"the request may use {what}, but the key's quota never exceeds {shortage.most}",
             "max_tokens" if request.max_tokens else "input",
         )
     return QuotaExceeded(

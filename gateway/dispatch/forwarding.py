@@ -291,7 +291,7 @@ class Forwarder:
         retry_after_s = self._retry_after_s()
         pauses = [worker.upstream.pause for worker in self._fleet.workers]
         if any(pause is not None and pause.status == _UNAVAILABLE for pause in pauses):
-            return UpstreamUnavailable("no upstream serves now", retry_after_s=retry_after_s)
+            return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
     def _retry_after_s(self) -> int:

@@ -37,7 +37,7 @@ ENDPOINTS = {
             StepTrace(1, "ngram", 2, (1,), 0, (0.9, 0.6), 0.29),
             (
                 "1 of 2 draft tokens verified: survival 0.6 of slot 2 is above the price 0.29, "
-                "but it was left out; 0 accepted"
+                "but it was not verified; 0 accepted"
             ),
         ),
         (

@@ -29,7 +29,7 @@ _INFO: Final = {
 }
 
 _ERRORS: Final = {
-    400: "A parameter is malformed or not supported; the error names it.",
+    400: "A parameter is malformed or not supported. The error names it.",
     401: "API keys are required, and the request has no known key.",
     404: "The model does not exist.",
     413: "The body is too large.",

@@ -69,11 +69,11 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     """
     node = request.app[NODE]
     if PROOF_ANSWER not in request:
-        raise RouteNotFound(f"there is no {request.path}")
+        raise RouteNotFound(f"the path {request.path} does not exist")
     node.lifecycle.require_ready()
     worker = _worker(node, int(request.match_info["number"]))
     if worker is None:
-        raise RouteNotFound(f"there is no {request.path}")
+        raise RouteNotFound(f"the path {request.path} does not exist")
     socket = web.WebSocketResponse(
         heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MOST_FRAME_BYTES
     )

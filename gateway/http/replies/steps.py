@@ -66,8 +66,8 @@ def describe_step(step: StepTrace) -> str:
     # A verified slot may be below the price, because the cost of a step grows in stairs.
     side = "below" if survival < step.price else "above"
     text += f": survival {_number(survival)} of slot {slot + 1} is {side} the price "
-    left_out = ", but it was left out" if verified < step.offered and side == "above" else ""
-    return f"{text}{_number(step.price)}{left_out}; {accepted}"
+    unverified = ", but it was not verified" if verified < step.offered and side == "above" else ""
+    return f"{text}{_number(step.price)}{unverified}; {accepted}"
 
 
 def _at_price(step: StepTrace) -> str:

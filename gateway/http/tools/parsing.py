@@ -60,7 +60,7 @@ class Piece:
 class _Mode(Enum):
     """The text that the parser expects next."""
 
-    BEGINNING = "the beginning of the answer"
+    BEGINNING = "the beginning of the response"
     TEXT = "content, or a call"
     ARGUMENTS = "the inside of a call's arguments"
     OBJECT_END = "the end of a call's object"
