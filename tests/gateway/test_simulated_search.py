@@ -8,7 +8,7 @@ from draftgate.loadgen.search.types import SearchGoal, SearchProbe
 from tests.gateway.test_simulated_queues import SERVICE_S, ServiceTimeEnvironment, poisson
 from tests.gateway.test_simulated_queues import run as simulated
 from tests.loadgen.md1_server import capacity
-from tests.loadgen.md1_server import run as search
+from tests.loadgen.md1_server import run_search as search
 
 LIMIT_S = 5 * SERVICE_S
 

@@ -15,7 +15,7 @@ from draftgate.loadgen.types import (
     TextChunk,
 )
 
-WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+HEALTHY = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 
 
 def record(
@@ -24,7 +24,7 @@ def record(
     first_s: float = 0.5,
     gaps_s=(0.1, 0.1, 0.2),
     tokens: int | None = 9,
-    told=None,
+    chunk_tokens=None,
     verdict: str = "ok",
     slo: Slo = Slo(),  # noqa: B008
     class_name: str = "code",
@@ -38,7 +38,7 @@ def record(
     instants = [at_s + first_s]
     for gap_s in gaps_s:
         instants.append(instants[-1] + gap_s)
-    counts = told or [None] * len(instants)
+    counts = chunk_tokens or [None] * len(instants)
     usage = {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": 3 + (tokens or 0)}
     question = RequestSpec("x = 1", (), 64, index, class_name, slo=slo, n=n)
     values = {
@@ -62,7 +62,7 @@ def failed(index: int, verdict: str = "cut", at_s: float = 1.0, **fields) -> Rec
 
 def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> dict:
     """Return the metrics that the gateway reports."""
-    told = {
+    report = {
         "policy": "auto",
         "mode": "auto",
         "proposer": "ngram",
@@ -74,7 +74,7 @@ def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> di
         "num_accepted_tokens": accepted,
         "acceptance_histogram": [0, 0, 1, 0, 1],
     }
-    return {"seed": 1, "worker_id": "w0", "speculative_decoding": told | fields}
+    return {"seed": 1, "worker_id": "w0", "speculative_decoding": report | fields}
 
 
 def a_run(records=None, **fields) -> LoadRun:
@@ -87,7 +87,7 @@ def a_run(records=None, **fields) -> LoadRun:
             record(2, 1.0, class_name="batch", metrics=speculation(0, 0, 0, mode="off")),
             failed(3, at_s=1.5, class_name="batch"),
         ]
-    values = {"duration_s": 4.0, "scheduled_duration_s": 2.0, "health": WELL} | fields
+    values = {"duration_s": 4.0, "scheduled_duration_s": 2.0, "health": HEALTHY} | fields
     settings = {"url": "http://server:8000", "model": "<demo>", "slo": {"ttft_s": 0.6}}
     return LoadRun(settings, records, **values)
 

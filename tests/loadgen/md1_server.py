@@ -53,24 +53,24 @@ def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
     return at_s, backlog - np.minimum.accumulate(backlog)
 
 
-def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
+def run_search(goal: SearchGoal, outcomes_of: Callable[[SearchProbe], tuple]) -> RateSearch:
     """Search a virtual server, given a function that returns the times and outcomes of a probe."""
-    search = RateSearch(aim)
+    search = RateSearch(goal)
     while (probe := search.propose()) is not None:
-        watch, sent = SequentialTest(probe, aim), 0
-        for at_s, met in zip(*answers(probe), strict=True):
+        test, sent = SequentialTest(probe, goal), 0
+        for at_s, met in zip(*outcomes_of(probe), strict=True):
             sent += 1
-            if watch.add(float(at_s), met=bool(met)):
+            if test.add(float(at_s), met=bool(met)):
                 break
-        search.observe(ProbeResult(probe, watch.met, sent, watch.verdict))
+        search.observe(ProbeResult(probe, test.met, sent, test.verdict))
     return search
 
 
-def md1(service_s: float, limit_s: float) -> Callable[[SearchProbe], tuple]:
+def md1_outcomes(service_s: float, limit_s: float) -> Callable[[SearchProbe], tuple]:
     """Return a function that returns the outcomes of an M/D/1 server."""
 
-    def answers(probe: SearchProbe) -> tuple:
+    def outcomes_of(probe: SearchProbe) -> tuple:
         at_s, waited = waits(probe.rate_rps, service_s, probe.longest, probe.seed)
         return at_s, waited + service_s <= limit_s
 
-    return answers
+    return outcomes_of

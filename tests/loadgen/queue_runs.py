@@ -16,7 +16,7 @@ from draftgate.loadgen.types import (
     TextChunk,
 )
 
-WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+HEALTHY = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 PROMISED = Slo(ttft_s=2.0, tpot_s=0.06)
 CHUNKS = 6
 TOKENS = 2 * CHUNKS
@@ -38,9 +38,11 @@ def queue_run(
         seed: the seed of arrivals and requests, which take between half and twice the mean.
         noise: the seed of the server's own variation, 20 % up or down per request.
     """
-    asked, own = np.random.default_rng((1, seed)), np.random.default_rng((2, seed, noise))
-    instants = np.cumsum(asked.exponential(0.5 / load, requests))
-    service_s = 0.25 * (1 + 2 * asked.random(requests)) * slower * own.uniform(0.8, 1.2, requests)
+    load_rng, server_rng = np.random.default_rng((1, seed)), np.random.default_rng((2, seed, noise))
+    instants = np.cumsum(load_rng.exponential(0.5 / load, requests))
+    service_s = (
+        0.25 * (1 + 2 * load_rng.random(requests)) * slower * server_rng.uniform(0.8, 1.2, requests)
+    )
     ends = list(
         accumulate(
             zip(instants, service_s, strict=True),
@@ -54,7 +56,7 @@ def queue_run(
     ]
     length_s = float(instants[-1])
     rate = {"rate_rps": 2 * load, "seed": seed}
-    return LoadRun(rate, records, float(max(ends)), length_s, health=WELL)
+    return LoadRun(rate, records, float(max(ends)), length_s, health=HEALTHY)
 
 
 def _record(index: int, at_s: float, end_s: float, taken_s: float, slo: Slo) -> Record:

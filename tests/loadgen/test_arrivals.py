@@ -30,7 +30,7 @@ def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.nda
 
 
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.floats(0.1, 1000.0))
-def test_instants_ascend_and_do_not_depend_on_how_many_are_drawn(spec, seed, rate) -> None:
+def test_arrival_times_ascend_and_do_not_depend_on_the_total(spec, seed, rate) -> None:
     """Arrival times never decrease, and the first hundred do not depend on the total."""
     long = instants(spec, 200, seed, rate)
     assert (np.diff(long) >= 0).all()
@@ -39,13 +39,13 @@ def test_instants_ascend_and_do_not_depend_on_how_many_are_drawn(spec, seed, rat
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "constant"])
-def test_another_seed_gives_other_instants(spec: str) -> None:
+def test_another_seed_gives_other_arrival_times(spec: str) -> None:
     """Random processes depend only on the seed."""
     assert (instants(spec, 50, 1) == instants(spec, 50, 1)).all()
     assert (instants(spec, 50, 1) != instants(spec, 50, 2)).any()
 
 
-def test_constant_instants_do_not_drift() -> None:
+def test_constant_arrivals_do_not_drift() -> None:
     """Every 49th request at 49 requests/s is due on a whole second, without rounding drift."""
     found = islice(parse_arrival("constant").instants(49.0, 0), 0, 49 * 20_000, 49)
     assert list(found) == list(range(20_000))

@@ -22,12 +22,14 @@ from draftgate.loadgen.sending.stub_server import TokenPace
 from draftgate.loadgen.types import ChatMessage, ClientHealth, PlannedRequest
 from tests.loadgen.mock_server import question
 
-WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
+HEALTHY = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
 
 
 def a_probe(rate_rps: float, *reasons: str) -> CalibrationProbe:
     excess_s = (0.001, 0.0105)
-    return CalibrationProbe(rate_rps, rate_rps * 2, rate_rps * 100, WELL, excess_s, 0.97, reasons)
+    return CalibrationProbe(
+        rate_rps, rate_rps * 2, rate_rps * 100, HEALTHY, excess_s, 0.97, reasons
+    )
 
 
 @pytest.mark.parametrize("ceiling", [0, 1, 7, 99, 100, 101, 1000, 12345])
@@ -48,7 +50,7 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "held"), [([True], True), ([False, True], True), ([False, False], False)]
 )
-async def test_one_hiccup_is_not_a_ceiling(outcomes: list[bool], held: bool) -> None:
+async def test_a_load_that_fails_is_repeated(outcomes: list[bool], held: bool) -> None:
     """The search repeats a load that failed, but not a load that succeeded."""
     left = iter(outcomes)
 

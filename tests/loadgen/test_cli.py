@@ -26,7 +26,7 @@ from tests.loadgen.known_records import a_run
 from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_calibrate import a_probe
 
-BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
+OVERLOADED = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
 
 
 def command(*arguments: object, app=cli.app):
@@ -34,12 +34,12 @@ def command(*arguments: object, app=cli.app):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def ended_well(result, summary: dict) -> bool:
+def has_intact_streams(result, summary: dict) -> bool:
     """Return whether every stream was intact, even if a busy machine made the run INVALID."""
     return result.exit_code == (0 if summary["valid"] else 3)
 
 
-def of_script(monkeypatch, **fields) -> None:
+def respond_with(monkeypatch, **fields) -> None:
     """Make the server respond by one script."""
     script = Script(**fields)
     original = Mock._stream
@@ -57,7 +57,7 @@ def test_a_closed_loop_prints_metrics_and_writes_the_summary(tmp_path) -> None:
         flags = ["--requests", 6, "--concurrency", 3, "--max-tokens", 8, "--json", out]
         result = command(url, *flags)
     summary = json.loads(out.read_text())
-    assert ended_well(result, summary), result.output
+    assert has_intact_streams(result, summary), result.output
     assert "6 of 6" in result.output
     assert "48 drafted, 36 accepted (75.0%)" in result.output
     assert (summary["requests"], summary["errors"], summary["attainment"]) == (6, {}, 1.0)
@@ -82,7 +82,7 @@ def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
         flags += ["--speculation", "ngram:2", "--temperature", 0, "--seed", 3]
         result = command(url, *flags, "--json", out, "--html", html, "--events", events)
     summary = json.loads(out.read_text())
-    assert ended_well(result, summary), result.output
+    assert has_intact_streams(result, summary), result.output
     settings = summary["details"]["settings"]
     assert (settings["rate_rps"], settings["workload"], settings["url"]) == (100.0, "code", url)
     assert settings["prompt_lengths"] == "measured on 8 texts"
@@ -106,7 +106,7 @@ def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
 @pytest.mark.parametrize("fault", ["no_done", "reset"])
 def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> None:
     """The exit status is 1, and the output names the cause with an example."""
-    of_script(monkeypatch, fault=fault)
+    respond_with(monkeypatch, fault=fault)
     out = tmp_path / "summary.json"
     with serving_in_a_thread(Mock()) as url:
         result = command(url, "--requests", 2, "--json", out)
@@ -119,7 +119,7 @@ def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> Non
 
 def test_a_lossy_speculation_fails_the_run(tmp_path, monkeypatch) -> None:
     """The exit status is 1 if drafting changed a text, and summary and events record the change."""
-    of_script(monkeypatch, lossy=True)
+    respond_with(monkeypatch, lossy=True)
     out, events = tmp_path / "s.json", tmp_path / "e.jsonl"
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", 3, "--verify-lossless", 2, "--json", out, "--events", events]
@@ -136,12 +136,12 @@ def test_an_equal_text_passes(tmp_path) -> None:
     with serving_in_a_thread(Mock()) as url:
         result = command(url, "--requests", 3, "--verify-lossless", 2, "--json", out)
     summary = json.loads(out.read_text())
-    assert ended_well(result, summary)
+    assert has_intact_streams(result, summary)
     assert summary["details"]["lossless"]["passed"]
     assert "lossless: 2 responses compared" in result.output
 
 
-@pytest.mark.parametrize(("health", "status"), [(BEHIND, 3), (a_run().health, 0)])
+@pytest.mark.parametrize(("health", "status"), [(OVERLOADED, 3), (a_run().health, 0)])
 def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -> None:
     """The exit status is 3 if the generator did not keep up, although every stream was intact."""
     run = a_run([r for r in a_run().records if r.verdict == "ok"], health=health)
@@ -157,7 +157,7 @@ def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -
 
 def test_a_broken_stream_takes_precedence_over_an_invalid_run() -> None:
     """A broken stream gives status 1 even for an INVALID run, and an interruption gives 3."""
-    broken = a_run(health=BEHIND)
+    broken = a_run(health=OVERLOADED)
     assert exit_status(broken, None) == 1
     stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
     assert exit_status(stopped, None) == 3
@@ -168,7 +168,7 @@ def test_a_refusal_is_not_a_broken_stream() -> None:
     ok = [record for record in a_run().records if record.verdict == "ok"]
     refused = [replace(ok[0], verdict="http_status", status=status) for status in (429, 503)]
     assert exit_status(a_run([*ok, *refused]), None) == 4
-    assert exit_status(a_run([*ok, *refused], health=BEHIND), None) == 3
+    assert exit_status(a_run([*ok, *refused], health=OVERLOADED), None) == 3
     failed = replace(ok[0], verdict="http_status", status=500)
     assert exit_status(a_run([*ok, *refused, failed]), None) == 1
     assert [worst(statuses) for statuses in ([], [0, 4], [4, 3], [4, 1, 3])] == [0, 4, 3, 1]
@@ -234,7 +234,7 @@ def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
         flags = ["--workload", path, "--requests", 3, "--concurrency", 1, "--json", out]
         result = command(url, *flags)
     summary = json.loads(out.read_text())
-    assert ended_well(result, summary), result.output
+    assert has_intact_streams(result, summary), result.output
     assert summary["details"]["settings"]["workload"] == str(path)
     assert set(summary["details"]["classes"]) == {"a", "file"}
     first, second, third = mock.bodies
@@ -295,9 +295,9 @@ async def test_a_server_without_tokenize_gets_an_estimate() -> None:
         assert (found.model, found.max_model_len) == ("mock", 8192)
         assert found.counter.characters_per_token == pytest.approx(4.0, rel=0.01)
         assert (await inspect_server(session, url, "given")).model == "given"
-        elsewhere = await inspect_server(session, f"{url}/deeper", "given", open_corpus())
-    assert elsewhere.counter == TokenEstimator()
-    assert elsewhere.max_model_len is None
+        without_tokenize = await inspect_server(session, f"{url}/deeper", "given", open_corpus())
+    assert without_tokenize.counter == TokenEstimator()
+    assert without_tokenize.max_model_len is None
 
 
 def test_heavy_libraries_are_not_imported() -> None:

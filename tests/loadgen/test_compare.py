@@ -19,10 +19,10 @@ from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.queue_runs import queue_run
-from tests.loadgen.test_report import BEHIND
+from tests.loadgen.test_report import OVERLOADED
 
 
-def written(path: Path, run: LoadRun) -> Path:
+def write_events(path: Path, run: LoadRun) -> Path:
     """Write the events of a run to a file."""
     with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
@@ -31,7 +31,7 @@ def written(path: Path, run: LoadRun) -> Path:
     return path
 
 
-def compared(*arguments: object):
+def run_compare(*arguments: object):
     """Run the command line on two files."""
     return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
 
@@ -42,9 +42,9 @@ def test_measures_equal_the_metrics_of_reports() -> None:
     summary, found = summarize(run), measures(run)
     once = np.ones((1, 120), np.int64)
     for key in ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"):
-        told = distribution(values_of(METRICS[key], run.records)).as_dict()
+        reported = distribution(values_of(METRICS[key], run.records)).as_dict()
         values = dict(zip(found[key].statistics, found[key].evaluate(once)[0], strict=True))
-        assert values == pytest.approx({point: told[point] for point in values})
+        assert values == pytest.approx({point: reported[point] for point in values})
     for key in ("attainment", "goodput_rps", "accepted_tokens_per_s"):
         assert found[key].evaluate(once)[0, 0] == pytest.approx(summary[key])
     mean = summary["details"]["figures"]["fluidity"]["mean"]
@@ -184,34 +184,34 @@ def test_thresholds_are_relative_or_absolute() -> None:
 
 def test_compare_has_an_exit_status_for_ci(tmp_path) -> None:
     """The exit status is 1 for a regression, 2 for different runs, 3 for INVALID runs, else 0."""
-    before, out = written(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
+    before, out = write_events(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
     others = {
         "alike": queue_run(100, noise=1),
         "worse": queue_run(100, noise=1, slower=1.5),
         "few": queue_run(10),
         "promised": queue_run(100, slo=Slo(ttft_s=1.0)),
-        "invalid": replace(queue_run(100, noise=1), health=BEHIND),
+        "invalid": replace(queue_run(100, noise=1), health=OVERLOADED),
     }
     found = {}
     for name, run in others.items():
-        other = written(tmp_path / f"{name}.jsonl", run)
-        found[name] = compared(before, other, "--json", out).exit_code
+        other = write_events(tmp_path / f"{name}.jsonl", run)
+        found[name] = run_compare(before, other, "--json", out).exit_code
         if name == "worse":
-            told = json.loads(out.read_text())
-            assert told["format"] == "compare/1"
-            assert told["regressed"]
-            assert told["paired"]
-            assert any(change["verdict"] == "worse" for change in told["changes"])
+            result_json = json.loads(out.read_text())
+            assert result_json["format"] == "compare/1"
+            assert result_json["regressed"]
+            assert result_json["paired"]
+            assert any(change["verdict"] == "worse" for change in result_json["changes"])
     assert found == {"alike": 0, "worse": 1, "few": 2, "promised": 2, "invalid": 3}
-    assert compared(before, tmp_path / "nowhere").exit_code == 2
-    assert compared(before, before, "--threshold", "ttft_s:p99:5%").exit_code == 2
+    assert run_compare(before, tmp_path / "nowhere").exit_code == 2
+    assert run_compare(before, before, "--threshold", "ttft_s:p99:5%").exit_code == 2
 
 
 def test_the_table_shows_changes_and_differing_settings(tmp_path) -> None:
     """The table has both values, the change with its interval, and the settings that differ."""
-    before = written(tmp_path / "a.jsonl", queue_run(100))
-    after = written(tmp_path / "b.jsonl", queue_run(100, load=0.9, noise=1))
-    text = compared(before, after).output
+    before = write_events(tmp_path / "a.jsonl", queue_run(100))
+    after = write_events(tmp_path / "b.jsonl", queue_run(100, load=0.9, noise=1))
+    text = run_compare(before, after).output
     for shown in ("TTFT p50", "attainment", "95 % interval", "rate_rps: 1.2 in A, 1.8 in B"):
         assert shown in text
     assert "100 and 100 requests" in text

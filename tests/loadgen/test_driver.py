@@ -23,7 +23,7 @@ from draftgate.loadgen.sending.health import (
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
 from tests.loadgen.mock_server import Mock, Script, planned, question, serving
 
-WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+HEALTHY = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 
 
 class ManualClock:
@@ -39,7 +39,7 @@ class ManualClock:
         self.now_s += seconds
 
 
-async def starts(instants, clock: ManualClock, busy_s=()):
+async def start_times(instants, clock: ManualClock, busy_s=()):
     """Return when each request started, if starting the i-th takes busy_s[i] seconds."""
     started, busy = [], iter(busy_s)
 
@@ -52,10 +52,10 @@ async def starts(instants, clock: ManualClock, busy_s=()):
     return started, last_s
 
 
-async def test_requests_start_at_their_instants() -> None:
+async def test_requests_start_at_their_scheduled_times() -> None:
     """A request starts at its scheduled time, never before and at most a timer tick later."""
     instants = [0.0, 0.1, 0.1, 0.10004, 3.0]
-    started, last_s = await starts(instants, ManualClock())
+    started, last_s = await start_times(instants, ManualClock())
     assert [index for index, _, _ in started] == [0, 1, 2, 3, 4]
     for (_, scheduled_s, at_s), instant in zip(started, instants, strict=True):
         assert scheduled_s == instant
@@ -65,7 +65,7 @@ async def test_requests_start_at_their_instants() -> None:
 
 async def test_a_late_start_delays_no_other_request() -> None:
     """Late requests start immediately after a stall, and the next request is on time."""
-    started, _ = await starts([0.0, 0.1, 0.2, 0.3, 1.0], ManualClock(), busy_s=[0.25])
+    started, _ = await start_times([0.0, 0.1, 0.2, 0.3, 1.0], ManualClock(), busy_s=[0.25])
     late = [at_s - scheduled_s for _, scheduled_s, at_s in started]
     assert late == pytest.approx([0.0, 0.15, 0.05, 0.0, 0.0])
 
@@ -80,7 +80,7 @@ async def test_chunks_without_text_count_in_no_metric() -> None:
     assert one.empty_s[0] < one.chunks[0].at_s
 
 
-async def test_an_open_loop_waits_for_no_answer() -> None:
+async def test_an_open_loop_does_not_wait_for_responses() -> None:
     """Requests start on schedule while all earlier requests are open (no coordinated omission)."""
     started, over, all_started = [], [], asyncio.Event()
 
@@ -250,8 +250,8 @@ async def test_lags_include_failed_requests() -> None:
 )
 def test_each_health_limit_has_its_reason(change: dict, reason: str) -> None:
     """A run within all limits is valid, and each exceeded limit gives its own reason."""
-    assert invalid_reasons(LoadRun({}, health=WELL)) == []
-    assert invalid_reasons(LoadRun({}, health=replace(WELL, **change))) == [reason]
+    assert invalid_reasons(LoadRun({}, health=HEALTHY)) == []
+    assert invalid_reasons(LoadRun({}, health=replace(HEALTHY, **change))) == [reason]
 
 
 def test_a_run_without_health_is_invalid() -> None:

@@ -19,7 +19,7 @@ from tests.loadgen.known_records import a_run, record
 CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),), 1)
 
 
-def written(path, run, check=None, *, ended=True):
+def write_events(path, run, check=None, *, ended=True):
     """Write a run as the command does."""
     with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
@@ -34,9 +34,9 @@ def written(path, run, check=None, *, ended=True):
 def test_the_summary_can_be_computed_again(tmp_path) -> None:
     """The summary and the lossless check from the file equal the originals."""
     run = a_run()
-    again, check = read_events(written(tmp_path / "e.jsonl", run, CHECK))
+    again, check = read_events(write_events(tmp_path / "e.jsonl", run, CHECK))
     assert summarize(again, check) == summarize(run, CHECK)
-    assert read_events(written(tmp_path / "f.jsonl", run))[1] is None
+    assert read_events(write_events(tmp_path / "f.jsonl", run))[1] is None
 
 
 def test_everything_but_texts_is_restored(tmp_path) -> None:
@@ -53,10 +53,10 @@ def test_everything_but_texts_is_restored(tmp_path) -> None:
         2,
         (("speculation", {"mode": "off"}), ("temperature", 0.5)),
     )
-    one = record(told=[1, None, 2, 3], detail="a\nb", connect_s=0.003, empty_s=(1.2,))
+    one = record(chunk_tokens=[1, None, 2, 3], detail="a\nb", connect_s=0.003, empty_s=(1.2,))
     one = replace(one, metrics={"seed": 1})
     one = replace(one, planned=PlannedRequest(7, 1.0, question))
-    again, _ = read_events(written(tmp_path / "e.jsonl", a_run([one])))
+    again, _ = read_events(write_events(tmp_path / "e.jsonl", a_run([one])))
     without = replace(question, prompt="", messages=())
     assert again.records == [replace(one, planned=PlannedRequest(7, 1.0, without), texts=())]
 
@@ -64,7 +64,7 @@ def test_everything_but_texts_is_restored(tmp_path) -> None:
 def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
     """The file holds no prompt or response, but equal texts have equal digests."""
     run = a_run([record(0), replace(record(1), texts=("secret",))])
-    text = written(tmp_path / "e.jsonl", run).read_text()
+    text = write_events(tmp_path / "e.jsonl", run).read_text()
     lines = [json.loads(line)["record"] for line in text.splitlines()[1:3]]
     assert "x = 1" not in text
     assert "secret" not in text
@@ -73,7 +73,7 @@ def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
     assert lines[0]["asked_characters"] == len("x = 1")
 
 
-def test_a_crash_leaves_what_was_known(tmp_path) -> None:
+def test_a_crash_leaves_all_complete_records(tmp_path) -> None:
     """The file holds each record when its request ends.
 
     The reader drops an incomplete line, and the run is INVALID.
@@ -94,7 +94,7 @@ def test_a_crash_leaves_what_was_known(tmp_path) -> None:
 
 def test_a_compressed_file_can_be_read(tmp_path) -> None:
     """The reader accepts a `.gz` file, and rejects a damaged file."""
-    plain = written(tmp_path / "e.jsonl", a_run())
+    plain = write_events(tmp_path / "e.jsonl", a_run())
     packed = tmp_path / "e.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert read_events(packed) == read_events(plain)
@@ -105,7 +105,7 @@ def test_a_compressed_file_can_be_read(tmp_path) -> None:
 
 def test_interruption_is_recorded(tmp_path) -> None:
     """The file holds the interruption and the generator's health."""
-    again, _ = read_events(written(tmp_path / "e.jsonl", a_run(interrupted=True)))
+    again, _ = read_events(write_events(tmp_path / "e.jsonl", a_run(interrupted=True)))
     assert again.interrupted
     assert not summarize(again)["valid"]
 

@@ -27,19 +27,24 @@ class Echo:
     def __init__(self, *scripts: Script) -> None:
         self.scripts = scripts
 
-    def next(self, asked, answered, elapsed_s):
+    def next(self, request, answered, elapsed_s):
         place = len(answered)
         if place == len(self.scripts):
             return None
-        said = answered[-1].texts[0] if answered and answered[-1].texts else asked.prompt
+        prompt = answered[-1].texts[0] if answered and answered[-1].texts else request.prompt
         slo = Slo(ttft_s=60.0 + place)
         facts = (("even", place % 2 == 0),)
         return question(
-            self.scripts[place], asked.seed, prompt=said, slo=slo, hop=f"hop{place}", facts=facts
+            self.scripts[place],
+            request.seed,
+            prompt=prompt,
+            slo=slo,
+            hop=f"hop{place}",
+            facts=facts,
         )
 
 
-async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **more):  # noqa: B008
+async def run_flows(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **more):  # noqa: B008
     plan = [
         PlannedRequest(i, None, question(seed=i, prompt="asked", slo=slo), flow)
         for i, flow in enumerate(flows)
@@ -48,13 +53,13 @@ async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **mor
         return await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1, **more)
 
 
-async def test_each_request_is_built_from_the_previous_answer() -> None:
+async def test_each_request_is_built_from_the_previous_response() -> None:
     """The driver sends the requests of a flow in order.
 
     The flow has a single record with the last response and the user's SLO.
     """
     mock, starts, over = Mock(), [], []
-    run = await run_of(
+    run = await run_flows(
         mock, Echo(Script(), Script(), Script()), on_start=starts.append, on_record=over.append
     )
     text = "".join(text_of(0, 8))
@@ -69,9 +74,9 @@ async def test_each_request_is_built_from_the_previous_answer() -> None:
     assert [h["x-slo-ttft-ms"] for h in mock.headers] == ["60000", "61000", "62000"]
 
 
-async def test_a_flow_counts_from_its_scheduled_instant() -> None:
+async def test_a_flow_counts_from_its_scheduled_time() -> None:
     """Each hop counts from the end of the previous hop, and the flow from its scheduled time."""
-    run = await run_of(Mock(), Echo(Script(gap_s=0.01), Script(gap_s=0.01)))
+    run = await run_flows(Mock(), Echo(Script(gap_s=0.01), Script(gap_s=0.01)))
     (one,) = run.records
     first, last = one.hops
     assert one.scheduled_s == first.scheduled_s
@@ -83,7 +88,7 @@ async def test_a_flow_counts_from_its_scheduled_instant() -> None:
 
 async def test_one_failed_hop_fails_the_flow() -> None:
     """The flow continues after a failed hop, but its record fails and names the hop."""
-    run = await run_of(Mock(), Echo(Script(fault="status"), Script()), Echo(Script()))
+    run = await run_flows(Mock(), Echo(Script(fault="status"), Script()), Echo(Script()))
     failed, fine = run.records
     assert failed.verdict == "http_status"
     assert failed.detail.startswith("hop0: 429")
@@ -96,7 +101,7 @@ async def test_one_failed_hop_fails_the_flow() -> None:
 async def test_an_interrupted_flow_keeps_its_records() -> None:
     """A flow that stops in its second request is interrupted, and its first hop stays intact."""
     mock = Mock()
-    running = asyncio.create_task(run_of(mock, Echo(Script(), Script(fault="stall"))))
+    running = asyncio.create_task(run_flows(mock, Echo(Script(), Script(fault="stall"))))
     async with asyncio.timeout(10):
         while len(mock.bodies) < 2:  # noqa: ASYNC110 (the mock's own count)
             await asyncio.sleep(0)
@@ -120,7 +125,7 @@ async def test_a_single_request_has_no_hops() -> None:
 
 async def test_events_restore_every_hop(tmp_path) -> None:
     """A restored run of flows has the same summary, with hops and facts."""
-    run = await run_of(Mock(), Echo(Script(), Script(tokens=4)))
+    run = await run_flows(Mock(), Echo(Script(), Script(tokens=4)))
     path = tmp_path / "events.jsonl"
     with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
@@ -131,16 +136,16 @@ async def test_events_restore_every_hop(tmp_path) -> None:
     assert summarize(again)["details"]["hops"]["hop0"]["facts"] == {"even": [1, 1]}
 
 
-def of_hops(*kinds, deadline_s: float | None = None):
+def flow_record(*kinds, deadline_s: float | None = None):
     """Return the record of a flow with these hops."""
     requests = tuple(
         replace(one, planned=replace(one.planned, request=replace(one.planned.request, **fields)))
         for one, fields in kinds
     )
     slo = Slo(latency_s=deadline_s)
-    asked = replace(requests[-1].planned.request, slo=slo, hop="")
+    request = replace(requests[-1].planned.request, slo=slo, hop="")
     last = replace(requests[-1], scheduled_s=requests[0].scheduled_s, hops=requests)
-    return replace(last, planned=replace(last.planned, request=asked))
+    return replace(last, planned=replace(last.planned, request=request))
 
 
 def test_hops_have_metrics_and_shares_of_the_deadline() -> None:
@@ -152,14 +157,14 @@ def test_hops_have_metrics_and_shares_of_the_deadline() -> None:
     tight = {"slo": Slo(ttft_s=0.4)}
     first = record(at_s=1.0, gaps_s=()), {"hop": "plan", "facts": (("parsed", True),)}
     second = record(at_s=1.52, gaps_s=()), {"hop": "answer", **tight}
-    plan, answer = summarize_hops([of_hops(first, second, deadline_s=5.2)])
+    plan, answer = summarize_hops([flow_record(first, second, deadline_s=5.2)])
     assert plan.latency_s.mean == pytest.approx(0.52)
     assert plan.ttft_s.mean == pytest.approx(0.5)
     assert plan.share.mean == pytest.approx(0.1)
     assert plan.facts == {"parsed": (1, 1)}
     assert (plan.announced_met, answer.announced_met) == (1, 0)
     assert (answer.requests, answer.intact, answer.errors) == (1, 1, {})
-    own, _ = summarize_hops([of_hops(first, second)])
+    own, _ = summarize_hops([flow_record(first, second)])
     assert own.share.mean == pytest.approx(0.5)
     assert own.name == "plan"
 
@@ -172,5 +177,5 @@ def test_a_deadline_is_a_limit_like_the_others() -> None:
     assert not meets_slo(late)
     assert meets_slo(fine)
     run = a_run([late, fine])
-    (told,) = summarize(run)["details"]["classes"].values()
-    assert (told["met_latency"], told["met_ttft"], told["attainment"]) == (1, 2, 0.5)
+    (counts,) = summarize(run)["details"]["classes"].values()
+    assert (counts["met_latency"], counts["met_ttft"], counts["attainment"]) == (1, 2, 0.5)

@@ -20,7 +20,7 @@ from draftgate.loadgen.sending.driver import run_plan
 from tests.loadgen.mock_server import Mock, Script, planned, serving
 
 
-async def checked(scripts: list[Script], count: int, mock: Mock | None = None, **fields):
+async def run_and_check(scripts: list[Script], count: int, mock: Mock | None = None, **fields):
     """Run the scripts, then replay `count` of the responses."""
     plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
     async with serving(mock or Mock()) as url, open_session() as session:
@@ -33,7 +33,7 @@ async def checked(scripts: list[Script], count: int, mock: Mock | None = None, *
 
 async def test_equal_texts_pass() -> None:
     """Unchanged responses pass, with a bound on the share that may differ."""
-    check, _ = await checked([Script()] * 6, 4)
+    check, _ = await run_and_check([Script()] * 6, 4)
     assert check == LosslessCheck(4, 4, (), (), 0)
     assert check.passed
     assert check.rate_bound == pytest.approx(1 - 0.05**0.25)
@@ -41,7 +41,7 @@ async def test_equal_texts_pass() -> None:
 
 async def test_a_changed_text_fails_and_is_shown() -> None:
     """The check fails and reports the first difference if drafting changed a text."""
-    check, run = await checked([Script(lossy=True)], 1)
+    check, run = await run_and_check([Script(lossy=True)], 1)
     (difference,) = check.differences
     assert not check.passed
     assert check.rate_bound is None
@@ -54,20 +54,20 @@ async def test_a_changed_text_fails_and_is_shown() -> None:
 async def test_the_replay_is_the_request_without_speculation() -> None:
     """The replay turns speculation off and uses the server's seed, without other changes."""
     mock = Mock()
-    asked = (("temperature", 0.5), ("speculation", {"mode": "ngram", "max_draft_tokens": 4}))
-    _, run = await checked([Script()], 1, mock, seed=5)
+    extra = (("temperature", 0.5), ("speculation", {"mode": "ngram", "max_draft_tokens": 4}))
+    _, run = await run_and_check([Script()], 1, mock, seed=5)
     first, replay, _ = mock.bodies
     assert replay == first | {"speculation": {"mode": "off"}}
     record = run.records[0]
-    record = replace(record, planned=planned(0, None, extra=asked), metrics={"seed": 99})
+    record = replace(record, planned=planned(0, None, extra=extra), metrics={"seed": 99})
     body = replay_of(record).request.body("mock")
     assert (body["speculation"], body["temperature"]) == ({"mode": "off"}, 0.5)
     assert body["seed"] == 99
 
 
-async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
+async def test_failed_responses_are_not_chosen_and_failed_replays_fail() -> None:
     """The check does not replay a broken response, and a broken replay fails the check."""
-    check, run = await checked([Script(fault="no_done"), Script()], 5)
+    check, run = await run_and_check([Script(fault="no_done"), Script()], 5)
     assert (check.compared, check.passed) == (1, True)
     broken = planned(1, None, Script(fault="no_done"))
     records = [replace(r, planned=broken) for r in run.records if r.verdict == "ok"]
@@ -81,7 +81,7 @@ async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
 
 async def test_numerics_classes_are_not_mixed() -> None:
     """The check counts a response of another numerics class without comparing the text."""
-    _, run = await checked([Script()], 1)
+    _, run = await run_and_check([Script()], 1)
     metrics = run.records[0].metrics | {"numerics_class": "another"}
     async with serving(Mock()) as url, open_session() as session:
         records = [replace(run.records[0], metrics=metrics)]
@@ -92,7 +92,7 @@ async def test_numerics_classes_are_not_mixed() -> None:
 
 async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
     """A seed chooses the same responses in any order, those with drafts first."""
-    _, run = await checked([Script()] * 8, 1)
+    _, run = await run_and_check([Script()] * 8, 1)
     records = run.records
     plain = [replace(r, metrics=None) if r.planned.index < 5 else r for r in records]
     assert {r.planned.index for r in choose(plain, 3, 0)} == {5, 6, 7}
@@ -102,7 +102,7 @@ async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
 
 async def test_the_first_difference_is_found() -> None:
     """The check finds the difference in the text, in its length, or in the finish reason."""
-    _, run = await checked([Script()], 1)
+    _, run = await run_and_check([Script()], 1)
     record = replace(run.records[0], texts=("a" * 100,), finish_reasons=("stop",))
     assert first_difference(record, record) is None
     changed = first_difference(record, replace(record, texts=("a" * 40 + "b" * 60,)))

@@ -30,7 +30,7 @@ from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, summarize
 from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import ClientHealth, Slo
-from tests.loadgen.known_records import WELL, a_run, failed, record, speculation
+from tests.loadgen.known_records import HEALTHY, a_run, failed, record, speculation
 
 
 def test_metrics_of_one_request() -> None:
@@ -49,11 +49,11 @@ def test_metrics_of_one_request() -> None:
 
 def test_reported_tokens_per_chunk_are_used() -> None:
     """The latencies divide each gap by the reported tokens of the chunk, once per token."""
-    one = record(told=[1, 2, 1, 5])
+    one = record(chunk_tokens=[1, 2, 1, 5])
     assert tokens_per_chunk(one) == [1, 2, 1, 5]
     assert itls_s(one) == pytest.approx([0.05] * 2 + [0.1] + [0.04] * 5)
-    assert tokens_per_chunk(record(told=[1, None, 1, 5])) == pytest.approx([2.25] * 4)
-    assert itls_s(record(told=[1, 0, 1, 5])) == pytest.approx([0.1] + [0.04] * 5)
+    assert tokens_per_chunk(record(chunk_tokens=[1, None, 1, 5])) == pytest.approx([2.25] * 4)
+    assert itls_s(record(chunk_tokens=[1, 0, 1, 5])) == pytest.approx([0.1] + [0.04] * 5)
 
 
 def test_choices_share_the_tokens() -> None:
@@ -76,7 +76,7 @@ def test_unknown_metrics_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "gaps_s", "told", "expected"),
+    ("limits", "gaps_s", "chunk_tokens", "expected"),
     [
         # The tokens are due at 0.6, 0.7, 0.8, 0.9 and arrive at 0.5, 0.6, 0.7, 0.9.
         ((0.6, 0.1), (0.1, 0.1, 0.2), [1, 1, 1, 1], 1.0),
@@ -91,9 +91,15 @@ def test_unknown_metrics_are_none() -> None:
         ((0.1, 0.001), (0.1, 0.1), [1, 1, 1], 0.0),
     ],
 )
-def test_fluidity_follows_deadlines(limits, gaps_s, told, expected: float) -> None:
+def test_fluidity_follows_deadlines(limits, gaps_s, chunk_tokens, expected: float) -> None:
     """The tokens keep saved time, and only overdue tokens of a late chunk are late."""
-    one = record(at_s=0.0, gaps_s=gaps_s, tokens=sum(told), told=told, slo=Slo(*limits))
+    one = record(
+        at_s=0.0,
+        gaps_s=gaps_s,
+        tokens=sum(chunk_tokens),
+        chunk_tokens=chunk_tokens,
+        slo=Slo(*limits),
+    )
     assert fluidity(one) == pytest.approx(expected)
 
 
@@ -112,7 +118,7 @@ def test_percentiles_match_numpy() -> None:
     assert distribution([]) is None
 
 
-def test_only_intact_answers_have_metrics() -> None:
+def test_only_intact_responses_have_metrics() -> None:
     """A cut stream gives no TTFT and no tokens, but the error count includes its cause."""
     records = [record(0), failed(1), failed(2, "stalled"), failed(3)]
     assert values_of(METRICS["ttft_s"], records) == pytest.approx([0.5])
@@ -123,36 +129,36 @@ def test_only_intact_answers_have_metrics() -> None:
 def test_speculation_reports_are_counted() -> None:
     """The totals count choices, sum tokens, and add histograms by position."""
     longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
-    told = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
-    assert len(told.reports) == 2
-    assert told.count("max_draft_tokens") == {4: 1, 2: 1}
-    assert told.count("mode") == {"auto": 2}
-    assert told.count("proposer") == {"ngram": 2}
-    assert told.count("worker_id") == {"w0": 2}
-    assert [told.sum(name) for name in ("steps", "drafted", "accepted")] == [4, 12, 7]
-    assert told.histogram == (1, 0, 1, 0, 1, 3)
-    assert told.acceptance == pytest.approx(7 / 12)
-    assert told.accepted_per_step == pytest.approx(7 / 4)
-    assert told.mean_price == pytest.approx(0.25)
+    totals = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
+    assert len(totals.reports) == 2
+    assert totals.count("max_draft_tokens") == {4: 1, 2: 1}
+    assert totals.count("mode") == {"auto": 2}
+    assert totals.count("proposer") == {"ngram": 2}
+    assert totals.count("worker_id") == {"w0": 2}
+    assert [totals.sum(name) for name in ("steps", "drafted", "accepted")] == [4, 12, 7]
+    assert totals.histogram == (1, 0, 1, 0, 1, 3)
+    assert totals.acceptance == pytest.approx(7 / 12)
+    assert totals.accepted_per_step == pytest.approx(7 / 4)
+    assert totals.mean_price == pytest.approx(0.25)
 
 
 def test_each_prompt_has_its_own_report() -> None:
     """The totals include the report of each prompt once, and not also their sum."""
     several = speculation(4, 16, 12)
     several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
-    told = total_speculation([record(metrics=several)])
-    assert (len(told.reports), told.sum("drafted")) == (2, 16)
-    assert told.count("worker_id") == {"w0": 1, "w1": 1}
+    totals = total_speculation([record(metrics=several)])
+    assert (len(totals.reports), totals.sum("drafted")) == (2, 16)
+    assert totals.count("worker_id") == {"w0": 1, "w1": 1}
 
 
 def test_malformed_speculation_reports_are_ignored() -> None:
     """The totals ignore missing reports and values of a wrong type."""
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
     report["price"] = "dear"
-    told = total_speculation([record(metrics={"speculative_decoding": report})])
-    assert [told.sum(name) for name in ("drafted", "accepted", "steps")] == [8, 3, 0]
-    assert told.count("mode") == {}
-    assert (told.accepted_per_step, told.mean_price) == (None, None)
+    totals = total_speculation([record(metrics={"speculative_decoding": report})])
+    assert [totals.sum(name) for name in ("drafted", "accepted", "steps")] == [8, 3, 0]
+    assert totals.count("mode") == {}
+    assert (totals.accepted_per_step, totals.mean_price) == (None, None)
     for metrics in (None, {}, {"speculative_decoding": None}, {"prompts": ["?"]}):
         assert total_speculation([record(metrics=metrics)]) is None
 
@@ -184,7 +190,7 @@ def test_the_summary_has_its_documented_form() -> None:
     assert details["classes"]["interactive"]["goodput_rps"] == 0.5
     assert details["classes"]["interactive"]["met_ttft"] == 1
     assert details["decisions"]["max_draft_tokens"] == {"0": 1, "2": 1, "4": 1}
-    assert {figure.key for figure in METRICS.values()} <= set(details["formulas"])
+    assert {metric.key for metric in METRICS.values()} <= set(details["formulas"])
 
 
 @pytest.mark.parametrize("scheduled_s", [None, 0.0])
@@ -199,28 +205,28 @@ def test_a_run_of_no_length_has_no_throughput() -> None:
     assert accepted_tokens_per_s(a_run([], duration_s=0.0)) is None
 
 
-def test_a_run_that_fell_behind_is_invalid() -> None:
+def test_a_run_with_a_late_generator_is_invalid() -> None:
     """The summary lists the reasons, also for a file without the generator's health."""
     behind = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.2, loop_stall_s=0.4)
     summary = summarize(a_run(health=behind))
     assert summary["valid"] is False
     assert len(summary["details"]["invalid_reasons"]) == 3
     assert "ends early" in invalid_reasons(a_run(health=None))[0]
-    assert invalid_reasons(a_run(health=WELL)) == []
+    assert invalid_reasons(a_run(health=HEALTHY)) == []
 
 
 def test_the_lossless_check_is_in_the_summary() -> None:
     """The summary has the result, the number of comparisons, and the bound."""
-    told = summarize(a_run(), LosslessCheck(59, 59, (), (), 0))["details"]["lossless"]
-    assert told["passed"]
-    assert told["rate_bound"] == pytest.approx(0.0495, abs=1e-4)
-    none = summarize(a_run(), LosslessCheck(0, 0, (), ((3, "cut: x"),), 0))["details"]["lossless"]
-    assert not none["passed"]
+    lossless = summarize(a_run(), LosslessCheck(59, 59, (), (), 0))["details"]["lossless"]
+    assert lossless["passed"]
+    assert lossless["rate_bound"] == pytest.approx(0.0495, abs=1e-4)
+    empty = summarize(a_run(), LosslessCheck(0, 0, (), ((3, "cut: x"),), 0))["details"]["lossless"]
+    assert not empty["passed"]
 
 
 def test_metrics_do_not_depend_on_the_clock() -> None:
     """A shift of the whole run in time changes no metric."""
     one, later = record(at_s=0.0), record(at_s=1000.0)
-    for figure in METRICS.values():
-        assert list(figure.values(one)) == pytest.approx(list(figure.values(later)))
+    for metric in METRICS.values():
+        assert list(metric.values(one)) == pytest.approx(list(metric.values(later)))
     assert replace(one, planned=later.planned) != later

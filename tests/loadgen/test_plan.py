@@ -75,16 +75,16 @@ def test_parts_together_are_the_whole_plan(load: Load, of: int) -> None:
     """Any number of parts together have the requests of the plan, each in order."""
     whole = make_plan(load)
     parts = [make_plan(load, part=PlanPart(index, of)) for index in range(of)]
-    asked = [list(part.requests) for part in parts]
-    assert sorted((p for part in asked for p in part), key=lambda p: p.index) == list(
+    part_requests = [list(part.requests) for part in parts]
+    assert sorted((p for part in part_requests for p in part), key=lambda p: p.index) == list(
         whole.requests
     )
-    assert all(part == sorted(part, key=lambda p: p.index) for part in asked)
+    assert all(part == sorted(part, key=lambda p: p.index) for part in part_requests)
     assert {(part.schedule_s, part.total) for part in parts} == {(whole.schedule_s, whole.total)}
     if whole.concurrency is not None:
         assert sum(part.concurrency for part in parts) == whole.concurrency
     else:
-        assert max(map(len, asked)) - min(map(len, asked)) <= 1
+        assert max(map(len, part_requests)) - min(map(len, part_requests)) <= 1
 
 
 def test_a_part_of_an_endless_plan_has_no_end() -> None:

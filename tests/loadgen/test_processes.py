@@ -37,9 +37,9 @@ from draftgate.loadgen.sending.sender import (
 )
 from draftgate.loadgen.sending.target import ServerInfo, Target
 from draftgate.loadgen.types import LoadRun, Slo
-from tests.loadgen.known_records import WELL, a_run, record
+from tests.loadgen.known_records import HEALTHY, a_run, record
 from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread
-from tests.loadgen.test_cli import command, of_script
+from tests.loadgen.test_cli import command, respond_with
 
 FOUR = Load(requests=4, concurrency=4, max_tokens=8)
 
@@ -62,7 +62,7 @@ def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
     return started
 
 
-def by_seed(monkeypatch, script_of) -> None:
+def respond_by_seed(monkeypatch, script_of) -> None:
     """Make the server respond to each seed by its own script."""
     original = Mock._stream
 
@@ -72,7 +72,7 @@ def by_seed(monkeypatch, script_of) -> None:
     monkeypatch.setattr(Mock, "_stream", stream)
 
 
-async def ran(url: str, load: Load, processes: int, **target) -> LoadRun:
+async def send_load(url: str, load: Load, processes: int, **target) -> LoadRun:
     """Send a load as the command does."""
     console = Console(file=io.StringIO())
     run, _ = await run_load(load, Target(url, processes=processes, **target), console)
@@ -91,16 +91,16 @@ async def test_several_processes_make_the_run_of_one(tmp_path, load: Load) -> No
     """Plan, texts, verdicts and events equal those of a single process."""
     events, mock = tmp_path / "e.jsonl", Mock()
     async with serving(mock) as url:
-        one = await ran(url, load, 1)
-        asked = sorted(body["seed"] for body in mock.bodies)
-        many = await ran(url, load, 3, events=events)
-    assert sorted(body["seed"] for body in mock.bodies[len(asked) :]) == asked
+        one = await send_load(url, load, 1)
+        seeds = sorted(body["seed"] for body in mock.bodies)
+        many = await send_load(url, load, 3, events=events)
+    assert sorted(body["seed"] for body in mock.bodies[len(seeds) :]) == seeds
 
-    def told(run: LoadRun):
+    def outcomes(run: LoadRun):
         ordered = sorted(run.records, key=lambda r: r.planned.index)
         return [(r.planned, r.verdict, r.texts, r.finish_reasons, r.usage) for r in ordered]
 
-    assert told(many) == told(one)
+    assert outcomes(many) == outcomes(one)
     assert many.scheduled_duration_s == one.scheduled_duration_s
     ends = [r.end_s for r in many.records]
     assert ends == sorted(ends)
@@ -112,7 +112,7 @@ async def test_several_processes_make_the_run_of_one(tmp_path, load: Load) -> No
     assert summarize(again) == summarize(many)
 
 
-async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
+async def test_all_processes_start_at_the_same_time(monkeypatch) -> None:
     """Every process sends after the common start and receives chunks after the server sent them."""
     starts, mock = [], Mock()
 
@@ -131,33 +131,33 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
         assert start_s + one.sent_s < first_s < start_s + one.chunks[0].at_s
 
 
-async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
+async def test_no_process_starts_before_all_are_ready(monkeypatch) -> None:
     """The parent sets the start when every process has built its requests."""
-    said, ready = [], parent.SenderProcess.wait_until_ready
+    calls, ready = [], parent.SenderProcess.wait_until_ready
 
     async def spy_ready(self):
         await ready(self)
-        said.append("ready")
+        calls.append("ready")
 
     def spy_frame(message):
-        said.append(type(message).__name__)
+        calls.append(type(message).__name__)
         return frame(message)
 
     monkeypatch.setattr(parent.SenderProcess, "wait_until_ready", spy_ready)
     monkeypatch.setattr(parent, "frame", spy_frame)
     async with serving(Mock()) as url:
         await run_in_processes(job_of(url))
-    assert said == ["SenderJob", "SenderJob", "ready", "ready", "SenderStart", "SenderStart"]
+    assert calls == ["SenderJob", "SenderJob", "ready", "ready", "SenderStart", "SenderStart"]
 
 
 async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
     """The parent marks one of two streams with the same id as crossed."""
-    of_script(monkeypatch, fault="same_id")
+    respond_with(monkeypatch, fault="same_id")
     async with serving(Mock()) as url:
         run = await run_in_processes(job_of(url, replace(FOUR, requests=2)))
-    told = {r.verdict: r.detail for r in run.records}
-    assert set(told) == {"ok", "crossed"}
-    assert "'same'" in told["crossed"]
+    details = {r.verdict: r.detail for r in run.records}
+    assert set(details) == {"ok", "crossed"}
+    assert "'same'" in details["crossed"]
 
 
 def test_merging_keeps_the_first_fault() -> None:
@@ -165,9 +165,11 @@ def test_merging_keeps_the_first_fault() -> None:
     merger = RunMerger(2, lambda: None, lambda _: None)
     ids = ["a", "a", "", "b"]
     for index in (0, 1):
-        told = [replace(record(2 * i + index), stream_id=i_d) for i, i_d in enumerate(ids)]
-        told[3] = replace(told[3], verdict="cut")
-        merger.take(index, SenderReport(4, told, End.of(a_run())))
+        records = [
+            replace(record(2 * i + index), stream_id=stream_id) for i, stream_id in enumerate(ids)
+        ]
+        records[3] = replace(records[3], verdict="cut")
+        merger.take(index, SenderReport(4, records, End.of(a_run())))
     verdicts = [r.verdict for r in sorted(merger.run.records, key=lambda r: r.planned.index)]
     assert verdicts == ["ok", "crossed", "ok", "crossed", "ok", "ok", "cut", "cut"]
 
@@ -177,7 +179,7 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
 
     The other process stops and keeps its records.
     """
-    of_script(monkeypatch, fault="silent")
+    respond_with(monkeypatch, fault="silent")
     started = []
 
     def start() -> None:
@@ -199,7 +201,7 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
 
 async def test_a_run_survives_the_death_of_all_processes(monkeypatch, spawned) -> None:
     """The run of dead processes has no health and names the cause."""
-    of_script(monkeypatch, fault="silent")
+    respond_with(monkeypatch, fault="silent")
 
     def start() -> None:
         for process in spawned:
@@ -214,7 +216,7 @@ async def test_a_run_survives_the_death_of_all_processes(monkeypatch, spawned) -
 
 async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> None:
     """A cancelled run ends all processes, and keeps complete and interrupted records."""
-    by_seed(monkeypatch, lambda seed: Script() if seed < 2 else Script(fault="stall"))
+    respond_by_seed(monkeypatch, lambda seed: Script() if seed < 2 else Script(fault="stall"))
     done, enough = [], asyncio.Event()
 
     def over(one) -> None:
@@ -240,11 +242,11 @@ async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> Non
 
 def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
     """The command reports an INVALID run after a signal to the whole process group."""
-    events, asked = tmp_path / "e.jsonl", threading.Semaphore(0)
+    events, received = tmp_path / "e.jsonl", threading.Semaphore(0)
     original = Mock._stream
 
     async def stream(self, request, _, body):
-        asked.release()
+        received.release()
         return await original(self, request, Script(fault="stall"), body)
 
     monkeypatch.setattr(Mock, "_stream", stream)
@@ -258,7 +260,7 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
             text=True,
         )
         try:
-            assert all(asked.acquire(timeout=30) for _ in range(4))
+            assert all(received.acquire(timeout=30) for _ in range(4))
             os.killpg(running.pid, signal.SIGINT)
             out, err = running.communicate(timeout=30)
         finally:
@@ -273,7 +275,7 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
 
 async def test_no_process_outlives_its_parent(monkeypatch) -> None:
     """A process exits when the parent's end of the socket is gone during the run."""
-    of_script(monkeypatch, fault="silent")
+    respond_with(monkeypatch, fault="silent")
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     async with serving(Mock()) as url, asyncio.timeout(30):
@@ -315,7 +317,7 @@ async def test_an_exception_of_a_callback_ends_the_run(spawned) -> None:
 
 def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
     """The parent replays records of its processes and compares the texts."""
-    of_script(monkeypatch, lossy=True)
+    respond_with(monkeypatch, lossy=True)
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", 4, "--processes", 2, "--verify-lossless", 3]
         result = command(url, *flags)
@@ -333,13 +335,13 @@ def test_each_process_needs_a_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "behind",
+    "change",
     [{"max_lag_s": 0.2}, {"p99_lag_s": 0.02}, {"loop_stall_s": 0.3}, {"cpu_share": 0.95}],
 )
-def test_health_is_that_of_the_worst_process(behind: dict) -> None:
+def test_health_is_that_of_the_worst_process(change: dict) -> None:
     """A single process beyond a limit makes the run INVALID."""
-    assert invalid_reasons(LoadRun({}, health=merge_health([WELL, WELL]))) == []
-    worst = merge_health([WELL, replace(WELL, **behind), None])
+    assert invalid_reasons(LoadRun({}, health=merge_health([HEALTHY, HEALTHY]))) == []
+    worst = merge_health([HEALTHY, replace(HEALTHY, **change), None])
     assert len(invalid_reasons(LoadRun({}, health=worst))) == 1
     assert worst.processes[2] is None
     assert merge_health([None]) is None
@@ -351,12 +353,14 @@ def test_jobs_and_reports_survive_serialisation(tmp_path) -> None:
     target = Target("http://server", api_key="sk", events=tmp_path / "e.jsonl")
     job = SenderJob(load, target, ServerInfo("m", max_model_len=7), PlanPart(1, 3))
     assert JOB.decode(frame(job)[4:]) == job
-    one = replace(record(told=[1, None, 2, 3]), texts=("é\n",), stream_id="s", metrics={"a": 1.5})
-    asked = replace(one.planned.request, extra=(("speculation", {"mode": "off"}),))
-    one = replace(one, planned=replace(one.planned, request=asked))
-    arrived = REPORT.decode(frame(SenderReport(1, [one]))[4:])
-    assert arrived.records == [replace(one, chunks=list(one.chunks))]
-    assert choose(arrived.records, 1, 0) == arrived.records
-    assert replay_of(arrived.records[0]) == replay_of(one)
+    one = replace(
+        record(chunk_tokens=[1, None, 2, 3]), texts=("é\n",), stream_id="s", metrics={"a": 1.5}
+    )
+    request = replace(one.planned.request, extra=(("speculation", {"mode": "off"}),))
+    one = replace(one, planned=replace(one.planned, request=request))
+    decoded = REPORT.decode(frame(SenderReport(1, [one]))[4:])
+    assert decoded.records == [replace(one, chunks=list(one.chunks))]
+    assert choose(decoded.records, 1, 0) == decoded.records
+    assert replay_of(decoded.records[0]) == replay_of(one)
     assert one.verdict == Verdict.OK
-    assert structs.asdict(arrived)["end"] is None
+    assert structs.asdict(decoded)["end"] is None

@@ -62,7 +62,7 @@ def test_a_hop_announces_its_share_of_the_deadline(seed: int) -> None:
     assert slo.latency_s is None
 
 
-def test_hops_that_take_what_they_announce_end_at_the_deadline() -> None:
+def test_hops_that_take_their_announced_time_end_at_the_deadline() -> None:
     """The flow ends at the deadline if each hop takes its announced time."""
     works, at_s, paces = [RequestWork(60, 32), RequestWork(40), RequestWork(1400, 129)], 0.0, []
     for place, work in enumerate(works):
@@ -130,7 +130,7 @@ def test_queries_are_parsed_only_from_valid_plans(text: str, queries) -> None:
     assert len(queries) <= MOST_QUERIES
 
 
-def passages_of(path):
+def indexed_passages_of(path):
     """Return the passages of an index of a text file."""
     return indexed_passages(WorkloadSettings(0, COUNTER, open_corpus(path)))
 
@@ -199,17 +199,17 @@ def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
     """The passages have the expected number and length, and do not change."""
     path = tmp_path / "mine.txt"
     path.write_text("".join(f"{n} mine\n" for n in range(9999)))
-    passages = passages_of(path)
+    passages = indexed_passages_of(path)
     assert len(passages) == INDEXED
     assert {COUNTER.count(passage) for passage in passages} == {PASSAGE_TOKENS}
-    assert passages == passages_of(path)
+    assert passages == indexed_passages_of(path)
 
 
 def test_a_question_always_has_a_subject(tmp_path) -> None:
     """Even blank passages give a subject, because servers embed no empty text."""
     path = tmp_path / "sparse.txt"
     path.write_text(f"one word{' ' * 900}\n" * 500)
-    index = PassageIndex(passages_of(path), [packed(1.0)] * INDEXED)
+    index = PassageIndex(indexed_passages_of(path), [packed(1.0)] * INDEXED)
     load = Load(workload="rag", rate_rps=1.0, requests=200, text_file=path)
     for planned in make_plan(load, counter=COUNTER, retriever=index).requests:
         assert planned.flow.subject.strip()
@@ -224,13 +224,15 @@ def text_file(tmp_path_factory):
     return path
 
 
-async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
+async def run_questions(
+    text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields
+):
     """Run some questions and return the run and their flows.
 
     The mock records only the requests after the index.
     """
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
-    passages = passages_of(text_file)
+    passages = indexed_passages_of(text_file)
     async with serving(mock) as url, open_session() as session:
         client = OpenAIClient(session, url, "mock")
         index = await build_index(client, passages)
@@ -247,7 +249,7 @@ async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int =
 async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
     """The flow sends a plan, embeddings and a final request over five passages."""
     mock = Mock()
-    run, _ = await asked(text_file, mock)
+    run, _ = await run_questions(text_file, mock)
     assert [r.verdict for r in run.records] == ["ok"] * 4
     plan, retrieval, answer = mock.bodies[:3]
     assert plan["response_format"]["json_schema"]["schema"] == PLAN_SCHEMA
@@ -260,7 +262,9 @@ async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
     assert content.endswith(f'Question: what is said about "{subject}"?')
     assert "response_format" not in answer
     assert {"plan", "retrieve", "answer"} == {hop.name for hop in summarize_hops(run.records)}
-    facts = {name: told for hop in summarize_hops(run.records) for name, told in hop.facts.items()}
+    facts = {
+        name: value for hop in summarize_hops(run.records) for name, value in hop.facts.items()
+    }
     assert facts == dict.fromkeys(("plan_parsed", "passage_found", "by_vectors"), (4, 4))
     for place in range(0, 12, 3):
         subject = mock.bodies[place + 1]["input"][0]
@@ -271,7 +275,7 @@ async def test_a_question_is_planned_retrieved_and_answered(text_file) -> None:
 async def test_missed_passages_are_reported(text_file, monkeypatch) -> None:
     """The report counts how often equal vectors found the right passage by chance."""
     monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
-    run, flows = await asked(text_file, Mock(), count=12)
+    run, flows = await run_questions(text_file, Mock(), count=12)
     right = sum(flow.about < PASSAGES for flow in flows)
     (answers,) = [hop for hop in summarize_hops(run.records) if hop.name == "answer"]
     assert answers.facts["passage_found"] == (right, 12)
@@ -281,7 +285,7 @@ async def test_missed_passages_are_reported(text_file, monkeypatch) -> None:
 async def test_every_hop_announces_a_share_of_one_deadline(text_file) -> None:
     """The headers match the split of the remaining time, by default of ten seconds."""
     mock = Mock()
-    run, _ = await asked(text_file, mock, count=2)
+    run, _ = await run_questions(text_file, mock, count=2)
     for record in run.records:
         assert record.planned.request.slo == Slo(latency_s=DEADLINE_S)
         plan, retrieval, answer = (hop.planned.request for hop in record.hops)
@@ -302,10 +306,12 @@ async def test_every_hop_announces_a_share_of_one_deadline(text_file) -> None:
 async def test_without_a_plan_the_subject_is_searched(text_file, script) -> None:
     """A response without a plan fails no request, and the report counts the missing plan."""
     mock = Mock()
-    run, _ = await asked(text_file, mock, script)
+    run, _ = await run_questions(text_file, mock, script)
     assert [r.verdict for r in run.records] == ["ok"] * 4
     assert [len(body["input"]) for body in mock.bodies[1::3]] == [1] * 4
-    facts = {name: told for hop in summarize_hops(run.records) for name, told in hop.facts.items()}
+    facts = {
+        name: value for hop in summarize_hops(run.records) for name, value in hop.facts.items()
+    }
     assert facts["plan_parsed"] == (0, 4)
     assert facts["passage_found"][0] == 4
 
@@ -313,19 +319,19 @@ async def test_without_a_plan_the_subject_is_searched(text_file, script) -> None
 async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
     """The flow fails if embeddings fail, but the user gets a response over matching passages."""
     batches = -(-INDEXED // 32)
-    run, _ = await asked(text_file, Mock(embeds=batches + 1), count=3)
+    run, _ = await run_questions(text_file, Mock(embeds=batches + 1), count=3)
     assert [r.verdict for r in run.records] == ["ok", "http_status", "http_status"]
     assert run.records[1].detail.startswith("retrieve: 404")
     answers = [dict(r.hops[2].planned.request.facts) for r in run.records]
-    assert [told["by_vectors"] for told in answers] == [True, False, False]
-    assert all(told["passage_found"] for told in answers[1:])
+    assert [value["by_vectors"] for value in answers] == [True, False, False]
+    assert all(value["passage_found"] for value in answers[1:])
     assert [r.hops[2].verdict for r in run.records] == ["ok"] * 3
 
 
 async def test_flags_reach_plan_and_answer(text_file) -> None:
     """Speculation, temperature and endpoint apply to both chat requests, not to embeddings."""
     mock = Mock()
-    await asked(
+    await run_questions(
         text_file, mock, count=1, speculation="off", temperature=0.0, endpoint="completions"
     )
     plan, retrieval, answer = mock.bodies
@@ -339,9 +345,9 @@ async def test_flags_reach_plan_and_answer(text_file) -> None:
 async def test_a_flow_can_be_sent_again(text_file) -> None:
     """The same seed sends the same requests, and another seed sends others."""
     first, again, other = Mock(), Mock(), Mock()
-    await asked(text_file, first, count=2)
-    await asked(text_file, again, count=2)
-    await asked(text_file, other, count=2, seed=9)
+    await run_questions(text_file, first, count=2)
+    await run_questions(text_file, again, count=2)
+    await run_questions(text_file, other, count=2, seed=9)
     assert first.bodies == again.bodies
     assert first.bodies != other.bodies
 
@@ -357,10 +363,10 @@ def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
     assert result.exit_code == (0 if summary["valid"] else 3), result.output
     assert (summary["requests"], summary["attainment"]) == (3, 1.0)
     assert summary["details"]["settings"]["slo"]["latency_s"] == 60.0
-    told = summary["details"]["hops"]
-    assert list(told) == ["plan", "retrieve", "answer"]
-    assert told["answer"]["facts"]["by_vectors"] == [3, 3]
-    assert sum(hop["share"]["mean"] for hop in told.values()) < 1.0
+    hops = summary["details"]["hops"]
+    assert list(hops) == ["plan", "retrieve", "answer"]
+    assert hops["answer"]["facts"]["by_vectors"] == [3, 3]
+    assert sum(hop["share"]["mean"] for hop in hops.values()) < 1.0
     assert "of the deadline" in result.output
     assert "<h2>Hops</h2>" in html.read_text()
     again = tmp_path / "again.json"

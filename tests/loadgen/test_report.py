@@ -32,11 +32,11 @@ from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
 from tests.loadgen.known_records import a_run, failed, record, speculation
 
-BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
+OVERLOADED = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
 LOSSY = LosslessCheck(2, 1, (Difference(1, 0, 5, "<a>", "<b>"),), ((2, "cut: gone"),), 1)
 
 
-def in_words(renderable, width: int = 160) -> str:
+def rendered_text(renderable, width: int = 160) -> str:
     """Return the text that rich renders."""
     console = Console(width=width, file=io.StringIO())
     console.print(renderable)
@@ -53,7 +53,7 @@ def charts(run):
     return charts_of([RunReport("server", run)])
 
 
-def own_part(text: str) -> str:
+def without_plotly(text: str) -> str:
     """Return the page without plotly's bundle."""
     return text.replace(get_plotlyjs(), "")
 
@@ -62,7 +62,7 @@ def test_the_page_is_self_contained() -> None:
     """The page loads nothing, embeds plotly once, and forbids the browser every request."""
     text = page(a_run())
     assert text.count(get_plotlyjs()) == 1
-    own = own_part(text)
+    own = without_plotly(text)
     assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
     assert "default-src 'none'" in own
     assert set(re.findall(r"https?://[\w.:]+", own)) == {"http://server:8000"}
@@ -80,10 +80,10 @@ def test_the_page_has_every_metric_with_its_formula() -> None:
 
     It also has classes with intervals, errors with examples, decisions and settings.
     """
-    own = own_part(page(a_run()))
-    for figure in METRICS.values():
-        assert figure.title in own
-        assert figure.formula.replace(">", "&gt;") in own
+    own = without_plotly(page(a_run()))
+    for metric in METRICS.values():
+        assert metric.title in own
+        assert metric.formula.replace(">", "&gt;") in own
     for shown in ("interactive", "batch", "50.0% [15.0, 85.0]", "&lt;cut&gt;", "slo.ttft_s"):
         assert shown in own
     for shown in ("ngram x 3", "16 drafted, 12 accepted (75.0%)", "TTFT p99 (p50: 500 ms)"):
@@ -96,16 +96,16 @@ def test_text_of_the_server_is_escaped() -> None:
     evil = "</script><b onload=x>"
     run = a_run([record(class_name=evil), failed(1, verdict="cut", detail=evil)])
     run.settings["model"] = evil
-    assert evil not in own_part(page(run))
+    assert evil not in without_plotly(page(run))
     assert page(run).count("</script>") == page(a_run()).count("</script>") - 3
 
 
-def test_an_invalid_run_says_so_first() -> None:
+def test_an_invalid_run_shows_the_reasons_first() -> None:
     """The page shows a banner with every reason above all results."""
-    own = own_part(page(a_run(health=BEHIND)))
+    own = without_plotly(page(a_run(health=OVERLOADED)))
     assert own.index("INVALID") < own.index("goodput")
     assert "largest lag: 500.0 ms, limit 100 ms" in own
-    text = in_words(render(a_run(health=BEHIND)))
+    text = rendered_text(render(a_run(health=OVERLOADED)))
     assert text.index("INVALID") < text.index("goodput")
     assert "CPU of the generator: 99% of a core" in text
 
@@ -196,13 +196,13 @@ def test_a_run_without_requests_has_a_page() -> None:
     """A run without records has no plots and only known values."""
     run = a_run([], interrupted=True)
     assert charts(run) == []
-    assert "0 of 0" in own_part(page(run))
-    assert "completed" in in_words(render(run))
+    assert "0 of 0" in without_plotly(page(run))
+    assert "completed" in rendered_text(render(run))
 
 
 def test_the_table_has_all_results() -> None:
     """The table has completions, attainment, metrics with formulas, failures and speculation."""
-    text = in_words(render(a_run()))
+    text = rendered_text(render(a_run()))
     for shown in ("3 of 4 in 4.00 s", "1.00 requests/s", "50.0% [15.0, 85.0]", "6.8 tokens/s"):
         assert shown in text
     drafts = "16 drafted, 12 accepted (75.0%)"
@@ -212,14 +212,14 @@ def test_the_table_has_all_results() -> None:
 
 def test_a_lossy_run_shows_its_differences() -> None:
     """Table and page show both texts at their first difference, and failed replays."""
-    text, own = in_words(render(a_run(), LOSSY)), own_part(page(a_run(), LOSSY))
+    text, own = rendered_text(render(a_run(), LOSSY)), without_plotly(page(a_run(), LOSSY))
     assert "'<a>'" in text
     assert "1 replays were of another numerics class" in text
     assert "FAILED" in own
     assert "&lt;a&gt;" in own
     fine = LosslessCheck(59, 59, (), (), 0)
-    assert "at most 5.0% differ" in in_words(render(a_run(), fine))
-    assert "passed: 59" in own_part(page(a_run(), fine))
+    assert "at most 5.0% differ" in rendered_text(render(a_run(), fine))
+    assert "passed: 59" in without_plotly(page(a_run(), fine))
 
 
 def test_progress_is_counted() -> None:
@@ -229,7 +229,7 @@ def test_progress_is_counted() -> None:
         progress.start()
     for one in run.records[:2] + run.records[3:]:
         progress.record(one)
-    text = in_words(render_live(progress, 3.0), 80)
+    text = rendered_text(render_live(progress, 3.0), 80)
     for shown in ("4 of 8", "open", "33.3%", "cut", "p99"):
         assert shown in text
     assert (progress.sent, progress.done, progress.met) == (4, 3, 1)
@@ -284,7 +284,7 @@ def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert own_part(drawn.stdout).count('class="plot-container') == len(charts_of(reports))
+    assert without_plotly(drawn.stdout).count('class="plot-container') == len(charts_of(reports))
 
 
 def at_rate(rate: float, name: str = "auto", **fields) -> RunReport:
@@ -294,7 +294,7 @@ def at_rate(rate: float, name: str = "auto", **fields) -> RunReport:
     return RunReport(name, run)
 
 
-SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", health=BEHIND)]
+SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", health=OVERLOADED)]
 
 
 def test_several_runs_are_curves_over_the_rate() -> None:
@@ -330,18 +330,18 @@ def test_runs_at_one_rate_are_distributions() -> None:
     assert titles[:4] == ["TTFT", "TPOT", "latency", "chunk gap"]
 
 
-def test_the_page_of_several_runs_has_each_of_them() -> None:
+def test_the_page_of_several_runs_has_the_details_of_each_run() -> None:
     """A table marks INVALID runs, and the page folds the details of each run."""
-    own = own_part(page_of(SEVERAL))
+    own = without_plotly(page_of(SEVERAL))
     assert own.count("<details>") == 4
     assert "off (INVALID)" in own
     assert "below all rates" in own
     assert "4 runs of load: auto, off" in own
     assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
-    table = in_words(render_side_by_side(SEVERAL), 200)
+    table = rendered_text(render_side_by_side(SEVERAL), 200)
     assert "off (INVALID)" in table
     assert table.count("50.0%") == 4
-    assert max(map(len, in_words(render_side_by_side(SEVERAL), 80).splitlines())) <= 80
+    assert max(map(len, rendered_text(render_side_by_side(SEVERAL), 80).splitlines())) <= 80
     assert own.count("[15.0, 85.0]") == 8
 
 
@@ -361,6 +361,6 @@ def test_a_run_is_named_by_its_file(tmp_path, file: str, rate: float, name: str)
 
 def test_the_page_is_accessible() -> None:
     """Each plot has a name for screen readers, and tables are reachable by keyboard."""
-    own = own_part(page_of(SEVERAL))
+    own = without_plotly(page_of(SEVERAL))
     assert own.count('role="img" aria-label="') == own.count('class="plot"') == 8
     assert own.count('class="scroll"') == own.count('class="scroll" tabindex="0" role="region"')

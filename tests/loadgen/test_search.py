@@ -17,24 +17,22 @@ from draftgate.loadgen.search.types import (
     SearchProbe,
     StopReason,
 )
-from tests.loadgen.md1_server import attainment, capacity, md1, run, waits
+from tests.loadgen.md1_server import attainment, capacity, md1_outcomes, run_search, waits
 
 SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95
 
 
-def found_by(seed: int):
+def search_with_seed(seed: int):
     """Search an M/D/1 server with an SLO of five services, starting at 15 requests/s."""
-    aim = SearchGoal(15.0, LIMIT_S, share=SHARE, seed=1000 * seed)
-    return run(aim, md1(SERVICE_S, LIMIT_S)).result()
+    goal = SearchGoal(15.0, LIMIT_S, share=SHARE, seed=1000 * seed)
+    return run_search(goal, md1_outcomes(SERVICE_S, LIMIT_S)).result()
 
 
-def hits(seeds: range) -> int:
+def count_correct_intervals(seeds: range) -> int:
     """Return how many searches end with the truth in a narrow interval."""
     truth = capacity(SHARE, SERVICE_S, LIMIT_S)
-    all_found = map(found_by, seeds)
-    return sum(
-        f.low_rps <= truth <= f.high_rps and f.relative_half_width <= 0.05 for f in all_found
-    )
+    results = map(search_with_seed, seeds)
+    return sum(f.low_rps <= truth <= f.high_rps and f.relative_half_width <= 0.05 for f in results)
 
 
 def test_the_formula_matches_simulated_queues() -> None:
@@ -48,29 +46,29 @@ def test_the_formula_matches_simulated_queues() -> None:
 
 def test_the_search_finds_the_known_capacity() -> None:
     """At least 9 of 10 seeded searches are within 5 % (the long test runs 100)."""
-    assert hits(range(10)) >= 9
+    assert count_correct_intervals(range(10)) >= 9
 
 
 @pytest.mark.long
 def test_the_search_finds_the_known_capacity_in_95_of_100() -> None:
     """At least 95 of 100 intervals of at most 5 % to either side hold the truth."""
-    assert hits(range(100)) >= 95
+    assert count_correct_intervals(range(100)) >= 95
 
 
-def sharp(rate_rps: float):
+def sharp_edge(rate_rps: float):
     """Return the outcomes of a server that meets every SLO up to a rate and none beyond."""
 
-    def answers(probe: SearchProbe):
+    def outcomes_of(probe: SearchProbe):
         at_s = np.arange(probe.longest) / probe.rate_rps
         return at_s, np.full(probe.longest, probe.rate_rps <= rate_rps)
 
-    return answers
+    return outcomes_of
 
 
 @pytest.mark.parametrize("edge_rps", [0.9, 7.0, 100.0, 1234.5])
 def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
     """The search finds a sharp edge from far below and above, in few probes."""
-    search = run(SearchGoal(10.0, 0.001), sharp(edge_rps))
+    search = run_search(SearchGoal(10.0, 0.001), sharp_edge(edge_rps))
     found = search.result()
     assert found.stop is StopReason.PRECISE
     assert found.low_rps <= edge_rps <= found.high_rps
@@ -80,7 +78,7 @@ def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
 
 def test_the_highest_allowed_rate_gives_a_bound() -> None:
     """The result is a lower bound if the highest allowed rate holds."""
-    found = run(SearchGoal(10.0, 0.001, max_rate_rps=50.0), sharp(inf)).result()
+    found = run_search(SearchGoal(10.0, 0.001, max_rate_rps=50.0), sharp_edge(inf)).result()
     assert (found.stop, found.rate_rps) == (StopReason.MAX_RATE, None)
     assert isinf(found.high_rps)
     assert 45.0 <= found.low_rps <= 51.0
@@ -88,15 +86,15 @@ def test_the_highest_allowed_rate_gives_a_bound() -> None:
 
 def test_a_server_that_never_holds_ends_the_search() -> None:
     """The search ends after ten halvings."""
-    search = run(SearchGoal(10.0, 0.001), sharp(0.0))
+    search = run_search(SearchGoal(10.0, 0.001), sharp_edge(0.0))
     assert search.result().stop is StopReason.NEVER
     assert search.result().low_rps == 0.0
 
 
 def test_a_search_respects_its_request_limit() -> None:
     """The search ends at its request limit with the interval so far."""
-    aim = SearchGoal(15.0, LIMIT_S, share=SHARE, most_requests=3000)
-    found = run(aim, md1(SERVICE_S, LIMIT_S)).result()
+    goal = SearchGoal(15.0, LIMIT_S, share=SHARE, most_requests=3000)
+    found = run_search(goal, md1_outcomes(SERVICE_S, LIMIT_S)).result()
     assert found.stop is StopReason.REQUESTS
     assert found.requests <= 3200
 
@@ -119,10 +117,10 @@ def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
 
 def test_a_probe_ends_when_its_verdict_is_clear() -> None:
     """A probe ends early with a clear verdict, and during the warm-up only by failing."""
-    aim = SearchGoal(10.0, 0.1)
+    goal = SearchGoal(10.0, 0.1)
 
     def length(share: float, settle_s: float) -> tuple[int, ProbeVerdict]:
-        watch = SequentialTest(SearchProbe(10.0, 0, settle_s, 1000, 200), aim)
+        watch = SequentialTest(SearchProbe(10.0, 0, settle_s, 1000, 200), goal)
         random = np.random.default_rng(1)
         for sent in range(1, 3000):
             if watch.add(sent / 10.0, met=bool(random.random() < share)):

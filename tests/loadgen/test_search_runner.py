@@ -8,7 +8,7 @@ import pytest
 
 from tests.loadgen.known_records import accept_any_health
 from tests.loadgen.mock_server import Mock, serving_in_a_thread
-from tests.loadgen.test_cli import command, of_script
+from tests.loadgen.test_cli import command, respond_with
 
 
 def search(url: str, path, *flags: object):
@@ -20,7 +20,7 @@ def search(url: str, path, *flags: object):
 def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
     """A server that meets every SLO gives a lower bound, and cut probes are valid runs."""
     accept_any_health(monkeypatch)
-    of_script(monkeypatch)
+    respond_with(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json")
     assert result.exit_code == 1, result.output
@@ -38,7 +38,7 @@ def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--slo-tpot-ms", 0.0), "requires an SLO"),
         (("--share", 1.5), "share must be between"),
@@ -46,18 +46,20 @@ def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
         (("--trace", "some.jsonl"), "--trace"),
     ],
 )
-def test_impossible_searches_are_explained(tmp_path, monkeypatch, flags, said: str) -> None:
+def test_impossible_searches_are_explained(tmp_path, monkeypatch, flags, message: str) -> None:
     """The command exits with status 2 and the reason before any probe."""
-    of_script(monkeypatch)
+    respond_with(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json", *flags)
-    assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
+    assert (result.exit_code, message in " ".join(result.output.split())) == (2, True), (
+        result.output
+    )
     assert not (tmp_path / "found.json").exists()
 
 
 def test_a_broken_server_is_not_searched(tmp_path, monkeypatch) -> None:
     """The command reports the fault of the warm-up."""
-    of_script(monkeypatch, fault="cut")
+    respond_with(monkeypatch, fault="cut")
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json")
     assert result.exit_code == 2

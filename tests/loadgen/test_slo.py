@@ -24,14 +24,14 @@ from tests.loadgen.known_records import a_run, failed, record
 def test_the_interval_matches_scipy(successes: int, trials: int) -> None:
     """Both ends equal scipy's and are z standard errors away."""
     low, high = wilson(successes, trials)
-    told = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
-    assert (low, high) == pytest.approx((told.low, told.high), abs=1e-9)
+    expected = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-9)
     for end in {low, high} - {0.0, 1.0}:
         error = Z_95 * sqrt(end * (1 - end) / trials)
         assert abs(successes / trials - end) == pytest.approx(error, abs=1e-7)
 
 
-def test_an_interval_without_trials_is_everything() -> None:
+def test_the_interval_without_trials_is_0_to_1() -> None:
     """The interval without trials is [0, 1], and more successes than trials raise an error."""
     assert wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="3 successes of 2"):
@@ -64,7 +64,7 @@ def test_a_broken_stream_meets_no_slo() -> None:
     assert meets_slo(record(chunks=(), tokens=0))
 
 
-def test_an_answer_of_one_token_has_no_tpot() -> None:
+def test_a_response_of_one_token_has_no_tpot() -> None:
     """A response of one token meets any TPOT limit."""
     assert meets_slo(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
 

@@ -66,7 +66,7 @@ TRANSPORT_VERDICTS = {
 }
 
 
-def judged(events: list[str], **expected: object) -> StreamAudit:
+def audited(events: list[str], **expected: object) -> StreamAudit:
     audit = StreamAudit(**{"max_tokens": 8} | expected)
     for event in events:
         audit.add(event.encode())
@@ -74,18 +74,20 @@ def judged(events: list[str], **expected: object) -> StreamAudit:
     return audit
 
 
-def of_script(script: Script, *, chat: bool = False) -> StreamAudit:
+def audit_script(script: Script, *, chat: bool = False) -> StreamAudit:
     body = question(script, prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
     if not chat:
         body = question(script).body("mock")
-    return judged(events_of(script, body, "answer"))
+    return audited(events_of(script, body, "answer"))
 
 
-async def asked(script: Script, patience: ClientTimeouts | None = None, mock: Mock | None = None):
+async def send_request(
+    script: Script, timeouts: ClientTimeouts | None = None, mock: Mock | None = None
+):
     async with serving(mock or Mock()) as url, open_session() as session:
         planned = PlannedRequest(0, None, question(script))
-        patience = patience or ClientTimeouts(5.0, 5.0)
-        return await OpenAIClient(session, url, "mock", patience).ask(planned)
+        timeouts = timeouts or ClientTimeouts(5.0, 5.0)
+        return await OpenAIClient(session, url, "mock", timeouts).ask(planned)
 
 
 def test_the_tables_are_complete() -> None:
@@ -99,7 +101,7 @@ def test_the_tables_are_complete() -> None:
 @pytest.mark.parametrize("fault", EVENT_VERDICTS)
 def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
     """Missing, repeated, added or contradicting events fail with their cause."""
-    audit = of_script(Script(fault=fault))
+    audit = audit_script(Script(fault=fault))
     assert audit.verdict is EVENT_VERDICTS[fault], audit.detail
     assert audit.detail
 
@@ -111,7 +113,7 @@ def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
 def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, role: bool) -> None:
     """The audit accepts chats, roles, several tokens per chunk and usage counts."""
     script = Script(per_chunk=per_chunk, continuous=continuous, role=role)
-    audit = of_script(script, chat=chat)
+    audit = audit_script(script, chat=chat)
     assert audit.verdict is Verdict.OK, audit.detail
     assert audit.texts == ("".join(text_of(1, 8)),)
     assert audit.finish_reasons == ["length"]
@@ -120,15 +122,15 @@ def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, rol
 @pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
 async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
     """The client distinguishes refusals, broken connections, silence and stalls."""
-    impatience = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
-    record = await asked(Script(fault=fault), impatience.get(fault))
+    timeouts = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
+    record = await send_request(Script(fault=fault), timeouts.get(fault))
     assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
     assert record.detail
 
 
 async def test_faults_of_content_are_found_over_the_network() -> None:
     """A truncated response that ended normally is not a success."""
-    record = await asked(Script(fault="truncated"))
+    record = await send_request(Script(fault="truncated"))
     assert (record.verdict, record.status) == ("no_finish_reason", 200)
     assert len(record.chunks) == 5
 
@@ -147,18 +149,18 @@ def test_an_id_belongs_to_one_stream() -> None:
     """The audit rejects a stream with the id of another stream, but ignores an empty id."""
     events = events_of(Script(), question().body("mock"), "answer")
     ids: set[str] = set()
-    assert judged(events, ids=ids).verdict is Verdict.OK
-    assert judged(events, ids=ids).verdict is Verdict.CROSSED
+    assert audited(events, ids=ids).verdict is Verdict.OK
+    assert audited(events, ids=ids).verdict is Verdict.CROSSED
     anonymous = events_of(Script(), question().body("mock"), "")
-    assert [judged(anonymous, ids=ids).verdict for _ in range(2)] == [Verdict.OK] * 2
+    assert [audited(anonymous, ids=ids).verdict for _ in range(2)] == [Verdict.OK] * 2
 
 
 def test_repetition_is_not_duplication() -> None:
     """A response of a repeated word is intact if its tokens are counted."""
     body = question().body("mock")
     first, *rest = events_of(Script(), body, "answer")
-    assert judged([first] * 7 + rest[-3:]).verdict is Verdict.OK
-    assert judged([first] * 8 + rest[-3:]).verdict is Verdict.DUPLICATED
+    assert audited([first] * 7 + rest[-3:]).verdict is Verdict.OK
+    assert audited([first] * 8 + rest[-3:]).verdict is Verdict.DUPLICATED
 
 
 def test_every_choice_must_end() -> None:
@@ -168,10 +170,10 @@ def test_every_choice_must_end() -> None:
         return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
 
     events = [chunk(1, "b", "stop"), chunk(0, "a", None)]
-    audit = judged([*events, "[DONE]"], choices=2, wants_usage=False)
+    audit = audited([*events, "[DONE]"], choices=2, wants_usage=False)
     assert audit.verdict is Verdict.NO_FINISH_REASON
     assert "[0]" in audit.detail
-    audit = judged([*events, chunk(0, "", "stop"), "[DONE]"], choices=2, wants_usage=False)
+    audit = audited([*events, chunk(0, "", "stop"), "[DONE]"], choices=2, wants_usage=False)
     assert (audit.verdict, audit.texts) == (Verdict.OK, ("a", "b"))
 
 
@@ -230,7 +232,7 @@ def test_bad_utf8_is_malformed() -> None:
     assert audit.verdict is Verdict.MALFORMED
 
 
-async def test_instants_are_those_of_the_reads() -> None:
+async def test_chunks_have_the_time_of_their_read() -> None:
     """Each chunk with text has the exact time at which the client read the chunk."""
     now = [10.0]
     body = question(prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
@@ -309,7 +311,7 @@ async def test_a_server_without_models_is_an_error() -> None:
             await first_model(session, url)
 
 
-def test_answers_of_the_mock_depend_on_the_seed() -> None:
+def test_responses_of_the_mock_depend_on_the_seed() -> None:
     """The mock's responses differ by seed, so that tests detect crossed texts."""
     one, two = (events_of(Script(), replace(question(), seed=s).body("mock"), "a") for s in (1, 2))
     assert one != two

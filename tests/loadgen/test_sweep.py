@@ -26,12 +26,12 @@ from draftgate.loadgen.types import Slo
 from tests.loadgen.known_records import a_run, accept_any_health, record
 from tests.loadgen.mock_server import Mock, serving_in_a_thread
 from tests.loadgen.queue_runs import queue_run
-from tests.loadgen.test_report import BEHIND
+from tests.loadgen.test_report import OVERLOADED
 
 SLO = Slo(ttft_s=0.6)
 
 
-def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
+def run_report(met: int, of: int, rate: float = 1.0, name: str = "auto"):
     """Return a run in which the first `met` of `of` requests met their SLO."""
     records = [record(i, float(i), 0.5 if i < met else 0.7, slo=SLO) for i in range(of)]
     run = a_run(records)
@@ -39,27 +39,27 @@ def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
     return RunReport(name, run)
 
 
-def cells_of(*shares: tuple[float, int, int]):
+def points_at(*shares: tuple[float, int, int]):
     """Return points at rates, each with a number of met requests."""
-    return points([point(met, of, rate) for rate, met, of in shares])
+    return points([run_report(met, of, rate) for rate, met, of in shares])
 
 
-def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
+def test_each_round_has_every_cell_in_its_own_order() -> None:
     """Each round runs all targets at all rates in its own order, which is reproducible."""
-    whom = parse_targets(["a=http://x:1", "b=http://x:2"])
-    cells = shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
+    targets = parse_targets(["a=http://x:1", "b=http://x:2"])
+    cells = shuffled_cells(targets, [1.0, 2.0, 3.0], 3, seed=5)
     for number in (1, 2, 3):
         own = [(c.target.name, c.rate_rps) for c in cells if c.round == number]
         assert sorted(own) == sorted((n, r) for n in "ab" for r in (1.0, 2.0, 3.0))
     orders = [tuple(c.stem[:-2] for c in cells if c.round == number) for number in (1, 2, 3)]
     assert len(set(orders)) == 3
-    assert cells == shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
+    assert cells == shuffled_cells(targets, [1.0, 2.0, 3.0], 3, seed=5)
 
 
 def test_targets_get_the_same_requests_once() -> None:
     """Targets share a seed at one rate in one round, and all other cells have other seeds."""
-    whom = parse_targets(["http://x"], ["off", "ngram:4"])
-    cells = shuffled_cells(whom, [1.0, 2.0], 2, seed=0)
+    targets = parse_targets(["http://x"], ["off", "ngram:4"])
+    cells = shuffled_cells(targets, [1.0, 2.0], 2, seed=0)
     loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
     seeds = {(cell.round, cell.rate_rps, load.seed) for cell, load in loads}
     assert len(seeds) == len({seed for _, _, seed in seeds}) == 4
@@ -98,7 +98,7 @@ def test_rising_shares_are_pooled() -> None:
 
 def test_goodput_is_interpolated() -> None:
     """The goodput at 95 % is halfway between 100 % at 1/s and 90 % at 2/s."""
-    cells = cells_of((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
+    cells = points_at((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.rate_rps, found.holds_rps) == (pytest.approx(1.5), 1.0)
     assert found.low_rps == 1.0
@@ -107,18 +107,18 @@ def test_goodput_is_interpolated() -> None:
 
 def test_a_slow_rate_with_few_requests_does_not_bound_a_faster_one() -> None:
     """200 of 200 requests at 2/s are certain although 20 of 20 at 1/s are not."""
-    cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
+    cells = points_at((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
     found = estimate_goodput("auto", cells, 0.95)
     assert (found.low_rps, found.high_rps) == (2.0, 3.0)
-    odd = estimate_goodput("auto", cells_of((1.0, 0, 200), (2.0, 200, 200)), 0.95)
+    odd = estimate_goodput("auto", points_at((1.0, 0, 200), (2.0, 200, 200)), 0.95)
     assert (odd.low_rps, odd.high_rps) == (None, None)
 
 
 def test_goodput_outside_the_measured_rates_is_unknown() -> None:
     """The estimate is None if all rates hold or all rates fail."""
-    held = estimate_goodput("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
+    held = estimate_goodput("auto", points_at((1.0, 20, 20), (2.0, 20, 20)), 0.95)
     assert (held.rate_rps, held.low_rps, held.high_rps, held.holds_rps) == (None, None, None, 2.0)
-    lost = estimate_goodput("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
+    lost = estimate_goodput("auto", points_at((1.0, 10, 100), (2.0, 0, 100)), 0.95)
     assert (lost.rate_rps, lost.low_rps, lost.high_rps, lost.holds_rps) == (None, None, 1.0, None)
 
 
@@ -133,8 +133,8 @@ def test_correlated_requests_widen_the_interval() -> None:
 
 def test_invalid_runs_are_left_out() -> None:
     """A point drops INVALID runs if it has valid runs, and otherwise marks them."""
-    good, bad = point(100, 100), point(0, 100)
-    bad.run.health = BEHIND
+    good, bad = run_report(100, 100), run_report(0, 100)
+    bad.run.health = OVERLOADED
     (cell,) = points([good, bad])
     assert len(cell.records) == 100
     assert cell.label == "auto (1 INVALID left out)"
@@ -143,7 +143,7 @@ def test_invalid_runs_are_left_out() -> None:
     assert estimate_goodputs([alone]) == []
 
 
-def swept(url: str, *flags: object):
+def sweep_command(url: str, *flags: object):
     """Run the command line against a server."""
     rates = ["--rates", "40,80", "--duration", "0.1", "--max-tokens", "4", "--warm-up", "2"]
     return CliRunner().invoke(cli.app, ["sweep", url, *rates, *map(str, flags)])
@@ -156,21 +156,23 @@ def test_a_sweep_reports_every_cell(tmp_path, monkeypatch) -> None:
     mock = Mock()
     files = ["--json", out, "--html", page, "--events", folder]
     with serving_in_a_thread(mock) as url:
-        result = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
+        result = sweep_command(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
         assert result.exit_code == 0, result.output
         sent = len(mock.bodies)
-        again = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
+        again = sweep_command(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
         assert (again.exit_code, len(mock.bodies)) == (0, sent)
-        other = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, "--seed", 9, *files)
+        other = sweep_command(
+            url, "--speculation", "off,ngram:2", "--rounds", 2, "--seed", 9, *files
+        )
         assert other.exit_code == 0
         assert len(mock.bodies) > sent
-    told = json.loads(out.read_text())
-    assert told["format"] == "sweep/1"
-    assert told["cells_planned"] == len(told["cells"]) == 8
-    names = Counter((cell["name"], cell["rate_rps"]) for cell in told["cells"])
+    report = json.loads(out.read_text())
+    assert report["format"] == "sweep/1"
+    assert report["cells_planned"] == len(report["cells"]) == 8
+    names = Counter((cell["name"], cell["rate_rps"]) for cell in report["cells"])
     assert names == {(n, r): 2 for n in ("off", "ngram:2") for r in (40.0, 80.0)}
-    assert all(cell["summary"]["requests"] for cell in told["cells"])
-    assert {(r["name"], r["share"]) for r in told["goodput"]} == {
+    assert all(cell["summary"]["requests"] for cell in report["cells"])
+    assert {(r["name"], r["share"]) for r in report["goodput"]} == {
         (n, s) for n in ("off", "ngram:2") for s in (0.9, 0.95, 0.99)
     }
     assert "at least 80.00" in result.output
@@ -178,7 +180,7 @@ def test_a_sweep_reports_every_cell(tmp_path, monkeypatch) -> None:
     assert len(list(folder.iterdir())) == 8
 
 
-async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
+async def test_an_interrupted_sweep_keeps_completed_cells(monkeypatch) -> None:
     """An interrupted sweep drops the current cell and keeps earlier cells."""
     ran = []
 
@@ -198,4 +200,4 @@ async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
 def test_wrong_sweeps_are_refused() -> None:
     """Invalid rates and unreachable servers give exit status 2."""
     assert CliRunner().invoke(cli.app, ["sweep", "http://x", "--rates", "0"]).exit_code == 2
-    assert swept("http://127.0.0.1:9").exit_code == 2
+    assert sweep_command("http://127.0.0.1:9").exit_code == 2

@@ -186,9 +186,9 @@ def test_shared_prefixes_are_preserved() -> None:
     """Mooncake's conversations share as many blocks as the file specifies."""
     path = DATA / "mooncake/conversation_trace.jsonl"
     with path.open(encoding="utf-8") as file:
-        said = [tuple(json.loads(line)["hash_ids"]) for line in file]
+        recorded = [tuple(json.loads(line)["hash_ids"]) for line in file]
     rows = read_trace(path)
-    assert [row.prefix_ids for row in rows] == said
+    assert [row.prefix_ids for row in rows] == recorded
     assert {row.block_tokens for row in rows} == {512}
     blocks = [block for row in rows for block in row.prefix_ids]
     assert len(set(blocks)) < 0.7 * len(blocks)
