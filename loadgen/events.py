@@ -211,14 +211,14 @@ def _settings(path: Path, line: bytes) -> dict[str, Any]:
 
 def _line(record: Record) -> RecordLine:
     request = record.planned.request
-    asked = request.prompt if request.prompt is not None else request.messages or request.inputs
+    content = request.prompt if request.prompt is not None else request.messages or request.inputs
     texts = [request.prompt] if request.prompt is not None else list(request.inputs)
     texts += [message.content for message in request.messages]
     return RecordLine(
         index=record.planned.index,
         at_s=record.planned.at_s,
         chunks=[(c.at_s, c.tokens, c.characters) for c in record.chunks],
-        asked_sha256=sha256(encode(asked)).hexdigest(),
+        asked_sha256=sha256(encode(content)).hexdigest(),
         asked_characters=sum(map(len, texts)),
         answers_sha256=[sha256(encode(answer)).hexdigest() for answer in record.texts],
         extra=dict(request.extra),

@@ -162,7 +162,7 @@ async def run_sweep(sweep: Sweep, console: Console) -> Done:
     done: Done = []
     if sweep.folder is not None:
         sweep.folder.mkdir(parents=True, exist_ok=True)
-    kept = {cell: run for cell in sweep.cells if (run := _kept(sweep, cell)) is not None}
+    kept = {cell: run for cell in sweep.cells if (run := _stored_run(sweep, cell)) is not None}
     missing = [cell.target for cell in sweep.cells if cell not in kept]
     try:
         await _warm_up(sweep, dict.fromkeys(missing), console)
@@ -223,7 +223,7 @@ def _path(sweep: Sweep, cell: Cell) -> Path | None:
     return None if sweep.folder is None else sweep.folder / f"{cell.stem}.jsonl"
 
 
-def _kept(sweep: Sweep, cell: Cell) -> LoadRun | None:
+def _stored_run(sweep: Sweep, cell: Cell) -> LoadRun | None:
     """Return the stored run of a cell if it is complete, valid and of the same load."""
     path = _path(sweep, cell)
     if path is None or not path.exists():

@@ -81,12 +81,14 @@ class RequestSpec:
         if self.inputs:
             wanted = {"input": self.inputs, "encoding_format": "base64"}
             return {"model": model, **wanted, **dict(self.extra)}
-        asked: dict[str, Any] = {"prompt": self.prompt}
+        content_fields: dict[str, Any] = {"prompt": self.prompt}
         if self.prompt is None:
-            asked = {"messages": [{"role": m.role, "content": m.content} for m in self.messages]}
+            content_fields = {
+                "messages": [{"role": m.role, "content": m.content} for m in self.messages]
+            }
         return {
             "model": model,
-            **asked,
+            **content_fields,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "n": self.n,
@@ -98,9 +100,9 @@ class RequestSpec:
 
 @runtime_checkable
 class Flow(Protocol):
-    """A builder of the requests for one user action, each from the responses before it.
+    """Builds the requests of one user action, each from the earlier responses.
 
-    A flow holds no state, so that a plan can be sent again.
+    A flow holds no state, so that the client can send a plan again.
     """
 
     def next(

@@ -50,7 +50,7 @@ class Drawn:
 
     def planned(self, rate_rps: float, slo: Slo) -> list[PlannedRequest]:
         """Return the requests at a mean rate in requests per second, with a service level."""
-        instants = parse_arrival("poisson").instants(1.0, self.seed)
+        instants = parse_arrival("poisson").arrival_times(1.0, self.seed)
         return [
             PlannedRequest(
                 index,

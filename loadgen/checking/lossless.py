@@ -84,7 +84,7 @@ async def check_lossless(
     comparable, incomparable = list[tuple[Record, Record]](), 0
     failed = []
     for record in choose(records, count, seed):
-        replayed = await client.ask(replay_of(record))
+        replayed = await client.send_request(replay_of(record))
         if replayed.verdict != Verdict.OK:
             failed.append((record.planned.index, f"{replayed.verdict}: {replayed.detail}"))
         elif _numerics(record) != _numerics(replayed):

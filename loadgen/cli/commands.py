@@ -93,12 +93,11 @@ def run(
 ) -> None:
     """Send load and check every stream.
 
-    The exit status is 0 on success and 1 if a stream was not intact or a replay differed. It is 2
-    if the server cannot be reached or the flags are wrong. It is 3 if the run is INVALID, because
-    this generator did not keep up or was interrupted. It is 4 if the server refused requests (429,
-    503) and no worse failure occurred.
+    The exit status is 0 on success. A broken stream or a different replay gives 1. An unreachable
+    server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up
+    or was interrupted. Refused requests (429, 503) without a worse failure give 4.
     """
-    with _explained(f"cannot load {url}"):
+    with _exit_on_error(f"cannot load {url}"):
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
         load = schedule.load(request)
         ran, check = uvloop.run(run_load(load, target, Console(stderr=True)))
@@ -118,7 +117,7 @@ def report(
     Runs with the same name are points of one curve over the rate. The name is the file name without
     rate and round (`auto` for `auto-1.5-2.jsonl`), unless given as NAME=FILE.
     """
-    with _explained("cannot report"):
+    with _exit_on_error("cannot report"):
         reports = [_read(named) for named in events]
         _print_reports(reports, output)
     raise typer.Exit(worst(exit_status(one.run, one.lossless) for one in reports))
@@ -138,11 +137,11 @@ def compare(
 ) -> None:
     """Compare run B with run A and list the changes with bootstrap intervals.
 
-    The exit status is 1 if a metric worsened significantly, and else 0. All metrics are judged
-    together. If any `--threshold` is given, only its metrics are judged, beyond their thresholds.
-    The exit status is 2 if the runs cannot be compared, and 3 if either run is INVALID.
+    The command judges all metrics together, or only the metrics of `--threshold` beyond their
+    thresholds. A significantly worse metric gives the exit status 1. Runs that cannot be compared
+    give 2, and an INVALID run gives 3.
     """
-    with _explained("cannot compare"):
+    with _exit_on_error("cannot compare"):
         thresholds = [parse_threshold(text) for text in threshold or ()]
         found = compare_runs(read_events(a)[0], read_events(b)[0], thresholds)
         Console().print(compare_report.render(found))
@@ -178,11 +177,10 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
 ) -> None:
     """Run every rate against every server and mode (`--speculation off,ngram:4`), interleaved.
 
-    The order within a round is random. All targets receive the same requests at the same times for
-    each rate. Ctrl-C keeps the completed cells. The exit status is the worst of all cells, as in
-    `run`.
+    Each round has a random order. All targets receive the same requests at the same times for each
+    rate. Ctrl-C keeps the completed cells. The exit status is the worst of all cells, as in `run`.
     """
-    with _explained("cannot sweep"):
+    with _exit_on_error("cannot sweep"):
         modes = request.speculation.split(",") if request.speculation else []
         targets, at = parse_targets(servers, modes), parse_rates(rates)
         unmoded = replace(request, speculation=None)
@@ -208,9 +206,8 @@ def search(
 ) -> None:
     """Find the highest rate at which enough requests meet their SLO.
 
-    The exit status is 0 on success and 1 if the interval is wider than requested or only a bound
-    was found. It is 2 if the server cannot be reached or the flags are wrong. It is 3 if this
-    generator could not send faster.
+    The exit status is 0 on success. An interval wider than requested, or only a bound, gives 1. An
+    unreachable server or a wrong flag gives 2. A generator that cannot send faster gives 3.
     """
     errors = Console(stderr=True)
 
@@ -218,7 +215,7 @@ def search(
         line = search_report.describe_probe(probed, result)
         errors.print(line, markup=False, highlight=False)
 
-    with _explained(f"cannot search {url}"):
+    with _exit_on_error(f"cannot search {url}"):
         load = request.load(rate_rps=rate, arrival=arrival)
         searching = search_load(load, server.target(url), print_probe, **wanted.goal())
         found = uvloop.run(searching)
@@ -240,7 +237,7 @@ def calibrate(
         verdict = f"not sustained: {probe.reasons[0]}" if probe.reasons else "sustained"
         errors.print(f"{probe.rate_rps:.0f}/s, {probe.open_streams:.0f} open: {verdict}")
 
-    with _explained("cannot calibrate"):
+    with _exit_on_error("cannot calibrate"):
         measuring = find_ceilings(processes=processes, probe_s=probe_s, on_probe=print_probe)
         Console().print(render_ceilings(uvloop.run(measuring)))
 
@@ -309,7 +306,7 @@ def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _exit_on_error(what: str) -> Iterator[None]:
     """Print an expected error on one line, and exit with the status for wrong usage."""
     try:
         yield

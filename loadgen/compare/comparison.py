@@ -307,8 +307,8 @@ def _change(
         a,
         b,
         (b - a - half, b - a + half),
-        p_worse=student_tail(freedom, _over(beyond, _deviation(excess(*drawn)))),
-        p_better=student_tail(freedom, _over(-sign * (b - a), spread)),
+        p_worse=student_tail(freedom, _ratio(beyond, _deviation(excess(*drawn)))),
+        p_better=student_tail(freedom, _ratio(-sign * (b - a), spread)),
         block=max(first.block, second.block),
         threshold=threshold,
     )
@@ -319,7 +319,7 @@ def _deviation(values: Floats) -> float:
     return float(known.std(ddof=1)) if len(known) > 1 else inf
 
 
-def _over(value: float, spread: float) -> float:
+def _ratio(value: float, spread: float) -> float:
     """Return `value / spread`, or an infinite ratio for a difference without spread."""
     if spread > 0:
         return value / spread

@@ -28,8 +28,8 @@ TOOL: Final = "vllm bench serve 0.33.0"
 COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p99": 0.99}
 
 _REMARKS: Final = (
-    "without a usage vLLM counts the tokens of the text with a tokenizer; here each chunk is one",
-    "time spent waiting for --max-concurrency would be in none of these",
+    "vLLM tokenizes a text without a usage, but this report counts each chunk as a token",
+    "no metric would include time spent waiting for --max-concurrency",
 )
 
 

@@ -39,7 +39,7 @@ _EXAMPLES: Final = "poisson, gamma:2, onoff:5,5, ramp:0.5,2,60"
 class Arrival(Protocol):
     """An arrival process."""
 
-    def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
+    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield the arrival times in seconds from the start, ascending, without end.
 
         Args:
@@ -53,7 +53,7 @@ class Arrival(Protocol):
 class Constant:
     """One request every `1 / rate` seconds, the first at the start."""
 
-    def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
+    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield multiples of the gap, so that rounding errors do not add up."""
         del seed
         return (index / rate_rps for index in count())
@@ -69,7 +69,7 @@ class Gamma:
 
     cv: float = 1.0
 
-    def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
+    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield cumulative sums of the gaps."""
         random, now_s = np.random.default_rng(seed), 0.0
         shape = 1.0 / self.cv**2
@@ -88,10 +88,10 @@ class OnOff:
     on_s: float = PHASE_S
     off_s: float = PHASE_S
 
-    def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
+    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield the arrivals of a Poisson process over the busy phases, with silent phases."""
         share = self.on_s / (self.on_s + self.off_s)
-        for busy_s in Gamma().instants(rate_rps / share, seed):
+        for busy_s in Gamma().arrival_times(rate_rps / share, seed):
             phases, within_s = divmod(busy_s, self.on_s)
             yield phases * (self.on_s + self.off_s) + within_s
 
@@ -108,9 +108,9 @@ class Ramp:
     last: float
     over_s: float = RAMP_S
 
-    def instants(self, rate_rps: float, seed: int) -> Iterator[float]:
+    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield the mapped arrivals of a Poisson process."""
-        return (self._inverse(mass / rate_rps) for mass in Gamma().instants(1.0, seed))
+        return (self._inverse(mass / rate_rps) for mass in Gamma().arrival_times(1.0, seed))
 
     def _inverse(self, expected: float) -> float:
         """Return the time by which that many arrivals are expected at a rate of 1."""

@@ -19,7 +19,7 @@ from draftgate.loadgen.workloads.base import (
     Endpoint,
     TokenEstimator,
     WorkloadSettings,
-    through,
+    to_endpoint,
 )
 from draftgate.loadgen.workloads.rag import Rag, Retriever
 from draftgate.loadgen.workloads.replay import Replay
@@ -241,7 +241,9 @@ def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]
         source = iter([row.at_s for row in rows])
     else:
         assert load.rate_rps is not None
-        source = iter(parse_arrival(load.arrival or ARRIVAL).instants(load.rate_rps, load.seed))
+        source = iter(
+            parse_arrival(load.arrival or ARRIVAL).arrival_times(load.rate_rps, load.seed)
+        )
     instants = list[float]()
     for at_s in source:
         if load.duration_s is not None and at_s >= load.duration_s:
@@ -282,7 +284,7 @@ def _with_flags(
         one = plan(index, at_s)
         request = one.request
         if load.endpoint is not None:
-            request = through(request, load.endpoint)
+            request = to_endpoint(request, load.endpoint)
         return replace(one, request=replace(request, extra=(*request.extra, *extra)))
 
     return planned

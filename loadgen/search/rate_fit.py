@@ -1,12 +1,12 @@
 """Fits the rate at which a falling share crosses the requested share, from all probes. Pure.
 
-Near that rate the share is modelled as logistic in the logarithm of the rate,
+The model of the share near that rate is logistic in the logarithm of the rate,
 
     logit p(rate) = logit(share) - slope * ln(rate / root),    slope > 0.
 
-Only `root` is of interest, so the profile likelihood is maximised over the slope at each root. The
-interval holds the roots that are not rejected by a quasi-likelihood ratio (McCullagh and Nelder,
-Generalized Linear Models, 1989, 4.5 and 9.2):
+Only `root` is of interest, so the profile likelihood maximises over the slope at each root. A
+quasi-likelihood ratio (McCullagh and Nelder, Generalized Linear Models, 1989, 4.5 and 9.2) decides
+which roots belong to the interval:
 
     2 (log L(best) - log L(root)) <= dispersion * t(freedom)^2.
 
@@ -17,9 +17,9 @@ fail, the roots between them are equally likely, and the search becomes a bisect
 The dispersion accounts for the correlation of requests that wait in one queue. A binomial interval
 assumes independence and is too narrow, by a factor of four in M/D/1 at 70 % load. The variance
 therefore uses the means of consecutive batches (Law, Simulation Modeling and Analysis, 2015,
-9.5.3). The remaining correlation r between neighbours is modelled as a first-order autoregression.
-A mean over many batches then has `(1 + r)/(1 - r)` times the variance of independent batches
-(Fishman, Principles of Discrete Event Simulation, 1978, 5.10).
+9.5.3). A first-order autoregression models the remaining correlation r between neighbours. A mean
+over many batches then has `(1 + r)/(1 - r)` times the variance of independent batches (Fishman,
+Principles of Discrete Event Simulation, 1978, 5.10).
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _near(probes: Sequence[ProbeResult], found: RateFit) -> list[ProbeResult]:
     near = min(max(LOGITS / found.slope, NEAR[0]), NEAR[1])
     chosen = set[int]()
     for side in (-1.0, 1.0):
-        there = [i for i, distance in enumerate(away) if side * distance >= 0.0]
-        whole = [i for i in there if abs(away[i]) <= near and not probes[i].cut]
-        chosen.update(whole or sorted(there, key=lambda i: abs(away[i]))[:1])
+        on_side = [i for i, distance in enumerate(away) if side * distance >= 0.0]
+        whole = [i for i in on_side if abs(away[i]) <= near and not probes[i].cut]
+        chosen.update(whole or sorted(on_side, key=lambda i: abs(away[i]))[:1])
     return [probes[i] for i in sorted(chosen)]
 
 

@@ -106,7 +106,7 @@ class _Prober:
         slos = [planned.request.slo for planned in self._requests]
         if not any(slo.ttft_s or slo.tpot_s for slo in slos):
             raise ValueError("a search requires an SLO: --slo-ttft-ms or --slo-tpot-ms")
-        records = [await self._client.ask(planned) for planned in self._requests]
+        records = [await self._client.send_request(planned) for planned in self._requests]
         for record in records:
             if record.verdict != Verdict.OK:
                 raise ValueError(f"before the search: {record.verdict}: {record.detail}")
@@ -165,7 +165,7 @@ class _Prober:
         """Send requests until the TTFT is that of an idle server, or until the timeout."""
         clock, limit_s = start_clock(), IDLE_TTFT * self._idle_s + IDLE_MORE_S
         while clock() < self._client.timeouts.total_s:
-            first_s = ttft_s(await self._client.ask(self._requests[0]))
+            first_s = ttft_s(await self._client.send_request(self._requests[0]))
             if first_s is not None and first_s <= limit_s:
                 return
 

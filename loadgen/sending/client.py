@@ -49,7 +49,7 @@ class OpenAIClient:
     model: str
     timeouts: ClientTimeouts = ClientTimeouts()
 
-    async def ask(self, planned: PlannedRequest, clock: Clock | None = None) -> Record:
+    async def send_request(self, planned: PlannedRequest, clock: Clock | None = None) -> Record:
         """Send a request now, outside of any schedule, and return its record."""
         clock = clock or start_clock()
         exchange = HttpExchange(self, planned, clock, clock(), set())

@@ -63,8 +63,10 @@ class PassageIndex:
 
         A shared word counts log(passages / passages with the word) (Spaerck Jones, 1972).
         """
-        asked = [word for word in set(_words(text)) if word in self._rarity]
-        shared = [sum(self._rarity[w] for w in sorted(asked) if w in own) for own in self._words]
+        query_words = [word for word in set(_words(text)) if word in self._rarity]
+        shared = [
+            sum(self._rarity[w] for w in sorted(query_words) if w in own) for own in self._words
+        ]
         return sorted(range(len(shared)), key=lambda place: -shared[place])[:count]
 
 
@@ -93,7 +95,7 @@ async def build_index(client: OpenAIClient, passages: Sequence[str]) -> PassageI
         for first in range(0, len(passages), BATCH):
             inputs = tuple(passages[first : first + BATCH])
             spec = RequestSpec(None, (), max_tokens=0, seed=0, inputs=inputs)
-            record = await client.ask(PlannedRequest(0, None, spec))
+            record = await client.send_request(PlannedRequest(0, None, spec))
             if record.verdict != Verdict.OK:
                 raise ValueError(f"embeddings of passages: {record.verdict}: {record.detail}")
             vectors += record.vectors

@@ -125,7 +125,7 @@ class SenderProcess:
             async with asyncio.timeout(GRACE_S):
                 status = await self.process.wait()
         except TimeoutError:
-            return "it did not stop when asked to"
+            return "it did not stop in time"
         return f"by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 

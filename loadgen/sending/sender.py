@@ -1,8 +1,8 @@
-"""One of several processes that send a load. It builds its part of the plan, sends and reports.
+"""Sends one part of a plan as one of several processes, and reports to the parent.
 
 The module `sending.processes` starts `python -m draftgate.loadgen.sending.sender FD` and exchanges
-messages over the inherited socket. The process stops when the other end of the socket is closed,
-also by the parent's death, so that no orphan process remains.
+messages over the inherited socket. The process stops when the other end of the socket closes, also
+by the parent's death, so that no orphan process remains.
 
     parent -- SenderJob, SenderStart --> sender      the end of the stream requests a stop
     parent <------ SenderReport -------- sender      the first report means that the plan is built

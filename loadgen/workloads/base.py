@@ -184,7 +184,7 @@ def zipf(count: int, exponent: float) -> Shares:
     return Shares([rank**-exponent for rank in range(1, count + 1)])
 
 
-def through(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
+def to_endpoint(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
     """Return a request in the form of an endpoint, for servers that lack the other endpoint.
 
     A prompt becomes the message of a user. A chat becomes a text of `Role: content` paragraphs that
@@ -193,8 +193,8 @@ def through(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
     if endpoint == "chat" and request.prompt is not None:
         return replace(request, prompt=None, messages=(ChatMessage("user", request.prompt),))
     if endpoint == "completions" and request.prompt is None:
-        said = "".join(f"{m.role.capitalize()}: {m.content}\n\n" for m in request.messages)
-        return replace(request, prompt=f"{said}Assistant:", messages=())
+        transcript = "".join(f"{m.role.capitalize()}: {m.content}\n\n" for m in request.messages)
+        return replace(request, prompt=f"{transcript}Assistant:", messages=())
     return request
 
 

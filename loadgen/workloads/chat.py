@@ -17,7 +17,7 @@ from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut
 OPEN_SESSIONS: Final = 32
 """Concurrent conversations. A turn follows 32 requests after the previous turn."""
 
-ASKING: Final = "Explain: "
+QUESTION_START: Final = "Explain: "
 SYSTEM: Final = "You are a helpful assistant. Answer precisely, and show code where it helps."
 
 MEAN_TURNS: Final = 2.0
@@ -35,12 +35,12 @@ ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
 class Dialogue:
     """A script of the turns of user and assistant, and the limit of each response in tokens."""
 
-    said: tuple[ChatMessage, ...]
+    turns: tuple[ChatMessage, ...]
     answer_tokens: tuple[int, ...]
 
     def messages(self, turn: int) -> tuple[ChatMessage, ...]:
         """Return the messages of a turn (from 0): all earlier messages, and the user's."""
-        return (ChatMessage("system", SYSTEM), *self.said[: 2 * turn + 1])
+        return (ChatMessage("system", SYSTEM), *self.turns[: 2 * turn + 1])
 
 
 class Chat:
@@ -81,18 +81,18 @@ class Chat:
     def _write_dialogue(self, slot: int, conversation: int) -> Dialogue:
         settings = self._settings
         rng = settings.rng(self.name, slot, conversation)
-        prose, said, answers = settings.corpus.prose, list[ChatMessage](), list[int]()
+        prose, turns, answers = settings.corpus.prose, list[ChatMessage](), list[int]()
         tokens = settings.counter.count(SYSTEM)
         while True:
             user, answer = TURN.draw(rng), settings.answer_tokens(ANSWER.draw(rng))
             fitting = settings.prompt_tokens(tokens + user, answer) - tokens
-            if said and fitting < user:
+            if turns and fitting < user:
                 break
             tokens += user + answer
-            asked = ASKING + settings.text(prose, rng, user)
-            said.append(ChatMessage("user", cut(asked, max(fitting, 1), settings.counter)))
-            said.append(ChatMessage("assistant", settings.text(prose, rng, answer)))
+            message = QUESTION_START + settings.text(prose, rng, user)
+            turns.append(ChatMessage("user", cut(message, max(fitting, 1), settings.counter)))
+            turns.append(ChatMessage("assistant", settings.text(prose, rng, answer)))
             answers.append(answer)
             if len(answers) == MOST_TURNS or rng.random() < 1 / MEAN_TURNS:
                 break
-        return Dialogue(tuple(said), tuple(answers))
+        return Dialogue(tuple(turns), tuple(answers))

@@ -48,8 +48,8 @@ class LongDocument:
         settings = self._settings
         rng = settings.rng(self.name, index)
         answer = settings.answer_tokens(QUOTED.draw(rng))
-        asking = settings.counter.count(QUOTE) + BEGUN_TOKENS
-        tokens = settings.prompt_tokens(DOCUMENT.draw(rng), answer, beside=asking)
+        question_tokens = settings.counter.count(QUOTE) + BEGUN_TOKENS
+        tokens = settings.prompt_tokens(DOCUMENT.draw(rng), answer, beside=question_tokens)
         document = settings.text(settings.corpus.prose, rng, tokens)
         longest = cut(document, BEGUN_TOKENS + answer, settings.counter)
         quoted = min(len(longest), len(document) // 2)

@@ -18,7 +18,7 @@ from msgspec import DecodeError, Struct
 from msgspec.json import decode
 
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, Record, RequestSpec, Slo
-from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut, through, zipf
+from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut, to_endpoint, zipf
 from draftgate.loadgen.workloads.deadline import RequestWork, split_deadline
 
 PASSAGES: Final = 5
@@ -49,7 +49,7 @@ INSTRUCTION: Final = (
     "Answer the question from the passages below. Quote the sentence that your answer rests on, and"
     " name its passage. If the passages do not tell, say so.\n\n"
 )
-ASKED: Final = "Question: what is said about"
+QUESTION_START: Final = "Question: what is said about"
 
 ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
 """The distribution of the workload `chat`."""
@@ -144,8 +144,10 @@ class Rag:
     def fit(self, passages: Sequence[str], answer_tokens: int) -> list[str]:
         """Return passages cut to the server's context."""
         settings = self._settings
-        asking = self.count(INSTRUCTION + ASKED) + BEGUN_TOKENS
-        tokens = settings.prompt_tokens(PASSAGES * PASSAGE_TOKENS, answer_tokens, beside=asking)
+        question_tokens = self.count(INSTRUCTION + QUESTION_START) + BEGUN_TOKENS
+        tokens = settings.prompt_tokens(
+            PASSAGES * PASSAGE_TOKENS, answer_tokens, beside=question_tokens
+        )
         each = max(tokens // PASSAGES, 1)
         return [cut(passage, each, settings.counter) for passage in passages]
 
@@ -250,8 +252,8 @@ class RagFlow:
         return RequestWork(self.rag.count(self.subject + queries))
 
     def _answer_work(self, request: RequestSpec) -> RequestWork:
-        asking = self.rag.count(INSTRUCTION + _question(self.subject))
-        return RequestWork(PASSAGES * PASSAGE_TOKENS + asking, request.max_tokens)
+        question_tokens = self.rag.count(INSTRUCTION + _question(self.subject))
+        return RequestWork(PASSAGES * PASSAGE_TOKENS + question_tokens, request.max_tokens)
 
 
 class _Plan(Struct):
@@ -273,7 +275,7 @@ def parse_queries(text: str) -> tuple[str, ...]:
 
 
 def _question(subject: str) -> str:
-    return f'{ASKED} "{subject}"?'
+    return f'{QUESTION_START} "{subject}"?'
 
 
 def _prompt_over(passages: Sequence[str], subject: str) -> str:
@@ -285,4 +287,4 @@ def _chat(request: RequestSpec, content: str, **fields: Any) -> RequestSpec:
     """Return a hop at the endpoint of the planned request."""
     messages = (ChatMessage("user", content),)
     hop = replace(request, prompt=None, messages=messages, **fields)
-    return hop if request.prompt is None else through(hop, "completions")
+    return hop if request.prompt is None else to_endpoint(hop, "completions")

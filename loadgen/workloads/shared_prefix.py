@@ -46,10 +46,10 @@ class SharedPrefix:
         settings = self._settings
         rng = settings.rng(self.name, index)
         prefix = self._popularity.draw(rng)
-        asked = settings.text(settings.corpus.prose, rng, self._question_tokens)
+        question = settings.text(settings.corpus.prose, rng, self._question_tokens)
         messages = (
             ChatMessage("system", self._prefix(prefix)),
-            ChatMessage("user", f"{index}. {asked}"),
+            ChatMessage("user", f"{index}. {question}"),
         )
         session = f"prefix-{prefix}"
         return settings.spec(self.name, index, self._answer_tokens, messages, session=session)

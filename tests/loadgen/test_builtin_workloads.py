@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from draftgate.loadgen.planning.corpus import TextPosition, open_corpus
 from draftgate.loadgen.types import RequestSpec, Slo
 from draftgate.loadgen.workloads import make_workload
-from draftgate.loadgen.workloads.base import through
+from draftgate.loadgen.workloads.base import to_endpoint
 from draftgate.loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
 from draftgate.loadgen.workloads.long_document import LongDocument
 from draftgate.loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
@@ -51,7 +51,7 @@ def test_turns_of_a_conversation_follow_each_other_and_grow() -> None:
             assert later.messages[: len(earlier.messages)] == earlier.messages
             new = later.messages[len(earlier.messages) :]
             assert [message.role for message in new] == ["assistant", "user"]
-            prompts = [through(turn, "completions").prompt for turn in (earlier, later)]
+            prompts = [to_endpoint(turn, "completions").prompt for turn in (earlier, later)]
             assert prompts[1].startswith(prompts[0])
         assert [m.role for m in turns[0][1].messages] == ["system", "user"]
     lengths = Counter(len(turns) for turns in sessions.values())

@@ -67,9 +67,9 @@ async def test_the_stub_server_streams_on_schedule() -> None:
     async with run_stub_server(pace) as url, open_session() as session:
         assert await first_model(session, url) == "stub"
         client = OpenAIClient(session, url, "stub", ClientTimeouts(10.0, 10.0))
-        record = await client.ask(PlannedRequest(0, None, question(max_tokens=5)))
+        record = await client.send_request(PlannedRequest(0, None, question(max_tokens=5)))
         chat = question(prompt=None, messages=(ChatMessage("user", "é" * 70_000),), max_tokens=1)
-        other = await client.ask(PlannedRequest(1, None, chat))
+        other = await client.send_request(PlannedRequest(1, None, chat))
         async with session.get(f"{url}/elsewhere") as response:
             assert response.status == 404
         async with session.post(f"{url}/v1/completions", data=b"{}") as response:

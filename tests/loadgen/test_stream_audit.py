@@ -87,7 +87,7 @@ async def send_request(
     async with serving(mock or Mock()) as url, open_session() as session:
         planned = PlannedRequest(0, None, question(script))
         timeouts = timeouts or ClientTimeouts(5.0, 5.0)
-        return await OpenAIClient(session, url, "mock", timeouts).ask(planned)
+        return await OpenAIClient(session, url, "mock", timeouts).send_request(planned)
 
 
 def test_the_tables_are_complete() -> None:
@@ -141,7 +141,7 @@ async def test_an_unreachable_server_is_no_connection() -> None:
         pass
     async with open_session() as session:
         planned = PlannedRequest(0, None, question())
-        record = await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).ask(planned)
+        record = await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).send_request(planned)
     assert (record.verdict, record.status) == ("no_connection", None)
 
 
@@ -265,7 +265,7 @@ async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
         planned = PlannedRequest(0, None, question(Script(ttft_s=0.01, gap_s=0.005)))
         start_s = time.monotonic() - clock()
         client = OpenAIClient(session, url, "mock", ClientTimeouts(5.0))
-        record = await client.ask(planned, clock)
+        record = await client.send_request(planned, clock)
     sent_s = [at_s - start_s for at_s in mock.sent_s[1]]
     assert record.verdict == "ok"
     pairs = list(zip(sent_s, record.chunks, strict=False))
@@ -286,7 +286,7 @@ async def test_requests_are_sent_as_specified() -> None:
         assert await first_model(session, url) == "mock"
         for asking in (completion, chat):
             planned = PlannedRequest(0, None, asking)
-            await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).ask(planned)
+            await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).send_request(planned)
     first, second = mock.bodies
     assert (first["prompt"], first["seed"], first["speculation"]) == ("x", 7, {"mode": "off"})
     assert first["stream_options"] == {"include_usage": True}

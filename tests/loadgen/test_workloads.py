@@ -11,7 +11,7 @@ import pytest
 from draftgate.loadgen.planning import corpus
 from draftgate.loadgen.types import ChatMessage
 from draftgate.loadgen.workloads import WORKLOADS, make_workload
-from draftgate.loadgen.workloads.base import prompt_text, through
+from draftgate.loadgen.workloads.base import prompt_text, to_endpoint
 from tests.loadgen.workload_requests import COUNTER, make_requests, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def test_the_text_file_is_the_only_source(name: str, text_file, monkeypatch) -> 
 def test_every_workload_can_be_sent_to_either_endpoint(name: str, endpoint: str) -> None:
     """A request for an endpoint has its form and holds all of the text."""
     for question in make_requests(name, 40):
-        sent = through(question, endpoint)
+        sent = to_endpoint(question, endpoint)
         assert (sent.prompt is None) == (endpoint == "chat")
         assert (sent.messages == ()) == (endpoint == "completions")
         parts = [question.prompt] if question.messages == () else question.messages
