@@ -68,8 +68,8 @@ class DeltaStreams:
         request_id: str | None = None,
     ) -> None:
         """End the stream of a request, or every open stream, with an error of this kind."""
-        for one in tuple(self._open) if request_id is None else (request_id,):
-            stream = self._open.pop(one, None)
+        for open_id in tuple(self._open) if request_id is None else (request_id,):
+            stream = self._open.pop(open_id, None)
             if stream is not None:
                 stream.fail(kind(message))
 

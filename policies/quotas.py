@@ -99,12 +99,12 @@ class Shortage:
         limit: the exceeded limit.
         retry_after_s: seconds until the request fits if the tenant uses nothing else, or None if it
             exceeds the size of the quota.
-        asked, most: requested amount, and the size of the quota.
+        requested, most: requested amount, and the size of the quota.
     """
 
     limit: Limit
     retry_after_s: float | None
-    asked: int
+    requested: int
     most: int
 
 
@@ -260,13 +260,13 @@ class QuotaLedger:
         """Return the shortage with the longest wait, or None."""
         longest: tuple[int, Shortage] | None = None
         for limit, bucket in account.buckets.items():
-            asked = units[limit]
-            wait_ns = bucket.wait_ns(asked, self._now_ns)
+            requested = units[limit]
+            wait_ns = bucket.wait_ns(requested, self._now_ns)
             if wait_ns is None:
-                return Shortage(limit, None, asked, bucket.most)
+                return Shortage(limit, None, requested, bucket.most)
             if wait_ns > (longest[0] if longest else 0):
                 retry_after_s = (wait_ns + RETRY_GRACE_NS) / 1e9
-                longest = wait_ns, Shortage(limit, retry_after_s, asked, bucket.most)
+                longest = wait_ns, Shortage(limit, retry_after_s, requested, bucket.most)
         return longest and longest[1]
 
     def _account_of(self, tenant: str) -> _Account:

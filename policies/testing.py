@@ -181,8 +181,8 @@ def _check_counts(queue: OrderingPolicy, waiting: dict[int, Ticket]) -> None:
     work_s = math.fsum(ticket.work_s for ticket in waiting.values())
     assert abs(queue.work_s - work_s) < 1e-6, "the sum of work is wrong"
     for tenant in ("tenant 0", "tenant 1", "unknown"):
-        theirs = sum(ticket.tenant == tenant for ticket in waiting.values())
-        assert queue.queued_of(tenant) == theirs, "a tenant's count is wrong"
+        tenant_count = sum(ticket.tenant == tenant for ticket in waiting.values())
+        assert queue.queued_of(tenant) == tenant_count, "a tenant's count is wrong"
 
 
 def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = True) -> None:
@@ -201,13 +201,15 @@ def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = Tru
         fresh = build().decide(view, now_s)
         assert fresh == build().decide(view, now_s), "the same history must give the same answer"
         answer = policy.decide(replace(view, fingerprint=number), now_s)
-        for one in (fresh, answer):
-            assert one.reason, "the answer needs a reason for the client"
-            if isinstance(one, Admitted):
-                assert 0.0 <= one.wait_s <= one.ttft_s < math.inf, "the wait must be finite"
-                assert 0.0 <= one.work_s < math.inf, "the work must be finite"
+        for decision in (fresh, answer):
+            assert decision.reason, "the answer needs a reason for the client"
+            if isinstance(decision, Admitted):
+                assert 0.0 <= decision.wait_s <= decision.ttft_s < math.inf, (
+                    "the wait must be finite"
+                )
+                assert 0.0 <= decision.work_s < math.inf, "the work must be finite"
             else:
-                assert 0.0 < one.retry_after_s < math.inf, "a client must be able to return"
+                assert 0.0 < decision.retry_after_s < math.inf, "a client must be able to return"
         if isinstance(answer, Admitted):
             policy.learn(answer, answer.ttft_s * 1.5)
         if bounded and view.queue.length >= view.queue.capacity:
@@ -263,7 +265,9 @@ def _check_route(policy: RoutingPolicy, request: RouteView, candidates: Candidat
     offered = [offer.worker_id for offer in route.offers]
     assert offered, "a route needs a worker"
     assert len(set(offered)) == len(offered), "a worker is offered twice"
-    assert {one.worker_id for one in candidates.workers} >= set(offered), "an offer is unknown"
+    assert {worker.worker_id for worker in candidates.workers} >= set(offered), (
+        "an offer is unknown"
+    )
     for offer in route.offers:
         assert math.isfinite(offer.score), "a score must be finite"
         assert 0.0 <= offer.score_per_token < math.inf, "a lease must not make a worker better"

@@ -63,7 +63,7 @@ class DraftPlan:
         self._accepted = 0.0  # weighted tokens that its drafts are expected to add
         self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
-        self._did: StepDrafting | None = None  # of the last step, until it is learned from
+        self._step_work: StepDrafting | None = None  # of the last step, until it is learned from
         self._meter = DraftingMeter(cost.seconds(1, 1, 1), drafting.names)
 
     def plan(
@@ -98,9 +98,9 @@ class DraftPlan:
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
-        self._did = self._drafting.did
-        self._did.sequences = len(decodes)
-        self._did.verified = sum([1 for offer in drafted if offer.draft])
+        self._step_work = self._drafting.step_work
+        self._step_work.sequences = len(decodes)
+        self._step_work.verified = sum([1 for offer in drafted if offer.draft])
         self.traces = self._traces(decodes, offers, computed, drafted, cost) if traced else {}
         return [
             (offer.sequence, self._trimmed(offer, reserved))
@@ -117,10 +117,10 @@ class DraftPlan:
         """
         # With `least_survival` None, every proposer is called at any cost, so the cost does not
         # matter.
-        if self._did is not None and self._terms.least_survival is not None:
-            self._meter.add_step(self._did, step_s, whole_s)
+        if self._step_work is not None and self._terms.least_survival is not None:
+            self._meter.add_step(self._step_work, step_s, whole_s)
             self._drafting.observe_host_time(whole_s - step_s)
-        self._did = None
+        self._step_work = None
 
     def price(self, cost: StepCost) -> float:
         """Return the expected tokens that a slot of the last step had to add, at weight 1."""

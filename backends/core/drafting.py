@@ -34,7 +34,7 @@ class Drafting:
     """Calls proposers and scores their drafts, with `offers`, `compute` and `learn` in each step.
 
     Attributes:
-        did: drafting work of the last step.
+        step_work: drafting work of the last step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer]) -> None:
@@ -48,7 +48,7 @@ class Drafting:
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # by sequence key
         self._gate = ProposerGate(proposers, self._scores)
         self._exploration = Exploration()
-        self.did = StepDrafting()
+        self.step_work = StepDrafting()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,12 +73,12 @@ class Drafting:
         """Begin a step, and return at most one offer for each decoding sequence."""
         self._proposed.clear()
         self._exploration.begin_step(terms.step_s)
-        self.did = StepDrafting()
+        self.step_work = StepDrafting()
         sequences = self._gate.begin_step(sequences, terms, may_skip=not self._exploration.is_due)
         if not sequences:
             return []
         found: dict[int, list[DraftOffer]] = {}
-        asked: dict[str, list[DraftRequest]] = {}
+        requested: dict[str, list[DraftRequest]] = {}
         for sequence in sequences:
             most = _most_tokens(sequence)
             if most < 1:
@@ -88,15 +88,15 @@ class Drafting:
                 found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
                 continue
             for name in self._allowed(sequence, most):
-                if self._gate.is_worth_asking(sequence, name, terms):
-                    asked.setdefault(name, []).append(DraftRequest(sequence, most))
-        for name, requests in asked.items():
-            for offer in self._ask(name, requests, terms):
+                if self._gate.may_be_worthwhile(sequence, name, terms):
+                    requested.setdefault(name, []).append(DraftRequest(sequence, most))
+        for name, requests in requested.items():
+            for offer in self._offers_of(name, requests, terms):
                 found.setdefault(offer.sequence.key, []).append(offer)
         if found:
-            self.did.weighed = len(found)
+            self.step_work.weighed = len(found)
             return _choose(list(found.values()), terms)
-        if not self.did.looked_up and all(each.grammar is None for each in sequences):
+        if not self.step_work.looked_up and all(s.grammar is None for s in sequences):
             self._gate.skip_coming_steps(len(sequences), terms)
         return []
 
@@ -110,15 +110,15 @@ class Drafting:
         """
         if not offers and not self._exploration.has_candidates:
             return []
-        asked: dict[str, list[DraftRequest]] = {}
+        requested: dict[str, list[DraftRequest]] = {}
         for offer, most in zip(offers, slots, strict=True):
             if offer.draft is None:
-                wanted = asked.setdefault(offer.source, [])
+                wanted = requested.setdefault(offer.source, [])
                 if most:
                     wanted.append(DraftRequest(offer.sequence, most))
         computed: dict[int, DraftOffer] = {}
-        used = {name: requests for name, requests in asked.items() if requests}
-        for name in asked:
+        used = {name: requests for name, requests in requested.items() if requests}
+        for name in requested:
             if name not in used:
                 self._gate.rest(name)
         for name, requests in used.items():
@@ -135,8 +135,8 @@ class Drafting:
 
     def observe_host_time(self, host_s: float) -> None:
         """Learn the host time of the last step, including drafting."""
-        if self.did.explored_s is not None:
-            drafting_s = self.did.computed_s + self.did.explored_s
+        if self.step_work.explored_s is not None:
+            drafting_s = self.step_work.computed_s + self.step_work.explored_s
             self._exploration.charge_overrun(host_s - drafting_s)
 
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
@@ -163,7 +163,7 @@ class Drafting:
                     self._exploration.add_candidate(name, DraftRequest(sequence, most))
                 yield name
 
-    def _ask(
+    def _offers_of(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
     ) -> Iterable[DraftOffer]:
         """Yield the offers of one proposer, which contain drafts only for a lookup proposer."""
@@ -175,10 +175,10 @@ class Drafting:
                 for request in requests:
                     yield self._uncomputed(request, name, depth_s, call_s)
             return
-        requests = self._gate.worth_looking_up(name, requests, terms)
+        requests = self._gate.worthwhile_lookups(name, requests, terms)
         if not requests:
             return
-        self.did.looked_up += len(requests)
+        self.step_work.looked_up += len(requests)
         for request, draft in zip(requests, proposer.propose(requests), strict=True):
             legal = _legal(request.sequence, draft)
             if legal:
@@ -191,12 +191,12 @@ class Drafting:
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
         """Yield the drafts that a computing proposer finds."""
-        proposer, did = self._proposers[name], self.did
+        proposer, step_work = self._proposers[name], self.step_work
         depth = max(request.max_tokens for request in requests)
         catch_up_s = sum([proposer.catch_up_s(request.sequence) for request in requests])
-        did.computed_s += depth * proposer.depth_s(len(requests)) + catch_up_s
-        did.called.append(name)
-        did.computed += len(requests)
+        step_work.computed_s += depth * proposer.depth_s(len(requests)) + catch_up_s
+        step_work.called.append(name)
+        step_work.computed += len(requests)
         drafts = proposer.propose(requests)
         for request, draft in zip(requests, drafts, strict=True):
             legal = _legal(request.sequence, draft.first(request.max_tokens))
@@ -207,7 +207,7 @@ class Drafting:
         """Draft one token with unused proposers, as far as the saved time allows."""
         cost = terms.drafting
         for name, request in self._exploration.spend_on_unused(used, self._proposers, cost):
-            self.did.explored_s = (self.did.explored_s or 0.0) + cost.calling_s(name, 1)
+            self.step_work.explored_s = (self.step_work.explored_s or 0.0) + cost.calling_s(name, 1)
             for _ in self._compute(name, [request]):
                 pass  # recorded in `_proposed`, from which `learn` takes it
 

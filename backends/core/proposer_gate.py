@@ -88,7 +88,7 @@ class ProposerGate:
         self._probed = self._representative(sequences)
         return [s for s in sequences if s.grammar is not None or s is self._probed]
 
-    def is_worth_asking(self, sequence: Sequence, name: str, terms: DraftTerms) -> bool:
+    def may_be_worthwhile(self, sequence: Sequence, name: str, terms: DraftTerms) -> bool:
         """Return whether the sequence's next draft may be worth a slot, or a check is due."""
         if not terms.least_survival or sequence is self._probed:
             return True
@@ -109,7 +109,7 @@ class ProposerGate:
             self._quiet_terms = terms
             self._quiet_until = min([self._step + steps - self._step % steps, *rested])
 
-    def worth_looking_up(
+    def worthwhile_lookups(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
     ) -> list[DraftRequest]:
         """Return the requests whose lookups are worth their time.

@@ -195,7 +195,7 @@ class Scheduler:
         self._now_s = self._now_s if now_s is None else now_s
         self._measured = None
         self._queues.park()
-        self._learn_host_time(self._speed.begin(self._now_s))
+        self._learn_host_time(self._speed.begin_step(self._now_s))
         self._step += 1
         step = StepBuilder(self._step, self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
@@ -208,7 +208,7 @@ class Scheduler:
         if stalled and not step.work:
             self._plan_decodes(step)
         if not step.work:
-            self._speed.rest()
+            self._speed.record_idle()
             return None
         return step.build()
 
@@ -278,7 +278,7 @@ class Scheduler:
         decodes = size.sequences - plan.chunks
         drafted = size.tokens - plan.prompt_tokens > decodes
         accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
-        self._speed.ran(decodes, decodes + accepted, plan.prompt_tokens)
+        self._speed.record_step(decodes, decodes + accepted, plan.prompt_tokens)
         if decodes:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences
 

@@ -61,7 +61,7 @@ class LinkIds:
         self._id_of: dict[str, str] = {}
         self._request_of: dict[str, str] = {}
 
-    def give(self, request_id: str) -> str:
+    def new_id(self, request_id: str) -> str:
         """Return a new id for a request without an id."""
         link_id = str(next(self._next))
         self._id_of[request_id] = link_id
@@ -156,17 +156,17 @@ class PeerBackend:
     @property
     def card(self) -> ModelCard:
         """The model that the peer serves."""
-        return self._known().card
+        return self._require_served().card
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, created from the peer's files."""
-        return self._known().admission.tokenizer
+        return self._require_served().admission.tokenizer
 
     @property
     def tokenizer_digest(self) -> str:
         """Digest of the tokenizer's files (`tokenizer.files_digest`)."""
-        return self._known().tokenizer
+        return self._require_served().tokenizer
 
     @property
     def progress(self) -> float:
@@ -221,7 +221,7 @@ class PeerBackend:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise `RequestRejected` if the peer can never run the request."""
-        self._known().admission.check(request)
+        self._require_served().admission.check(request)
 
     def generate(
         self, request: GenerationRequest, lease_number: int = 0
@@ -231,7 +231,7 @@ class PeerBackend:
         if failure is not None or self._link is None:
             raise BackendFailed(failure)
         stream = self._streams.open(request)
-        self._link.send(Submit(self._ids.give(request.request_id), request, lease_number))
+        self._link.send(Submit(self._ids.new_id(request.request_id), request, lease_number))
         return stream
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
@@ -253,7 +253,7 @@ class PeerBackend:
         """Connect, and connect again after each end of the link, unless its reason is final."""
         while True:
             reason = await self._link_once(session)
-            self._lose(str(reason))
+            self._end_link(str(reason))
             if self._is_final(reason):
                 self._finish_start(reason)
                 return
@@ -263,14 +263,14 @@ class PeerBackend:
         """Connect until the link ends, and return the reason."""
         try:
             async with linked(session, self._url, self._secret) as link:
-                await self._adopt(link)
-                return await link.run(self._take, self._silence_s)
+                await self._accept_peer(link)
+                return await link.run(self._apply_update, self._silence_s)
         except (BackendFailed, CheckpointError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - streams must end whatever happened
             return BackendFailed(f"{type(error).__name__}: {error}")
 
-    async def _adopt(self, link: Link) -> None:
+    async def _accept_peer(self, link: Link) -> None:
         """Check the peer's model, fetch its tokenizer if it is unknown, and accept requests.
 
         Raises:
@@ -290,27 +290,27 @@ class PeerBackend:
         admission = remote_admission(ready.card, tokenizer)
         self._served = _Served(ready.card, admission, ready.tokenizer)
         self._remote_clock = RemoteClock()
-        self._take(await link.update())
+        self._apply_update(await link.update())
         self.epoch, self._link = ready.epoch, link
         self._breaker.succeeded()
         self._finish_start(None)
         logger.info("linked to the peer %s, epoch %s", self._url, ready.epoch)
 
-    def _take(self, report: Report) -> None:
+    def _apply_update(self, report: Report) -> None:
         """Apply the load and the deltas of an update."""
         if not isinstance(report, Update):
             return
         now_s = self._clock()
         self._load, self._updated_s, self._refusing = report.load, now_s, report.refusing
         self.watermark, self._leaving = report.watermark, report.leaving
-        self._remote_clock.heard(report.sent_s, now_s)
+        self._remote_clock.add_report(report.sent_s, now_s)
         batch = []
         for link_id, delta in report.deltas:
             request_id = self._ids.request_of(link_id)
             if request_id is None:
                 continue  # the request was abandoned, but the peer did not know yet
             if delta.phases is not None:
-                delta = delta._replace(phases=self._remote_clock.ours(delta.phases))  # noqa: PLW2901
+                delta = delta._replace(phases=self._remote_clock.to_local_phases(delta.phases))  # noqa: PLW2901
             batch.append((request_id, delta))
         self._streams.deliver(batch)
         for request_id, delta in batch:
@@ -323,7 +323,7 @@ class PeerBackend:
                 self._streams.fail(reason, self._loss, request_id)
         self.on_report()
 
-    def _lose(self, reason: str) -> None:
+    def _end_link(self, reason: str) -> None:
         """End every stream, and record the reason and the time of the next attempt."""
         if self._link is not None or self._breaker.reason != reason:
             logger.warning("no link to the peer %s: %s", self._url, reason)
@@ -351,7 +351,7 @@ class PeerBackend:
         else:
             self._started.set_exception(error)
 
-    def _known(self) -> _Served:
+    def _require_served(self) -> _Served:
         if self._served is None:
             raise RuntimeError("the backend was not started")
         return self._served

@@ -27,7 +27,7 @@ class RemoteClock:
         self._offset_s = math.inf
         self._heard_s = 0.0
 
-    def heard(self, sent_s: float, now_s: float) -> None:
+    def add_report(self, sent_s: float, now_s: float) -> None:
         """Record a report.
 
         Args:
@@ -38,15 +38,15 @@ class RemoteClock:
         self._offset_s = min(now_s - sent_s, drifted_s)
         self._heard_s = now_s
 
-    def ours_s(self, theirs_s: float) -> float:
+    def to_local_s(self, peer_s: float) -> float:
         """Return a time of the peer on this machine's clock. Valid after the first report."""
-        return theirs_s + self._offset_s
+        return peer_s + self._offset_s
 
-    def ours(self, phases: Phases) -> Phases:
+    def to_local_phases(self, phases: Phases) -> Phases:
         """Return the phases of a choice on this machine's clock."""
         return phases._replace(
-            queued_s=self.ours_s(phases.queued_s),
-            scheduled_s=self.ours_s(phases.scheduled_s),
-            chunks=tuple((self.ours_s(end_s), tokens) for end_s, tokens in phases.chunks),
-            first_token_s=self.ours_s(phases.first_token_s),
+            queued_s=self.to_local_s(phases.queued_s),
+            scheduled_s=self.to_local_s(phases.scheduled_s),
+            chunks=tuple((self.to_local_s(end_s), tokens) for end_s, tokens in phases.chunks),
+            first_token_s=self.to_local_s(phases.first_token_s),
         )

@@ -39,7 +39,7 @@ CHECKS: Final = 6
 """Number of consecutive checks that must find silence. However long our own event loop stalls, only
 one check is late, and messages that arrived meanwhile are read before the next check."""
 
-_STRANGERS: Final = (401, 404)
+_REFUSAL_STATUSES: Final = (401, 404)
 """Statuses of a node with another secret, and of a server that is not a node."""
 
 _INVALID: Final = "a message was invalid"
@@ -228,7 +228,7 @@ async def _connected(
             timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
         )
     except aiohttp.WSServerHandshakeError as error:
-        if error.status in _STRANGERS:
+        if error.status in _REFUSAL_STATUSES:
             raise PeerRefused("it does not accept peers, or has another secret") from None
         raise BackendFailed(f"it responded with status {error.status}") from None
     except (aiohttp.ClientError, OSError) as error:

@@ -84,17 +84,17 @@ class ProofChecker:
     def __init__(self, secret: SharedSecret) -> None:
         """Start without nonces."""
         self._secret = secret
-        self._seen: dict[str, float] = {}  # nonce -> expiry
+        self._expiry_by_nonce: dict[str, float] = {}  # nonce -> expiry
 
     def answer(self, header: str, path: str, now_s: float) -> str | None:
         """Return the answer to a valid, recent and unused proof, or None."""
-        for nonce in [nonce for nonce, until_s in self._seen.items() if until_s < now_s]:
-            del self._seen[nonce]
+        for nonce in [nonce for nonce, until_s in self._expiry_by_nonce.items() if until_s < now_s]:
+            del self._expiry_by_nonce[nonce]
         found = self._secret.check(header, path, now_s)
-        if found is None or found[0] in self._seen:
+        if found is None or found[0] in self._expiry_by_nonce:
             return None
         nonce, answer = found
-        self._seen[nonce] = now_s + 2 * WINDOW_S  # the other clock may be ahead
+        self._expiry_by_nonce[nonce] = now_s + 2 * WINDOW_S  # the other clock may be ahead
         return answer
 
 

@@ -59,10 +59,10 @@ def received_tokenizer(files: Mapping[str, bytes], digest: str) -> Tokenizer:
     Raises:
         CheckpointError: the files do not have the digest, are not a tokenizer's, or are damaged.
     """
-    strangers = [name for name in files if not is_tokenizer_file(name)]
-    if strangers:
+    unexpected = [name for name in files if not is_tokenizer_file(name)]
+    if unexpected:
         raise CheckpointError(
-            f"the peer sent a file that is not part of a tokenizer: {strangers[0]!r}"
+            f"the peer sent a file that is not part of a tokenizer: {unexpected[0]!r}"
         )
     if files_digest(files) != digest:
         raise CheckpointError("the peer sent a different tokenizer than it announced")

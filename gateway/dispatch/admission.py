@@ -250,7 +250,7 @@ class AdmissionController:
 
 def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
     """Return the error for a request that its quota does not allow."""
-    what = f"{shortage.asked} {shortage.limit}"
+    what = f"{shortage.requested} {shortage.limit}"
     if shortage.retry_after_s is None:
         return InvalidRequest(
             f"the request may use {what}, but the key's quota never exceeds {shortage.most}",

@@ -64,7 +64,7 @@ class Reading:
     def check(self, load: WorkerLoad) -> None:
         """Interrupt the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
-        if self._silence.look(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
+        if self._silence.check(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
             self.interrupt("the worker sent no more deltas for a running stream")
 
     def interrupt(self, reason: str) -> None:
@@ -104,7 +104,7 @@ class _Watched:
             return
         load, readings = self.worker.backend.load(), tuple(self.readings)
         owes = any(reading.is_owed for reading in readings)
-        self._set_hung(self._silence.look(load, CHECK_INTERVAL_S, owes=owes))
+        self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
                 reading.interrupt("the worker completes no further step")

@@ -131,7 +131,7 @@ class Appointments:
         """
         if not fingerprint or fingerprint not in self._by_fingerprint or retries == 0:
             return None
-        booking = min(self._by_fingerprint[fingerprint].values(), key=lambda one: one.due_s)
+        booking = min(self._by_fingerprint[fingerprint].values(), key=lambda booking: booking.due_s)
         is_burst = now_s - booking.booked_s < SAME_BURST_S
         if retries is None and is_burst and not booking.is_due(now_s):
             return None
@@ -149,11 +149,13 @@ class Appointments:
         better_s = 0.0
         for level, bookings in self._classes.items():
             if level < priority:
-                better_s += sum(one.work_s for one in bookings.values())
+                better_s += sum(sums.work_s for sums in bookings.values())
         tenants = self._classes.get(priority, {})
         own_s = tenants[tenant].work_s if tenant in tenants else 0.0
         until = (own_s + work_s) / share
-        others_s = (min(one.work_s, until * one.share) for n, one in tenants.items() if n != tenant)
+        others_s = (
+            min(sums.work_s, until * sums.share) for name, sums in tenants.items() if name != tenant
+        )
         return better_s * self.kept_share, (own_s + sum(others_s)) * self.kept_share
 
     def again_s(self, priority: int) -> tuple[float, float]:
@@ -162,7 +164,7 @@ class Appointments:
         The first value is the work in higher-priority classes, the second the work in this class.
         """
         by_class = {
-            level: sum(one.again_s for one in bookings.values())
+            level: sum(sums.again_s for sums in bookings.values())
             for level, bookings in self._classes.items()
         }
         better_s = sum(again_s for level, again_s in by_class.items() if level < priority)
@@ -193,8 +195,8 @@ class Appointments:
         self._drop(booking)
         # Rebuild the heap when most of its bookings are closed.
         if len(self._by_end) > 2 * self._count + 64:
-            open_ = [one for equal in self._by_fingerprint.values() for one in equal.values()]
-            self._by_end = [(one.until_s, one.number, one) for one in open_]
+            open_ = [b for equal in self._by_fingerprint.values() for b in equal.values()]
+            self._by_end = [(b.until_s, b.number, b) for b in open_]
             heapify(self._by_end)
         if not booking.again:
             self._learn(kept=True)

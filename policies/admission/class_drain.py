@@ -33,14 +33,14 @@ LEAST_FLOW_S: Final = 2.0
 """Minimum time over which the first work of a class is spread, because one request is not a flow.
 """
 
-NO_FLOW: Final = 0.01
+LEAST_SHARE: Final = 0.01
 """Share of the pool below which the flow of a class is ignored."""
 
 MEMORY_S: Final = 600.0
 """Time constant of the age of a flow, in seconds. The age is the work divided by the rate.
 (Chosen.)"""
 
-LASTS: Final = 1.5
+REMAINING_AGES: Final = 1.5
 """Expected remaining duration of a flow, as a multiple of its age. Three of five flows end sooner.
 With 2, lower classes keep slightly more appointments, and their clients wait a quarter longer
 (simulated, tests/policies/overload.py, 2026-11-21)."""
@@ -127,14 +127,16 @@ class ClassFlows:
         """
         priority = _clamp(priority)
         rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}
-        better = [level for level in rates if level < priority and rates[level] > NO_FLOW]
+        better = [level for level in rates if level < priority and rates[level] > LEAST_SHARE]
         worse = sum(rate for level, rate in rates.items() if level > priority)
-        left = [_LEAST if level in booked else max(1.0 - rates[level], _LEAST) for level in better]
+        shares = [
+            _LEAST if level in booked else max(1.0 - rates[level], _LEAST) for level in better
+        ]
         return Drain(
             max(1.0 - sum(rates[level] for level in better), 0.0),
-            math.prod(left),
+            math.prod(shares),
             1.0 - min(worse, _LEAST),
-            LASTS * sum(self._flows[level].total_s for level in better),
+            REMAINING_AGES * sum(self._flows[level].total_s for level in better),
         )
 
 

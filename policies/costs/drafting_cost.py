@@ -115,33 +115,33 @@ class DraftingMeter:
         self._found_share = 1.0
         self._measured: list[tuple[StepDrafting, float, float]] = []
 
-    def add_step(self, did: StepDrafting, known_s: float, whole_s: float) -> None:
+    def add_step(self, step_work: StepDrafting, known_s: float, whole_s: float) -> None:
         """Record a step, and refit after every `REFIT_STEPS` steps.
 
         Invalid durations are ignored.
 
         Args:
-            did: drafting work of the step.
+            step_work: drafting work of the step.
             known_s: seconds of the device.
             whole_s: seconds from the planning of this step to the planning of the next step.
         """
-        known_s += did.computed_s
+        known_s += step_work.computed_s
         if not (0.0 < known_s < math.inf and 0.0 < whole_s < math.inf):
             return
-        self._measured.append((did, known_s, whole_s))
+        self._measured.append((step_work, known_s, whole_s))
         if len(self._measured) >= REFIT_STEPS:
             self._refit()
 
     def _refit(self) -> None:
         done, known_s, whole_s = zip(*self._measured, strict=True)
         self._measured.clear()
-        rows = np.array([self._parts(did) for did in done], dtype=np.float64)
+        rows = np.array([self._parts(step_work) for step_work in done], dtype=np.float64)
         self._regression.learn(rows, np.array(whole_s), np.array(known_s))
         learned = self._regression.coefficients.tolist()
         _, _, look_up_s, sequence_s, weigh_s, verify_s, called_s, *call_s = learned
-        for did in done:
-            if did.looked_up:
-                self._found_share += FOUND_RATE * ((did.weighed > 0) - self._found_share)
+        for step_work in done:
+            if step_work.looked_up:
+                self._found_share += FOUND_RATE * ((step_work.weighed > 0) - self._found_share)
         self.cost = DraftingCost(
             look_up_s + self._found_share * weigh_s,
             sequence_s,
@@ -150,8 +150,20 @@ class DraftingMeter:
             called_s,
         )
 
-    def _parts(self, did: StepDrafting) -> list[int]:
+    def _parts(self, step_work: StepDrafting) -> list[int]:
         """Return the factor of each part, [parts]."""
-        looked_up, weighed, verified = did.looked_up, did.weighed > 0, did.verified > 0
-        parts = [1, did.sequences, looked_up > 0, looked_up, weighed, verified, did.computed]
-        return parts + [name in did.called for name in self._proposers]
+        looked_up, weighed, verified = (
+            step_work.looked_up,
+            step_work.weighed > 0,
+            step_work.verified > 0,
+        )
+        parts = [
+            1,
+            step_work.sequences,
+            looked_up > 0,
+            looked_up,
+            weighed,
+            verified,
+            step_work.computed,
+        ]
+        return parts + [name in step_work.called for name in self._proposers]

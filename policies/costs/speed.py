@@ -35,12 +35,12 @@ class SpeedMeter:
         self._begun_s: float | None = None  # time of the last planning, None when idle
         self._last: tuple[int, int, int] | None = None  # work recorded since then
 
-    def begin(self, now_s: float) -> float | None:
+    def begin_step(self, now_s: float) -> float | None:
         """Record that the planning of a step begins.
 
         Returns:
-            The seconds since the previous planning. None if `ran` has not recorded that step yet,
-            or the worker was idle.
+            The seconds since the previous planning. None if `record_step` has not recorded that
+            step yet, or the worker was idle.
         """
         step_s = None
         if self._begun_s is not None and self._last is not None:
@@ -53,11 +53,11 @@ class SpeedMeter:
         self._begun_s, self._last = now_s, None
         return step_s
 
-    def rest(self) -> None:
+    def record_idle(self) -> None:
         """Record that the worker is idle, because idle time belongs to no step."""
         self._begun_s = None
 
-    def ran(self, decodes: int, tokens: int, prompt_tokens: int) -> None:
+    def record_step(self, decodes: int, tokens: int, prompt_tokens: int) -> None:
         """Record the work of a step.
 
         Args:
@@ -74,11 +74,11 @@ class SpeedMeter:
             sequences: number of decoding sequences.
             kv_tokens: KV tokens that they read in a step.
         """
-        there, full = max(sequences, 1), self._step_tokens
-        here_s = cost.seconds(there, kv_tokens, there)
+        decodes, full = max(sequences, 1), self._step_tokens
+        step_s = cost.seconds(decodes, kv_tokens, decodes)
         # The cost of an additional sequence is the mean over a doubled batch. Costs are a
         # staircase, and the next sequence alone may not reach the next stair.
-        more_s = (cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s) / there
+        more_s = (cost.seconds(2 * decodes, 2 * kv_tokens, 2 * decodes) - step_s) / decodes
         return WorkerSpeed(
             self._decodes.rate_s,
             self._prompts.rate_s,

@@ -141,12 +141,12 @@ class StepCost:
         Args:
             once_s: additional seconds that all of these tokens share.
         """
-        here_s = self._table_s(tokens) - once_s
-        least_s = (self._table_s(tokens + most) - here_s) / most
+        base_s = self._table_s(tokens) - once_s
+        least_s = (self._table_s(tokens + most) - base_s) / most
         first = bisect_right(self.token_buckets, tokens)
         last = bisect_left(self.token_buckets, tokens + most)
         for place in range(first, last):
-            end_s = (self.step_s[place] - here_s) / (self.token_buckets[place] - tokens)
+            end_s = (self.step_s[place] - base_s) / (self.token_buckets[place] - tokens)
             least_s = min(least_s, end_s)
         return least_s
 
@@ -156,8 +156,8 @@ class StepCost:
         The table continues with one more stair of the last width. Beyond it, every token is a
         stair.
         """
-        here_s = self._table_s(tokens)
-        higher = bisect_right(self.step_s, here_s)
+        base_s = self._table_s(tokens)
+        higher = bisect_right(self.step_s, base_s)
         if higher < len(self.step_s):
             return self.token_buckets[bisect_right(self.step_s, self.step_s[higher]) - 1]
         last = self.token_buckets[-1]

@@ -38,7 +38,7 @@ earliest deadline among even tenants is next. With strict turns, new requests ov
 request with a promised time. Clients then kept 92 to 97% of the promises, and 97 to 99% with the
 lag (simulated, tests/policies/overload.py, 2026-11-21)."""
 
-MOST_DEBTORS: Final = 4096
+MOST_ABSENT_TENANTS: Final = 4096
 """Maximum number of remembered tenants without waiting requests, about half a megabyte. The tenants
 nearest to even are forgotten first."""
 
@@ -57,7 +57,7 @@ class FairClass:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._debtors: dict[str, float] = {}  # start tags of tenants without waiting requests
+        self._absent_starts: dict[str, float] = {}  # start tags of tenants without waiting requests
         self._virtual = 0.0
 
     def __bool__(self) -> bool:
@@ -74,7 +74,7 @@ class FairClass:
         tenant = self._tenants.get(ticket.tenant)
         if tenant is None:
             start = self._new_start(ticket.tenant)
-            self._debtors.pop(ticket.tenant, None)
+            self._absent_starts.pop(ticket.tenant, None)
             tenant = self._tenants[ticket.tenant] = _Tenant(start, ticket.share)
         tenant.share = ticket.share
         tenant.queue.insert(_place(ticket), ticket.work_s)
@@ -91,10 +91,10 @@ class FairClass:
         tenant.queue.remove(_place(ticket))
         if not tenant.queue:
             del self._tenants[ticket.tenant]
-            self._debtors[ticket.tenant] = tenant.start
-            if len(self._debtors) > MOST_DEBTORS:
-                by_debt = sorted(self._debtors.items(), key=lambda item: item[1])
-                self._debtors = dict(by_debt[len(by_debt) // 2 :])
+            self._absent_starts[ticket.tenant] = tenant.start
+            if len(self._absent_starts) > MOST_ABSENT_TENANTS:
+                by_start = sorted(self._absent_starts.items(), key=lambda item: item[1])
+                self._absent_starts = dict(by_start[len(by_start) // 2 :])
 
     def serve(self, ticket: Ticket) -> None:
         """Remove a request that is served now, and charge its tenant."""
@@ -132,7 +132,7 @@ class FairClass:
 
     def _new_start(self, name: str) -> float:
         """Return the start tag of a tenant that begins to wait."""
-        return max(self._virtual, self._debtors.get(name, 0.0))
+        return max(self._virtual, self._absent_starts.get(name, 0.0))
 
 
 def _place(ticket: Ticket) -> Place:

@@ -56,7 +56,7 @@ class WorkerSilence:
     seconds: float = 0.0
     hung: bool = False
 
-    def look(self, load: WorkerLoad, elapsed_s: float, *, owes: bool) -> bool:
+    def check(self, load: WorkerLoad, elapsed_s: float, *, owes: bool) -> bool:
         """Return whether the worker hangs, or False if it does not report steps.
 
         Args:
@@ -85,7 +85,7 @@ class StreamSilence:
     deltas: int = 0
     seconds: float = 0.0
 
-    def look(self, deltas: int, load: WorkerLoad, elapsed_s: float, *, runs: bool) -> bool:
+    def check(self, deltas: int, load: WorkerLoad, elapsed_s: float, *, runs: bool) -> bool:
         """Return whether the stream is lost.
 
         Args:

@@ -66,6 +66,6 @@ class RetryBudget:
     def _slot(self, now_s: float) -> list[int]:
         """Return the present slot, and forget the slots outside the window."""
         number = int(now_s // self._slot_s)
-        for old in [one for one in self._slots if one <= number - SLOTS]:
+        for old in [slot for slot in self._slots if slot <= number - SLOTS]:
             del self._slots[old]
         return self._slots.setdefault(number, [0, 0])

@@ -97,10 +97,10 @@ def _next_of_equals(
     return min(equals, key=lambda offer: (offer.worker_id <= last_worker, offer.worker_id))
 
 
-def _no_busier(one: Candidate, other: Candidate) -> bool:
+def _no_busier(worker: Candidate, other: Candidate) -> bool:
     """Return whether a worker has no more work than another by any count."""
     return (
-        one.tokens + one.leased_tokens <= other.tokens + other.leased_tokens
-        and one.sequences <= other.sequences
-        and one.prompt_tokens <= other.prompt_tokens
+        worker.tokens + worker.leased_tokens <= other.tokens + other.leased_tokens
+        and worker.sequences <= other.sequences
+        and worker.prompt_tokens <= other.prompt_tokens
     )

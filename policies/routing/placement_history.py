@@ -36,7 +36,7 @@ class PlacementHistory:
         self._most_entries = most_entries
         self._most_workers = most_workers
         # The most recently used entry is last, in both dictionaries.
-        self._seen = OrderedDict[str, OrderedDict[bytes, None]]()
+        self._placed = OrderedDict[str, OrderedDict[bytes, None]]()
 
     def cached_tokens(self, request: RouteView, worker: Candidate) -> int:
         """Return how many prompt tokens a worker may have cached, without the last token."""
@@ -45,7 +45,7 @@ class PlacementHistory:
 
     def cached_blocks(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain a worker has seen and may still have cached."""
-        seen = self._seen.get(worker_id)
+        seen = self._placed.get(worker_id)
         if not seen:
             return 0
         known = 0
@@ -60,10 +60,10 @@ class PlacementHistory:
         self.last_worker = worker_id
         if not hashes:
             return
-        seen = self._seen.setdefault(worker_id, OrderedDict())
-        self._seen.move_to_end(worker_id)
-        if len(self._seen) > self._most_workers:
-            self._seen.popitem(last=False)
+        seen = self._placed.setdefault(worker_id, OrderedDict())
+        self._placed.move_to_end(worker_id)
+        if len(self._placed) > self._most_workers:
+            self._placed.popitem(last=False)
         # Go backwards, because caches evict a prefix from its end, so its beginning lasts longest.
         for digest in reversed(hashes[STRIDE - 1 :: STRIDE]):
             seen[digest] = None
@@ -74,4 +74,4 @@ class PlacementHistory:
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return sum(map(len, self._seen.values()))
+        return sum(map(len, self._placed.values()))

@@ -118,16 +118,16 @@ def _predict_on(
     chance: float,
 ) -> Prediction:
     slots, tokens = _drafted(request.request, worker.load.price, chance)
-    limit, mine, there = worker.load.max_sequences, request.sequences, worker.sequences
-    batch = min(there + mine, limit or there + mine)
+    limit, own, on_worker = worker.load.max_sequences, request.sequences, worker.sequences
+    batch = min(on_worker + own, limit or on_worker + own)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s
     steps = request.output_tokens / tokens
     own_s = (request.request.prompt_tokens - cached) * speed.step_token_s
     ttft_s = max(ahead_s, 0.0) + own_s + step_s
     if limit:
-        ttft_s += max(there + mine - limit, 0) * (own_s + steps * step_s) / limit
-    slower_s = mine * steps * speed.step_sequence_s
-    others_s = (batch - mine) * (own_s + slower_s)
+        ttft_s += max(on_worker + own - limit, 0) * (own_s + steps * step_s) / limit
+    slower_s = own * steps * speed.step_sequence_s
+    others_s = (batch - own) * (own_s + slower_s)
     per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1)
     score = Score(min(ahead_s, 0.0) + ttft_s + steps * step_s + others_s, per_token_s)
     return Prediction(score, ttft_s, step_s / tokens, cached, slots)

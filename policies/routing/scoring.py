@@ -31,10 +31,13 @@ def load(
     request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
     """Return the tokens on each worker, as a share of the largest total with this request."""
-    tokens = [_tokens(request, one) for one in workers]
-    leased = [mine + one.leased_tokens for mine, one in zip(tokens, workers, strict=True)]
+    tokens = [_tokens(request, worker) for worker in workers]
+    leased = [
+        own_tokens + worker.leased_tokens
+        for own_tokens, worker in zip(tokens, workers, strict=True)
+    ]
     per_token = 1.0 / max(request.most_tokens + max(leased), 1)
-    return [Score(mine * per_token, per_token) for mine in tokens]
+    return [Score(own_tokens * per_token, per_token) for own_tokens in tokens]
 
 
 def _tokens(request: RouteView, worker: Candidate) -> int:
@@ -47,12 +50,16 @@ def prefix(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
     """Return the share of the prompt that is not cached, or 1 for an overloaded worker."""
-    tokens = [one.tokens + one.leased_tokens for one in workers]
+    tokens = [worker.tokens + worker.leased_tokens for worker in workers]
     most = OVERLOAD * (sum(tokens) / len(workers) + request.most_tokens)
     prompt_tokens = max(request.request.prompt_tokens, 1)
     return [
-        Score(1.0 if mine > most else 1.0 - history.cached_tokens(request, one) / prompt_tokens)
-        for one, mine in zip(workers, tokens, strict=True)
+        Score(
+            1.0
+            if own_tokens > most
+            else 1.0 - history.cached_tokens(request, worker) / prompt_tokens
+        )
+        for worker, own_tokens in zip(workers, tokens, strict=True)
     ]
 
 
@@ -60,25 +67,25 @@ def price(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
     """Return the price of a draft slot on each worker, where 1 means no drafts."""
-    return [Score(min(one.load.price, 1.0)) for one in workers]
+    return [Score(min(worker.load.price, 1.0)) for worker in workers]
 
 
 def staleness(
     _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
 ) -> Sequence[Score]:
     """Return a score that grows with the age of each worker's load."""
-    return [Score(one.age_s / (one.age_s + STALE_S)) for one in workers]
+    return [Score(worker.age_s / (worker.age_s + STALE_S)) for worker in workers]
 
 
 def latency(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
     """Return the cost that `least_cost` predicts, as a share of the highest, or else `load`."""
-    cached = [history.cached_tokens(request, one) for one in workers]
+    cached = [history.cached_tokens(request, worker) for worker in workers]
     predictions = predict(request, workers, cached)
     if predictions is None:
         return load(request, workers, history)
-    scores = [one.score for one in predictions]
+    scores = [prediction.score for prediction in predictions]
     lowest = min(0.0, *(score.value for score in scores))  # Old loads can lead to negative levels.
     span = max(score.value for score in scores) - lowest
     return [Score((score.value - lowest) / span, score.per_token / span) for score in scores]
@@ -144,7 +151,7 @@ class WeightedScores:
         ]
         ranking = rank(candidates, sums, self._history.last_worker)
         offers = self._pick(request, candidates, ranking, draw)
-        chosen = [one.worker_id for one in workers].index(offers[0].worker_id)
+        chosen = [worker.worker_id for worker in workers].index(offers[0].worker_id)
         reason = self._reason({name: part[chosen] for name, part in parts.items()}, candidates)
         return Route(self._name, tuple(offers[:MOST_OFFERS]), reason)
 
@@ -152,12 +159,12 @@ class WeightedScores:
         self._history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
 
     def _reason(self, parts: Mapping[str, Score], candidates: Candidates) -> str:
-        how = "least" if parts else "next"
+        pick_name = "least" if parts else "next"
         if self._pick is less_of_two:
-            how = "less of two drawn"
+            pick_name = "less of two drawn"
         elif self._pick is spread and candidates.rivals:
-            how = f"drawn, with {candidates.rivals} other gateways,"
-        words = f"{how} of {len(candidates.workers)} workers"
+            pick_name = f"drawn, with {candidates.rivals} other gateways,"
+        words = f"{pick_name} of {len(candidates.workers)} workers"
         terms = [
             f"{name} {score.value:.2f}" + (f" x {weight:g}" if weight != 1.0 else "")
             for (name, score), weight in zip(parts.items(), self._weights.values(), strict=True)

@@ -40,10 +40,10 @@ def rank(candidates: Candidates, scores: Sequence[Score], last_worker: str) -> l
             so idle workers take turns and a broken worker does not get every request.
     """
     ranking = [
-        ScoredWorker(one.worker_id, score.value, score.per_token, one.leased_tokens, one.age_s)
-        for one, score in zip(candidates.workers, scores, strict=True)
+        ScoredWorker(w.worker_id, score.value, score.per_token, w.leased_tokens, w.age_s)
+        for w, score in zip(candidates.workers, scores, strict=True)
     ]
-    ranking.sort(key=lambda one: (one.level, one.worker_id <= last_worker, one.worker_id))
+    ranking.sort(key=lambda w: (w.level, w.worker_id <= last_worker, w.worker_id))
     return ranking
 
 
@@ -59,9 +59,9 @@ def less_of_two(
     count = len(ranking)
     if count < 3:
         return ranking
-    one, other = int(draw() * count), int(draw() * (count - 1))
-    other += other >= one
-    return [ranking[min(one, other)], ranking[max(one, other)]]
+    first, second = int(draw() * count), int(draw() * (count - 1))
+    second += second >= first
+    return [ranking[min(first, second)], ranking[max(first, second)]]
 
 
 def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: Draw) -> Ranking:
@@ -78,19 +78,19 @@ def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: D
     if not candidates.rivals or len(ranking) < 2:
         return ranking
     gateways = candidates.rivals + 1
-    tokens = sum(one.leased_tokens for one in ranking) + max(request.most_tokens, 1)
-    reported = sorted(ranking, key=lambda one: one.score)
+    tokens = sum(worker.leased_tokens for worker in ranking) + max(request.most_tokens, 1)
+    reported = sorted(ranking, key=lambda worker: worker.score)
     fills = fill_levels(
-        [one.score for one in reported],
-        [max(one.score_per_token, LEAST_PER_TOKEN) for one in reported],
+        [worker.score for worker in reported],
+        [max(worker.score_per_token, LEAST_PER_TOKEN) for worker in reported],
         gateways * tokens,
     )
     missing = [
-        max(fill / gateways - one.leased_tokens, 0.0)
-        for one, fill in zip(reported, fills, strict=True)
+        max(fill / gateways - worker.leased_tokens, 0.0)
+        for worker, fill in zip(reported, fills, strict=True)
     ]
     chosen = reported[_draw_place(missing, draw)]
-    return [chosen, *(one for one in ranking if one is not chosen)]
+    return [chosen, *(worker for worker in ranking if worker is not chosen)]
 
 
 def _draw_place(weights: Sequence[float], draw: Draw) -> int:

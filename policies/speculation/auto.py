@@ -80,7 +80,7 @@ def _reason(cap: int, paying: int, most: int, expected: DraftForecast, price: fl
 
 def _evidence(expected: DraftForecast, request: RequestView) -> str:
     """Return the basis of the forecast in words."""
-    words = f"acceptance {expected.acceptance:.2f} {expected.whose}"
+    words = f"acceptance {expected.acceptance:.2f} {expected.source}"
     words += f" at temperature {request.temperature:g}"
     if expected.repetition is not None:
         words += f", repetition {expected.repetition:.2f}"

@@ -52,13 +52,13 @@ class DraftForecast:
 
     Attributes:
         acceptance: probability of a token given all previous tokens.
-        whose: source of the acceptance, in words.
+        source: origin of the acceptance, in words.
         repetition: repetition of the prompt, or None if it does not count.
         weight: highest weight that the request's tokens may reach (`weights`).
     """
 
     acceptance: float
-    whose: str
+    source: str
     repetition: float | None
     weight: float
 
@@ -89,12 +89,12 @@ def forecast_drafts(request: RequestView, load: WorkerLoad, proposer: str) -> Dr
     Args:
         proposer: name of the proposer, or `ANY_PROPOSER`.
     """
-    acceptance, whose = load.acceptance, "of this worker"
+    acceptance, source = load.acceptance, "of this worker"
     levels = (request.model_drafts, "of all tenants"), (request.tenant_drafts, "of this tenant")
     for counts, words in levels:
         acceptance = _shrink(counts, acceptance)
         if counts.accepted + counts.rejected >= HISTORY_TOKENS:
-            whose = words
+            source = words
     ngram = SpeculationMode.NGRAM.value
     looks_up = ngram in (load.proposers if proposer == ANY_PROPOSER else (proposer,))
     # Assume that a request with a TPOT target is late. A late request needs its slots, and it is
@@ -102,7 +102,7 @@ def forecast_drafts(request: RequestView, load: WorkerLoad, proposer: str) -> Dr
     laxity_s = None if request.service.tpot_s is None else 0.0
     return DraftForecast(
         acceptance,
-        whose,
+        source,
         request.repetition if looks_up else None,
         weight(laxity_s, request.service),
     )

@@ -43,8 +43,8 @@ def choose_proposer_or_any(request: RequestView, load: WorkerLoad) -> tuple[str 
 
 def capped(draft_tokens: int, request: RequestView) -> int:
     """Return the draft length, limited to the client's cap."""
-    asked = request.max_draft_tokens
-    return draft_tokens if asked is None else min(draft_tokens, asked)
+    cap = request.max_draft_tokens
+    return draft_tokens if cap is None else min(draft_tokens, cap)
 
 
 def no_speculation(

@@ -215,17 +215,17 @@ def _wanted_pool(
     request: RequestView, plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad
 ) -> tuple[ReplicaPool, str]:
     """Return the better pool regardless of capacity, and the reason."""
-    asked = request.max_draft_tokens
+    cap = request.max_draft_tokens
     if plan.proposer is None:
         return ReplicaPool.PLAIN, plan.reason
-    if asked is not None and asked < drafting.draft_tokens:
+    if cap is not None and cap < drafting.draft_tokens:
         usual = f"{drafting.draft_tokens:.3g} are usual"
-        return ReplicaPool.PLAIN, f"the request allows at most {asked} draft tokens, and {usual}"
+        return ReplicaPool.PLAIN, f"the client asked for at most {cap} draft tokens, and {usual}"
     if plan.price is None or plan.mode is not SpeculationMode.AUTO:
         return ReplicaPool.SPECULATING, plan.reason
     means, price = draft_means(drafting), plan.price
     costs_s = _token_cost_s(drafting), _token_cost_s(plain)
-    figures = (
+    details = (
         f"{means.accepted:.2f} of {means.drafted:.3g} draft tokens accepted, "
         f"price {price:.3g}, {drafting.running} running"
     )
@@ -234,12 +234,12 @@ def _wanted_pool(
     # the lower cost of a token, to the request and to all others, wins.
     if all(costs_s):
         worth = costs_s[0] <= costs_s[1]
-        figures += "; a token costs {:.3g} ms in all with drafts, {:.3g} ms without".format(
+        details += "; a token costs {:.3g} ms in all with drafts, {:.3g} ms without".format(
             *(cost_s * 1e3 for cost_s in costs_s)
         )
     if worth:
-        return ReplicaPool.SPECULATING, f"drafts pay: {figures}"
-    return ReplicaPool.PLAIN, f"drafts do not pay: {figures}"
+        return ReplicaPool.SPECULATING, f"drafts pay: {details}"
+    return ReplicaPool.PLAIN, f"drafts do not pay: {details}"
 
 
 def _token_cost_s(load: WorkerLoad) -> float:

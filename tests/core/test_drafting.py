@@ -212,7 +212,7 @@ def test_exploration_is_charged_for_overruns() -> None:
         drafting, batch = Drafting({"draft_model": expensive}), sequences(2, "draft_model")
         for _ in range(4000):
             run(drafting, batch, DraftTerms(step_s=step_s), 1)
-            drafting.observe_host_time(times * drafting.did.computed_s)
+            drafting.observe_host_time(times * drafting.step_work.computed_s)
         counts.append(len(expensive.asked))
     assert counts[1] == pytest.approx(counts[0] / 2, rel=0.05)
 

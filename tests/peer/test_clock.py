@@ -22,9 +22,9 @@ def test_converted_times_keep_causal_order(offset_s: float, delays_s: list[float
     for number, delay_s in enumerate(delays_s):
         sent_s = 100.0 + 0.1 * number  # by our clock
         arrived_s = max(arrived_s, sent_s + delay_s)  # a connection preserves order
-        clock.heard(sent_s + offset_s, arrived_s)
+        clock.add_report(sent_s + offset_s, arrived_s)
         quickest_s = min(quickest_s, arrived_s - sent_s)
-        found_s = clock.ours_s(sent_s + offset_s)
+        found_s = clock.to_local_s(sent_s + offset_s)
         assert sent_s - 1e-6 <= found_s <= arrived_s + 1e-6
         assert found_s <= sent_s + quickest_s + DRIFT * (arrived_s - 100.0) + 1e-6
 
@@ -35,13 +35,15 @@ def test_conversion_follows_clock_drift(rate: float) -> None:
     clock = RemoteClock()
     for minute in range(24 * 60):
         ours_s = 60.0 * minute
-        clock.heard(ours_s * rate, ours_s + 1e-3)
-        assert abs(clock.ours_s(ours_s * rate) - ours_s) < 1.1e-3
+        clock.add_report(ours_s * rate, ours_s + 1e-3)
+        assert abs(clock.to_local_s(ours_s * rate) - ours_s) < 1.1e-3
 
 
 def test_phases_are_converted_together() -> None:
     """Intervals between phases and the recorded flag stay the same."""
     clock = RemoteClock()
-    clock.heard(1000.0, 7.5)
+    clock.add_report(1000.0, 7.5)
     theirs = Phases(999.0, 999.25, ((999.5, 16), (999.75, 8)), 999.75, recorded=True)
-    assert clock.ours(theirs) == Phases(6.5, 6.75, ((7.0, 16), (7.25, 8)), 7.25, recorded=True)
+    assert clock.to_local_phases(theirs) == Phases(
+        6.5, 6.75, ((7.0, 16), (7.25, 8)), 7.25, recorded=True
+    )

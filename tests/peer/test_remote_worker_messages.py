@@ -221,7 +221,7 @@ def test_link_id_is_never_used_twice(events: list[tuple[str, bool]]) -> None:
     ids, running, given_out = LinkIds(), {}, set()
     for request_id, comes in events:
         if comes and request_id not in running:
-            link_id = running[request_id] = ids.give(request_id)
+            link_id = running[request_id] = ids.new_id(request_id)
             assert link_id not in given_out
             given_out.add(link_id)
         elif not comes:

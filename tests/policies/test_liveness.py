@@ -26,7 +26,7 @@ def check_for(
     """Check every second for this many seconds and return the last result."""
     hung = False
     for _ in range(round(seconds)):
-        hung = silence.look(load, 1.0, owes=owes)
+        hung = silence.check(load, 1.0, owes=owes)
     return hung
 
 
@@ -82,7 +82,7 @@ def test_silent_running_stream_is_lost_after_the_patience() -> None:
     """Every delta restarts the timer of a running stream."""
     silence = StreamSilence()
     for deltas in (1, 2):
-        found = [silence.look(deltas, LOAD, 1.0, runs=True) for _ in range(12)]
+        found = [silence.check(deltas, LOAD, 1.0, runs=True) for _ in range(12)]
         assert found == [False] * 11 + [True]
 
 
@@ -90,4 +90,4 @@ def test_stream_that_may_wait_is_not_lost() -> None:
     """A silent stream is not lost while requests queue on its worker or the stream is held back."""
     silence = StreamSilence()
     for load, runs in ((structs.replace(LOAD, waiting=1), True), (LOAD, False)):
-        assert not any(silence.look(1, load, 1.0, runs=runs) for _ in range(1000))
+        assert not any(silence.check(1, load, 1.0, runs=runs) for _ in range(1000))

@@ -304,4 +304,4 @@ def test_memory_of_absent_tenants_is_bounded() -> None:
     for key in range(1, 12_000):
         queue.push(ticket(key, tenant=f"t{key}", work_s=0.1))
         queue.remove(key) if key % 2 else queue.take(0.0)
-    assert all(len(one._debtors) <= 4096 for one in queue._classes.values())
+    assert all(len(one._absent_starts) <= 4096 for one in queue._classes.values())

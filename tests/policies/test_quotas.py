@@ -130,7 +130,12 @@ def test_shortage_names_the_limit_with_the_longest_wait() -> None:
     """A request that never fits receives the largest amount that fits."""
     ledger = QuotaLedger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
-    assert (never.limit, never.retry_after_s, never.asked, never.most) == ("tokens", None, 601, 600)
+    assert (never.limit, never.retry_after_s, never.requested, never.most) == (
+        "tokens",
+        None,
+        601,
+        600,
+    )
     for number in range(5):
         assert ledger.reserve("a", str(number), 0, 0.0) is None
     short = ledger.reserve("a", "6", 1, 0.0)

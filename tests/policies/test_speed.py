@@ -15,10 +15,10 @@ def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float 
     """Run equal steps and return the end time of the last step, in seconds."""
     now_s = start_s
     for _ in range(steps):
-        meter.begin(now_s)
-        meter.ran(*did)
+        meter.begin_step(now_s)
+        meter.record_step(*did)
         now_s += step_s
-    meter.begin(now_s)
+    meter.begin_step(now_s)
     return now_s
 
 
@@ -46,10 +46,10 @@ def test_rate_is_total_seconds_over_total_tokens() -> None:
     meter = SpeedMeter(COST, BUDGET)
     now_s = 0.0
     for turn in range(20 * LAST_STEPS):
-        meter.begin(now_s)
-        meter.ran(0, 0, 100 if turn % 2 else 1)
+        meter.begin_step(now_s)
+        meter.record_step(0, 0, 100 if turn % 2 else 1)
         now_s += 0.1 if turn % 2 else 0.01
-    meter.begin(now_s)
+    meter.begin_step(now_s)
     assert meter.speed(COST, 0, 0).prompt_token_s == pytest.approx(0.11 / 101, rel=0.05)
 
 
@@ -57,7 +57,7 @@ def test_idle_time_does_not_count() -> None:
     """An idle hour does not change the speed of a worker."""
     meter = SpeedMeter(COST, BUDGET)
     now_s = run(meter, 10 * LAST_STEPS, 0.02, 2, 2, 0)
-    meter.rest()
+    meter.record_idle()
     before = meter.speed(COST, 2, 10)
     run(meter, 3, 0.02, 2, 2, 0, start_s=now_s + 3600.0)
     assert meter.speed(COST, 2, 10).tpot_s == pytest.approx(before.tpot_s)
@@ -76,11 +76,11 @@ def test_cost_of_another_sequence_is_spread_over_the_tokens_of_a_step() -> None:
 def test_begin_returns_the_time_since_the_last_step() -> None:
     """The result is None after idle time and after an unrecorded step."""
     meter = SpeedMeter(COST, BUDGET)
-    assert meter.begin(1.0) is None
-    assert meter.begin(2.0) is None
-    meter.ran(1, 1, 0)
-    assert meter.begin(2.5) == pytest.approx(0.5)
-    meter.ran(1, 1, 0)
-    assert meter.begin(3.0) == pytest.approx(0.5)
-    meter.rest()
-    assert meter.begin(9.0) is None
+    assert meter.begin_step(1.0) is None
+    assert meter.begin_step(2.0) is None
+    meter.record_step(1, 1, 0)
+    assert meter.begin_step(2.5) == pytest.approx(0.5)
+    meter.record_step(1, 1, 0)
+    assert meter.begin_step(3.0) == pytest.approx(0.5)
+    meter.record_idle()
+    assert meter.begin_step(9.0) is None
