@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     if os.getloadavg()[0] > IDLE_LOAD and not args.busy:
         sys.stderr.write(
-            f"draftgate: the machine is busy (load {os.getloadavg()[0]:.2f}); "
-            "--busy measures anyway\n"
+            f"draftgate: the machine is busy (load {os.getloadavg()[0]:.2f}). "
+            "Use --busy to measure anyway\n"
         )
         sys.exit(1)
     results: dict[str, Any] = {
@@ -90,14 +90,16 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="write rows and figures to this file")
-    parser.add_argument("--rivals", type=Path, help="environments made by bench.edge.rivals")
+    parser.add_argument("--json", type=Path, help="write rows and metrics to this file")
+    parser.add_argument(
+        "--rivals", type=Path, help="folder with the environments of `python -m bench.edge.rivals`"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each question")
-    parser.add_argument("--chunks", type=int, default=200, help="chunks of a long stream")
-    parser.add_argument("--only", default="", help="targets, separated by commas; default: all")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per question")
+    parser.add_argument("--chunks", type=int, default=200, help="number of chunks of a long stream")
+    parser.add_argument("--only", default="", help="comma-separated targets (default: all)")
     parser.add_argument("--parts", default=",".join(PARTS), type=lambda text: text.split(","))
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the shuffled order")
     parser.add_argument("--busy", action="store_true", help="measure even on a busy machine")
     return parser
 
@@ -146,7 +148,7 @@ def _in_order(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
 def _show(
     found: dict[str, dict[str, Any]], reached: Sequence[Goal], missing: dict[str, str]
 ) -> None:
-    table = Table(title="The edge: medians over rounds (least to most)")
+    table = Table(title="Edge benchmark: medians over rounds (minimum to maximum)")
     table.add_column("target")
     for _, title in _SHOWN:
         table.add_column(title, justify="right")

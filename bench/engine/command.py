@@ -182,19 +182,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", type=Path, help="also write a profile/1 of the first model and dtype")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--device", choices=DEVICES, default="auto")
-    add("--threads", type=int, help="default: the number of cores")
-    add("--models", nargs="+", help="shipped, random-82m, random-1b, random-8b, or directories")
+    add("--threads", type=int, help="number of threads (default: all cores)")
+    add(
+        "--models",
+        nargs="+",
+        help="shipped, random-82m, random-1b, random-8b or checkpoint directories",
+    )
     add("--dtypes", nargs="+", choices=DTYPES)
     add("--batches", nargs="+", type=int, help="batch sizes of steps")
-    add("--contexts", nargs="+", type=int, help="tokens before the step")
+    add("--contexts", nargs="+", type=int, help="context lengths of steps, in tokens")
     add("--drafts", nargs="+", type=int, help="draft slots of a step")
-    add("--prefill", type=int, help="tokens of the prefill")
-    add("--rounds", type=int, default=15, help="rounds of steps (default: 15)")
-    add("--acceptance", type=float, default=0.8, help="acceptance rate of replayed drafts")
-    add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="replayed draft lengths")
-    add("--new-tokens", type=int, default=64, help="output tokens per prompt (default: 64)")
-    add("--runs", type=int, default=3, help="rounds of replay and generation")
-    add("--exact", action="store_true", help="use exact mode; skip the peers of steps")
+    add("--prefill", type=int, help="length of the prefill, in tokens")
+    add("--rounds", type=int, default=15, help="number of rounds of steps (default: 15)")
+    add("--acceptance", type=float, default=0.8, help="acceptance rate of replay drafts")
+    add(
+        "--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="draft lengths of replay"
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        default=64,
+        help="number of output tokens per prompt (default: 64)",
+    )
+    add(
+        "--runs", type=int, default=3, help="number of rounds of replay and generation (default: 3)"
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="use exact mode, and skip the comparison of steps with transformers",
+    )
     add("--allow-busy", action="store_true", help="measure even on a busy machine")
     return parser
 

@@ -76,7 +76,7 @@ def _wait(port: int) -> None:
         except OSError:
             pass
         time.sleep(0.2)
-    raise RuntimeError("llama-server did not answer in time; see its log")
+    raise RuntimeError("llama-server did not respond in time. See its log")
 
 
 def stream_times(port: int, seed: int) -> list[float]:

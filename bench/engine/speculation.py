@@ -278,15 +278,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--proposer", help="the only proposer (default: all)")
+    parser.add_argument("--proposer", help="name of the only proposer (default: all proposers)")
     parser.add_argument("--policies", default=POLICIES, type=lambda text: text.split(","))
     parser.add_argument(
-        "--one-engine", action="store_true", help="share one engine between off and the next policy"
+        "--one-engine", action="store_true", help="run `off` and the next policy on the same engine"
     )
     parser.add_argument("--batches", default=BATCHES, nargs="+", type=int)
     parser.add_argument("--temperatures", default=TEMPERATURES, nargs="+", type=float)
     parser.add_argument("--prompt-tokens", default=PROMPT_TOKENS, nargs=2, type=int)
-    parser.add_argument("--kv-bytes", default=KV_BYTES, type=int, help="KV memory of each engine")
+    parser.add_argument(
+        "--kv-bytes", default=KV_BYTES, type=int, help="KV memory of each engine, in bytes"
+    )
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     result = measure(args)

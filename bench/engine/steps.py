@@ -80,7 +80,7 @@ def _contenders(bench_engine: BenchEngine, *, alone: bool) -> dict[str, Contende
         try:
             found["transformers"] = Contender(TransformersSteps(bench_engine.model).step_s)
         except ImportError:
-            print("transformers is not installed; skipping the comparison", flush=True)
+            print("transformers is not installed, so the comparison is skipped", flush=True)
     return found
 
 

@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--real", action="store_true", help="measure in real time over HTTP")
     parser.add_argument("--rate", type=float, default=24.0, help="nominal requests per second")
     parser.add_argument(
-        "--factors", default=REAL_FACTORS, help="multiples of the rate that find the peak"
+        "--factors", default=REAL_FACTORS, help="multiples of --rate to find the peak of goodput"
     )
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=32)
@@ -257,7 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tpot-ms", type=float, default=None)
     parser.add_argument("--priorities", default="-1,0,1", help="priorities of the classes")
     parser.add_argument("--admission", default="deadline")
-    parser.add_argument("--whole-seconds", action="store_true", help="obey only Retry-After")
+    parser.add_argument(
+        "--whole-seconds",
+        action="store_true",
+        help="wait for Retry-After and ignore retry-after-ms",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     allow_many_files(FILES)

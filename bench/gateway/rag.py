@@ -150,7 +150,7 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 def body(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the parts of the page."""
-    yield "<h1>Questions over documents</h1>"
+    yield "<h1>Retrieval-augmented questions</h1>"
     yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
     rows = [
         [policy, name, *(f"{figures[p] * 1e3:,.0f} ms" for p in ("p50", "p90", "p99")), share]
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench rag`."""
     parser = bench_parser("rag", __doc__)
     parser.add_argument("--rate", type=float, default=0.2, help="questions per second")
-    parser.add_argument("--requests", type=int, default=40, help="questions per round")
+    parser.add_argument("--requests", type=int, default=40, help="number of questions per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -237,16 +237,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = bench_parser("readers", __doc__)
     parser.add_argument("--slow", type=int, default=2000, help="number of slow readers")
     parser.add_argument("--fast", type=int, default=50, help="number of fast readers")
-    parser.add_argument("--bytes-s", type=int, default=300, help="read rate of a slow reader")
-    parser.add_argument("--step-ms", type=float, default=30.0, help="step of the simulated device")
     parser.add_argument(
-        "--seats", type=int, default=0, help="its sequences; 0: one for each reader"
+        "--bytes-s", type=int, default=300, help="bytes per second that a slow reader reads"
     )
-    parser.add_argument("--fast-tokens", type=int, default=150, help="length of a fast stream")
-    parser.add_argument("--slow-tokens", type=int, default=800, help="length of a slow stream")
-    parser.add_argument("--spread-s", type=float, default=60.0, help="arrival time of slow readers")
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="of the phases alone and with all"
+        "--step-ms", type=float, default=30.0, help="duration of a simulated step, in milliseconds"
+    )
+    parser.add_argument(
+        "--seats",
+        type=int,
+        default=0,
+        help="sequence capacity of the simulated device (default: a sequence per reader)",
+    )
+    parser.add_argument(
+        "--fast-tokens", type=int, default=150, help="length of a fast stream, in tokens"
+    )
+    parser.add_argument(
+        "--slow-tokens", type=int, default=800, help="length of a slow stream, in tokens"
+    )
+    parser.add_argument(
+        "--spread-s", type=float, default=60.0, help="seconds over which slow readers arrive"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="seconds of the phases `alone` and `beside`"
     )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(arguments)

@@ -204,10 +204,10 @@ def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench store`."""
     parser = bench_parser("store", __doc__, device=False)
-    parser.add_argument("--redis", required=True, help="URL of a server, as for --join")
+    parser.add_argument("--redis", required=True, help="URL of a Redis server, as for --join")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--requests", type=int, default=2000, help="requests in each part of a round"
+        "--requests", type=int, default=2000, help="number of requests in each part of a round"
     )
     args = parser.parse_args(arguments)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -137,14 +137,21 @@ async def measure(
 
 def _parser() -> ArgumentParser:
     parser = bench_parser("sweep", __doc__)
-    parser.add_argument("--policies", default=POLICIES, help="policies; the first sets the rates")
+    parser.add_argument(
+        "--policies",
+        default=POLICIES,
+        help="comma-separated policies, of which the first sets the rates",
+    )
     parser.add_argument(
         "--rates", type=parse_rates, help="requests per second, instead of --shares"
     )
     parser.add_argument(
-        "--shares", type=parse_rates, default=parse_rates(SHARES), help="fractions of the capacity"
+        "--shares",
+        type=parse_rates,
+        default=parse_rates(SHARES),
+        help="fractions of the capacity of the first policy",
     )
-    parser.add_argument("--rounds", type=int, default=2, help="shuffled rounds")
+    parser.add_argument("--rounds", type=int, default=2, help="number of shuffled rounds")
     parser.add_argument(
         "--round-s", type=float, default=ROUND_S, help="seconds of sending per round"
     )

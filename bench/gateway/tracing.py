@@ -214,7 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = bench_parser("tracing", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--requests", type=int, default=512, help="requests per round, mode and length"
+        "--requests",
+        type=int,
+        default=512,
+        help="number of requests per round, mode and stream length",
     )
     args = parser.parse_args(arguments)
     with _collector() as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -234,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     table = [[str(value) for value in row.values()] for row in summary_rows]
     body = ["<h1>Cost of tracing</h1>", html_table(list(summary_rows[0]), table, __doc__ or "")]
-    write_results(args, results, "What tracing costs", body)
+    write_results(args, results, "Cost of tracing", body)
 
 
 if __name__ == "__main__":

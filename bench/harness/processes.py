@@ -152,7 +152,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> No
     raise RuntimeError(
         "the server ended"
         if process.poll() is not None
-        else f"the server did not answer within {START_S:g} s"
+        else f"the server did not respond within {START_S:g} s"
     )
 
 

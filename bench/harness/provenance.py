@@ -35,9 +35,13 @@ def bench_parser(
     """
     parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
     if device:
-        parser.add_argument("--profile", default="h100-8b", help="device: a shipped name or a file")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--html", type=Path, help="write a page to this file")
+        parser.add_argument(
+            "--profile",
+            default="h100-8b",
+            help="simulated device, as the name of a shipped profile or as a file",
+        )
+    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--html", type=Path, help="write an HTML page to this file")
     return parser
 
 
@@ -84,7 +88,7 @@ def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
     if facts["disturbed"] and not allow_busy:
         raise SystemExit(
             f"other processes use {facts['busy_share_before']:.0%} of this machine, more than the "
-            f"{BUSY_LIMIT:.0%} allowed; --allow-busy measures anyway"
+            f"{BUSY_LIMIT:.0%} allowed. Use --allow-busy to measure anyway"
         )
 
 

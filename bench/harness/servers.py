@@ -84,7 +84,7 @@ def allow_many_files(wanted: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise RuntimeError(
-            f"{wanted} open files are needed, but the hard limit is {hard}; raise it with ulimit -n"
+            f"{wanted} open files are needed, but the hard limit is {hard}. Raise it with ulimit -n"
         )
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -109,10 +109,10 @@ def point_of(rate_rps: float, records: Sequence[Record]) -> Point:
         ValueError: a request was refused, or no response has more than one token.
     """
     if any(record.verdict is not Verdict.OK for record in records):
-        raise ValueError("a request was refused: it is longer than the model's context")
+        raise ValueError("a request was refused because it is longer than the model's context")
     gaps_s = sorted(values_of(METRICS["chunk_gap_s"], records))
     if not gaps_s:
-        raise ValueError("answers of one token have no gaps")
+        raise ValueError("all responses have a single token, so the run has no gaps")
     ttfts_s = sorted(values_of(METRICS["ttft_s"], records))
     tokens = sum(chunk.tokens or 0 for record in records for chunk in record.chunks)
     return Point(
@@ -160,13 +160,22 @@ def slo_seconds(profile: Profile) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench capacity`."""
     parser = bench_parser("capacity", __doc__)
-    parser.add_argument("--trace", type=Path, required=True, help="trace with the lengths")
+    parser.add_argument("--trace", type=Path, required=True, help="trace with the request lengths")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--batching", default=",".join(BATCHINGS))
     parser.add_argument("--speculation", default="off,auto")
-    parser.add_argument("--slo", default=",".join(STRETCHES), help="strict, relaxed or both")
+    parser.add_argument(
+        "--slo",
+        default=",".join(STRETCHES),
+        help="SLOs: strict, relaxed or both, separated by a comma",
+    )
     parser.add_argument("--max-step-tokens", type=int, default=2048)
-    parser.add_argument("--near", type=float, default=8.0, help="rate to begin at")
+    parser.add_argument(
+        "--near",
+        type=float,
+        default=8.0,
+        help="rate at which the search starts, in requests per second",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     slos = slo_seconds(load_profile(args.profile))

@@ -126,7 +126,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 
 def _body(rows: list[dict[str, Any]], drawn: Chart) -> Iterator[str]:
-    yield "<h1>Long prompts among decodes</h1>"
+    yield "<h1>Token gaps when long prompts arrive</h1>"
     yield f'<div class="charts">{html_chart(drawn)}</div>'
     head = ["batching", "longest gap, ms", "mean TTFT of the long prompts, ms"]
     yield html_table(head, list(map(_shown, rows)), __doc__ or "")

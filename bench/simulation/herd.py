@@ -89,12 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench herd`."""
     parser = bench_parser("herd", __doc__, device=False)
     parser.add_argument("--ages-ms", default=",".join(f"{age_s * 1e3:g}" for age_s in AGES_S))
-    parser.add_argument("--staggered-ms", default="500", help="mean ages with heartbeats")
+    parser.add_argument(
+        "--staggered-ms", default="500", help="mean ages of staggered load reports, in milliseconds"
+    )
     parser.add_argument("--gateways", type=int, default=16)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--bursts", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=1600, help="requests per burst")
-    parser.add_argument("--utilisation", type=float, default=0.7, help="utilisation over a period")
+    parser.add_argument("--requests", type=int, default=1600, help="number of requests per burst")
+    parser.add_argument(
+        "--utilisation", type=float, default=0.7, help="mean utilisation of the workers"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
     bursts = Bursts(
@@ -121,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "rows": measure(bursts, ages, args.seeds),
     }
-    write_results(args, results, "Herds", _body(results))
+    write_results(args, results, "Herding", _body(results))
 
 
 def _shown(row: dict[str, Any]) -> list[str]:
@@ -141,7 +145,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 
 def _body(results: dict[str, Any]) -> Iterator[str]:
-    yield "<h1>Herds: max / mean of workers' backlogs at the ends of bursts</h1>"
+    yield "<h1>Herding: max / mean of workers' backlogs at the ends of bursts</h1>"
     yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
     charts = [
         _chart(results["rows"], figure, title, leased=leased)
@@ -177,14 +181,19 @@ def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: b
     ]
     layout = {
         "xaxis": {
-            "title": {"text": "age of load data, ms"},
+            "title": {"text": "age of load reports, ms"},
             "type": "log",
             "tickvals": data[0]["x"],
         },
         "yaxis": {"title": {"text": "max / mean"}, "type": "log"},
     }
     how = "with leases" if leased else "without leases"
-    return Chart(f"{title}, {how}", "Mean over bursts and seeds; 1 is perfect.", data, layout)
+    return Chart(
+        f"{title}, {how}",
+        "Mean over bursts and seeds. A value of 1 is perfect balance.",
+        data,
+        layout,
+    )
 
 
 if __name__ == "__main__":

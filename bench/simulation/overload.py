@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=None)
     parser.add_argument(
-        "--priorities", default="0", help="of the classes, as in --priorities=-1,0,1"
+        "--priorities",
+        default="0",
+        help="priorities of the classes, for example --priorities=-1,0,1",
     )
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)

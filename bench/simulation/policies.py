@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = bench_parser("policies", __doc__)
     parser.add_argument("--workloads", default=",".join(REQUESTS))
     parser.add_argument(
-        "--requests", type=float, default=1.0, help="fraction of the default number"
+        "--requests", type=float, default=1.0, help="fraction of the default number of requests"
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--proposer", default="ngram")

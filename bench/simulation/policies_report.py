@@ -50,7 +50,7 @@ def body(results: dict[str, Any]) -> Iterator[str]:
         own = [cell for cell in cells if cell["workload"] == workload]
         drawn = [_chart(workload, own, figure, title) for figure, title in SHOWN]
         yield f'<div class="charts">{"".join(map(html_chart, drawn))}</div>'
-    note = "Differences of mean latency, paired by seed, with half of the 95 % interval."
+    note = "Differences of mean latency, paired by seed, with half of the 95% interval."
     yield html_table(list(HEAD), list(map(_row, cells)), note)
 
 
@@ -78,7 +78,7 @@ def _chart(workload: str, cells: Sequence[dict[str, Any]], figure: str, title: s
         "xaxis": {"title": {"text": "rate, of the highest without speculation"}},
         "yaxis": {"title": {"text": "of off's"}},
     }
-    caption = "Divided by what it is without speculation."
+    caption = "Values are relative to the value without speculation."
     return Chart(f"{title}: {workload}", caption, data, layout)
 
 

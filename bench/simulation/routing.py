@@ -245,8 +245,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--workers", default="8,16,32,64")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--requests", type=int, default=100, help="requests per window and worker")
-    parser.add_argument("--windows", type=int, default=1, help="windows of the trace")
+    parser.add_argument(
+        "--requests", type=int, default=100, help="number of requests per window and worker"
+    )
+    parser.add_argument("--windows", type=int, default=1, help="number of windows of the trace")
     parser.add_argument("--shares", default="0.9", help="fractions of the sustained rate")
     parser.add_argument("--speculation", default="auto")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)

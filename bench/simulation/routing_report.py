@@ -52,7 +52,7 @@ def body(title: str, results: dict[str, Any]) -> Iterator[str]:
         charts = [_chart(cluster, own, *shown) for shown in SHOWN]
         yield f'<div class="charts">{"".join(map(html_chart, charts))}</div>'
     rows = [line(cell, policy) for cell in cells for policy in cell["policies"]]
-    note = "In time: within both targets. Max / mean: tokens that workers had in all."
+    note = "Requests in time meet both targets. Max / mean counts all tokens of each worker."
     yield html_table(list(HEAD), rows, note)
 
 
@@ -74,4 +74,9 @@ def _chart(cluster: str, cells: list[dict[str, Any]], key: str, title: str, unit
         "xaxis": {"title": {"text": "workers"}, "type": "log"},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
     }
-    return Chart(f"{title}, {cluster} workers", "The rate grows with the workers.", data, layout)
+    return Chart(
+        f"{title}, {cluster} workers",
+        "The rate is proportional to the number of workers.",
+        data,
+        layout,
+    )

@@ -95,10 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench tool-comparison`."""
     parser = bench_parser("tool-comparison", __doc__)
     parser.add_argument(
-        "--rivals", type=Path, help="environments made by bench.tool_comparison.rivals"
+        "--rivals",
+        type=Path,
+        help="folder with the environments of `python -m bench.tool_comparison.rivals`",
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of the agreement")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds of the agreement check"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(arguments)
     results: dict[str, Any] = {

@@ -48,7 +48,7 @@ def main() -> None:
     """Create the missing environments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--torch-index", help="index with torch's CPU wheels")
+    parser.add_argument("--torch-index", help="package index with CPU wheels of torch")
     args = parser.parse_args()
     index = ["--extra-index-url", args.torch_index] if args.torch_index else []
     for name, package in PACKAGES.items():
