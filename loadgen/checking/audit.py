@@ -1,6 +1,6 @@
 """Decides whether a response arrived intact. Performs no I/O.
 
-In an intact stream every choice has exactly one `finish_reason` and no text after it. A requested
+Every choice of an intact stream has exactly one `finish_reason` and no text after it. A requested
 usage arrives once, then `[DONE]`, then nothing. All chunks belong to a requested choice and carry
 one id, which no other stream of the run has. The usage is consistent with the text. A stream that
 breaks any of these rules is a failure, no matter how much text arrived. Counting truncated streams

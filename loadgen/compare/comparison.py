@@ -8,8 +8,8 @@ cost of a request is then in both and cancels. Otherwise each run is resampled i
 
 A statistic is *worse* if it worsened by more than its threshold, which is 0 by default. It is
 *better* if it improved. The error of either verdict is 2.5 % **over all statistics together**
-(Holm, Scandinavian Journal of Statistics 6, 1979). For identical runs one comparison in forty
-reports a regression, regardless of the number of metrics.
+(Holm, Scandinavian Journal of Statistics 6, 1979). One comparison in forty of identical
+runs reports a regression, regardless of the number of metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeded arrival processes on an absolute schedule. Pure.
+"""Seeded arrival processes on an absolute schedule. Performs no I/O.
 
 An arrival time is the sum of the gaps before it, so one late send does not delay later requests.
 The schedule is not stretched to reach `requests / rate` exactly, because that would remove some of
@@ -30,8 +30,8 @@ LARGEST: Final = 1e6
 """Range of the parameters of a process. Only a ramp may also start at 0."""
 
 LARGEST_CV: Final = 100.0
-"""Largest coefficient of variation, for bursts of ten thousand requests. With a larger value nearly
-all gaps underflow a float, and a schedule of seconds never ends."""
+"""Largest coefficient of variation, for bursts of ten thousand requests. A larger value makes
+nearly all gaps underflow a float, and a schedule of seconds never ends."""
 
 _EXAMPLES: Final = "poisson, gamma:2, onoff:5,5, ramp:0.5,2,60"
 
@@ -89,7 +89,7 @@ class OnOff:
     off_s: float = PHASE_S
 
     def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the arrivals of a Poisson process over the busy phases, with silent phases."""
+        """Yield the arrivals of a Poisson process, shifted by the silent phases."""
         share = self.on_s / (self.on_s + self.off_s)
         for busy_s in Gamma().arrival_times(rate_rps / share, seed):
             phases, within_s = divmod(busy_s, self.on_s)

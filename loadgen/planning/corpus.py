@@ -33,8 +33,8 @@ SKIPPED_FILES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconf
 prompt from such a file is far longer than its estimate."""
 
 LEAST_LETTERS: Final = 0.85
-"""Least share of ASCII letters and spaces in a paragraph of prose. With a smaller share tokens have
-few characters, and a prompt is far longer than its estimate."""
+"""Least share of ASCII letters and spaces in a paragraph of prose. The tokens of a text with a
+smaller share have few characters, so a prompt is far longer than its estimate."""
 
 
 @dataclass(frozen=True, slots=True)

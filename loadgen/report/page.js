@@ -1,4 +1,4 @@
-// Draws each figure's plot in the colours of the page, and again when those change.
+// Draws each plot in the colours of the page, and redraws the plot when the colours change.
 "use strict";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -1,4 +1,4 @@
-"""Fits the rate at which a falling share crosses the requested share, from all probes. Pure.
+"""Fits the rate at which a falling share crosses the requested share. Performs no I/O.
 
 The model of the share near that rate is logistic in the logarithm of the rate,
 
@@ -192,8 +192,8 @@ def _profile(
 ) -> tuple[Vector, Vector]:
     """Return the log likelihood of each root at its best slope, and that slope.
 
-    The likelihood is concave in the slope, so its derivative is bisected in logarithms, for all
-    roots together.
+    The likelihood is concave in the slope, so the function bisects its derivative in logarithms,
+    for all roots together.
     """
     off = rates[None, :] - roots[:, None]
     low, high = (np.full(len(roots), log(slope)) for slope in SLOPES)

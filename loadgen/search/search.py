@@ -1,4 +1,4 @@
-"""Decides which rate to try next, and when to stop. Pure.
+"""Decides which rate to try next, and when to stop. Performs no I/O.
 
     search = RateSearch(goal)
     while (probe := search.propose()) is not None:
@@ -7,12 +7,12 @@
 
 The search first brackets the rate. It changes the starting rate by factors of two, and by smaller
 factors after a doubtful verdict. Then it fits all probes together (`search.rate_fit`) and places
-each next probe within the interval, on alternating sides of the root. With clear verdicts this is a
-bisection. With doubtful verdicts the probes repeat similar rates with new seeds. The search ends
-when the interval is narrow enough.
+each next probe within the interval, on alternating sides of the root. Clear verdicts make the
+search a bisection. Doubtful verdicts make the probes repeat similar rates with new seeds. The
+search ends when the interval is narrow enough.
 
-The constants below were chosen on a simulated M/D/1 server (100 seeds each, 2026-11-21). The main
-criterion was coverage.
+The constants below were chosen for coverage on a simulated M/D/1 server (100 seeds each,
+2026-11-21).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges a probe while it runs: which outcomes count, and when the probe may end. Pure.
+"""Judges a probe while it runs: which outcomes count, and when the probe may end. Performs no I/O.
 
 The test checks the verdict repeatedly, so its interval must hold at all times simultaneously. It is
 the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (Time-uniform
@@ -43,8 +43,8 @@ class SequentialTest:
     def met(self) -> tuple[bool, ...]:
         """The outcomes that count, or without any, those of the later half of the warm-up.
 
-        No outcome counts if the verdict was clear during the warm-up. While a queue grows, later
-        outcomes carry more information.
+        No outcome counts if the verdict was clear during the warm-up. Later outcomes
+        carry more information while a queue grows.
         """
         return tuple(self._met or self._warm_up[len(self._warm_up) // 2 :])
 

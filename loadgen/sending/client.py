@@ -18,8 +18,8 @@ from draftgate.loadgen.sending.sse import SseParser
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
 
 KEEPALIVE_S: Final = 4.0
-"""How long to keep idle connections. Servers keep them longer (uvicorn: 5 s), because a request on
-a connection that the server is closing would fail without a fault of the server."""
+"""How long to keep idle connections, shorter than servers do (uvicorn: 5 s). A request on a
+connection that the server is closing would fail without a fault of the server."""
 
 
 @dataclass(frozen=True, slots=True)

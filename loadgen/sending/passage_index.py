@@ -49,8 +49,8 @@ class PassageIndex:
     def nearest(self, vectors: Sequence[bytes], count: int) -> list[int]:
         """Return the positions of the passages with the largest cosine to any of the vectors.
 
-        The best passage is first. Of equal passages the more popular is first. The search compares
-        every passage.
+        The best passage is first. The more popular passage is first if two passages are equal. The
+        search compares every passage.
 
         Raises:
             ValueError: the vectors differ in length from those of the passages.

@@ -142,9 +142,9 @@ async def serve(pace: TokenPace, port: int = 0) -> None:
 
 
 def main(
-    ttft_ms: Annotated[float, typer.Option(help="Before the first token.")] = 50.0,
-    itl_ms: Annotated[float, typer.Option(help="Between two tokens.")] = 20.0,
-    port: Annotated[int, typer.Option(help="0 takes a free port.")] = 0,
+    ttft_ms: Annotated[float, typer.Option(help="Delay before the first token.")] = 50.0,
+    itl_ms: Annotated[float, typer.Option(help="Delay between two tokens.")] = 20.0,
+    port: Annotated[int, typer.Option(help="Port, or 0 for a free port.")] = 0,
 ) -> None:
     """Stream tokens on a fixed schedule."""
     allow_many_connections()

@@ -48,8 +48,8 @@ class TokenEstimator:
     def measured(cls, samples: Sequence[tuple[str, int]]) -> TokenEstimator:
         """Return an estimator from (text, tokens) samples.
 
-        Its ratio is that of all characters to all tokens. Unlike the mean of ratios, this ratio is
-        right for the total of a load.
+        Its ratio is that of all characters to all tokens. This ratio is right for the total of a
+        load, unlike the mean of ratios.
 
         Raises:
             ValueError: the samples hold no characters or no tokens.

@@ -1,4 +1,4 @@
-"""Splits one deadline over the requests of a flow. Pure.
+"""Splits one deadline over the requests of a flow. Performs no I/O.
 
 Work is counted in output tokens. A request with a prompt of `p` tokens and a response of `n` has
 
@@ -31,9 +31,9 @@ text."""
 
 WAITING: Final = 64.0
 """Output tokens of waiting time for every request, equal to the prompt of one other response of
-1,280 tokens. Without this term embeddings announced 130 ms of a deadline of 10 s. After any such
-prompt the server then refused embeddings that it could not serve in time. It refused four of
-sixteen (shipped model, a busy AMD EPYC Zen 4 at 0.2 requests/s, 2026-11-21)."""
+1,280 tokens. Embeddings announced 130 ms of a deadline of 10 s without this term. The server then
+refused embeddings after any such prompt, because it could not serve them in time. It refused four
+of sixteen (shipped model, a busy AMD EPYC Zen 4 at 0.2 requests/s, 2026-11-21)."""
 
 LEAST_S: Final = 1e-3
 """The announced time after the deadline, because a header must be positive. The flow is then late

@@ -2,8 +2,8 @@
 
 A question is a flow of three requests under one deadline. The first request plans the search
 queries. The second request embeds the queries to find passages. The third request responds to the
-question from these passages. Without an index, as in a simulator, the question is one request with
-its passages in the prompt.
+question from these passages. A question is one request with its passages in the prompt if no index
+is available, as in a simulator.
 """
 
 from __future__ import annotations
