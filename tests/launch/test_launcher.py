@@ -35,7 +35,7 @@ class PlayedActor:
             await asyncio.Event().wait()
         if not isinstance(self.said, Notice):
             raise self.said("it is gone")
-        return WorkerStatus("10.0.0.2", (), 1, again=False, notice=self.said)
+        return WorkerStatus("10.0.0.2", (), 1, restarted=False, notice=self.said)
 
     async def stop(self) -> int:
         self.stops += 1
