@@ -20,11 +20,11 @@ class WorkerHandle(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """The model that the worker serves. Valid after `start`."""
+        """The model that the worker serves. The value is valid after `start`."""
 
     @property
     def progress(self) -> float:
-        """The completed share of loading, 0 to 1. Valid at any time."""
+        """The completed share of loading, 0 to 1. The value is valid at any time."""
 
     async def start(self) -> None:
         """Load and warm up. The worker is ready when this method returns.
@@ -34,7 +34,7 @@ class WorkerHandle(Protocol):
         """
 
     async def stop(self) -> None:
-        """Stop immediately. Open streams end with `BackendFailed`. Idempotent."""
+        """Stop immediately. Open streams end with `BackendFailed`. The call is idempotent."""
 
     def load(self) -> WorkerLoad:
         """Return the current load, at the cost of reading a few numbers."""
@@ -53,10 +53,10 @@ class Backend(WorkerHandle, Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Valid after `start`."""
+        """The model's tokenizer. The value is valid after `start`."""
 
     def check(self, request: GenerationRequest) -> None:
-        """Check that the worker can run the request. May be called in any thread.
+        """Check that the worker can run the request. The method may be called in any thread.
 
         The first check of a grammar takes long, because it compiles the grammar.
 

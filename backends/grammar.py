@@ -182,9 +182,9 @@ class LlGrammars:
 def _literal_tokenizer(tokenizer_json: str) -> str:
     """Return a `tokenizer.json` that encodes text literally.
 
-    Special tokens get secret names, so that `<|user|>` is plain text. So do tokens between `<` and
-    `>`, because llguidance treats them as special. A tokenizer for all bytes does not normalise,
-    because a composed character differs from a decomposed character in a schema.
+    Special tokens get secret names, so that `<|user|>` is plain text. Tokens between `<` and `>`
+    also get such names, because llguidance treats them as special. A tokenizer for all bytes does
+    not normalise, because a composed character differs from a decomposed character in a schema.
     """
     settings = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)

@@ -153,7 +153,7 @@ class _Stream(AsyncGenerator[Delta, None]):
         raise val if isinstance(val, BaseException) else typ()
 
     async def aclose(self) -> None:
-        """Close the stream. Idempotent."""
+        """Close the stream. The call is idempotent."""
         self._close()
 
     def _wake(self) -> None:

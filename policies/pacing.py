@@ -23,18 +23,19 @@ send buffer of a Linux socket (tcp_wmem: 16 KB)."""
 
 SPARING_S: Final = 2.0
 """Backlog in seconds from which a request runs after all others. A few round trips of a bad mobile
-network with a retransmission take less. (Chosen.)"""
+network with a retransmission take less. (Chosen, not tuned.)"""
 
 PAUSED_S: Final = 8.0
 """Backlog in seconds, or time without progress, from which a request is paused, because more output
-would only fill memory. (Chosen.)"""
+would only fill memory. (Chosen, not tuned.)"""
 
 PAUSED_BYTES: Final = 256 * 1024
-"""Unread bytes that pause any request. 2,000 such requests hold half a gigabyte. (Chosen.)"""
+"""Unread bytes that pause any request. 2,000 such requests hold half a gigabyte. (Chosen, not
+tuned.)"""
 
 RESUME_SHARE: Final = 0.25
 """Share of a threshold below which its pace ends. With 1, a reader near a threshold would change
-its pace with every chunk. (Chosen.)"""
+its pace with every chunk. (Chosen, not tuned.)"""
 
 
 @dataclass(frozen=True, slots=True)

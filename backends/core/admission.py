@@ -15,7 +15,7 @@ CHECKED_TOKENS: Final = 1 << 14
 
 
 class Admission:
-    """The limits of a worker. Thread-safe.
+    """The limits of a worker. The object is thread-safe.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -45,7 +45,7 @@ class Admission:
         self._embeds = embeds
 
     def check(self, request: GenerationRequest) -> None:
-        """Check that the worker can run the request. May be called in any thread.
+        """Check that the worker can run the request. The method may be called in any thread.
 
         The first check of a grammar compiles it, which may take long.
 

@@ -22,8 +22,8 @@ from draftgate.policies.types import StepView
 
 TERMS_STEPS: Final = 16
 """Number of steps for which the terms of drafting are reused while the batch stays the same. The
-terms change little as sequences grow. Their computation is most of the host time when no draft
-is computed."""
+terms change little as sequences grow. Computing them takes most of the host time of a step
+without drafts."""
 
 
 class SpareCapacity(NamedTuple):

@@ -43,9 +43,8 @@ class DraftScores:
     ) -> tuple[Draft, tuple[float, ...]]:
         """Return a draft, best tokens first, with its survivals.
 
-        A sampled token is evidence of itself. To keep the token with probability p/q, its own
-        probability must not affect how many tokens are verified. Its survivals therefore use only
-        information from before the sampling.
+        A sampled token is accepted with probability p/q. Its own probability must not affect how
+        many tokens are verified, so its survivals use only information from before the sampling.
         """
         row = self._row(sequence, source, draft)
         if draft.is_chain and not draft.shares:

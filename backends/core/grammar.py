@@ -57,7 +57,7 @@ class Grammar(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiles and caches grammars for one tokenizer. Thread-safe."""
+    """Compiles and caches grammars for one tokenizer. The object is thread-safe."""
 
     def start(self, spec: GrammarSpec) -> Grammar:
         """Return a grammar in its initial state.

@@ -157,7 +157,7 @@ class PendingPrefixes:
             self._hash_of[key] = digest
 
     def drop(self, key: int) -> None:
-        """Forget a sequence that computed its prompt or left the batch. Idempotent."""
+        """Forget a sequence that computed its prompt or left the batch. The call is idempotent."""
         digest = self._hash_of.pop(key, None)
         if digest is not None:
             del self._owner[digest]

@@ -51,7 +51,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a finished sequence. Idempotent."""
+        """Drop the state of a finished sequence. The call is idempotent."""
         ...
 
 

@@ -189,7 +189,7 @@ class Queues:
             self._pending.drop(sequence.key)
 
     def withdraw_pending(self, sequence: Sequence) -> None:
-        """Withdraw the announced block of a sequence whose prompt is computed. Idempotent."""
+        """Withdraw the announced block of a sequence after its prompt, if it has one."""
         self._pending.drop(sequence.key)
 
     def _leave_batch(self, sequence: Sequence) -> None:

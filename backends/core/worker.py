@@ -21,7 +21,7 @@ from draftgate.policies.types import WorkerLoad
 
 
 class WorkerCore:
-    """The requests of a worker and their choices, with a scheduler. Not thread-safe.
+    """The requests of a worker and their choices, with a scheduler. The object is not thread-safe.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -137,9 +137,9 @@ class WorkerCore:
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
         """Return the deltas of a step with their request ids, and free sequences that ended.
 
-        May be called while the next step is in progress. If a sequence ends here at a stop string,
-        its tokens of that step are dropped. Its blocks are not reused before the step is applied.
-        Requests that were cancelled meanwhile get no deltas.
+        The method may be called while the next step is in progress. If a sequence ends here at a
+        stop string, its tokens of that step are dropped. Its blocks are not reused before the step
+        is applied. Requests that were cancelled meanwhile get no deltas.
         """
         return [
             (

@@ -43,7 +43,7 @@ logger = logging.getLogger("draftgate.peer")
 
 SILENCE_S: Final = 3.0
 """Seconds of silence after which a peer is lost. A peer reports ten times a second, but an event
-loop may stall for a second if processes share few cores. (Chosen.)"""
+loop may stall for a second if processes share few cores. (Chosen, not tuned.)"""
 
 PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0)
 """Patience with a lost peer. An attempt costs only one connection, and a restarted peer should be

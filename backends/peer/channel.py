@@ -47,7 +47,8 @@ about 35 MiB."""
 
 REPORT_S: Final = 0.1
 """Maximum seconds between two reports of a peer, and so the age of a load before its transfer. A
-report takes about 30 us on either side, or 0.03% of a core for each pair of nodes. (Chosen.)"""
+report takes about 30 us on either side, or 0.03% of a core for each pair of nodes. (Chosen, not
+tuned.)"""
 
 Received = TypeVar("Received")
 

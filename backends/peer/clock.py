@@ -39,7 +39,7 @@ class RemoteClock:
         self._heard_s = now_s
 
     def to_local_s(self, peer_s: float) -> float:
-        """Return a time of the peer on this machine's clock. Valid after the first report."""
+        """Return a peer's time on this machine's clock, if a report has arrived."""
         return peer_s + self._offset_s
 
     def to_local_phases(self, phases: Phases) -> Phases:

@@ -51,7 +51,7 @@ class Acceptance(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of the sequence. Idempotent."""
+        """Drop the state of the sequence. The call is idempotent."""
         ...
 
 

@@ -28,7 +28,8 @@ from draftgate.backends.types import GenerationRequest
 from draftgate.policies.costs.step_cost import StepCost
 
 LAUNCH_SHARE: Final = 0.1
-"""Share of the shortest step that is neither memory nor arithmetic: launches, samplers. Assumed."""
+"""Share of the shortest step that is neither memory nor arithmetic: launches, samplers. The value
+is assumed."""
 
 OVERLAP_LOST: Final = 0.5
 """Share of the smaller of memory and arithmetic that does not overlap with the larger. 0 is a pure
@@ -42,7 +43,8 @@ SPLIT_TOKENS: Final = 64
 """Size of the splits in which keys and values are read, in tokens."""
 
 SPREAD: Final = 0.04
-"""Standard deviation of the logarithm of a step's time: P99 is 10% above the median. Assumed."""
+"""Standard deviation of the logarithm of a step's time: P99 is 10% above the median. The value is
+assumed."""
 
 STALL_CHANCE: Final = 1e-3
 STALL_STEPS: Final = 5.0

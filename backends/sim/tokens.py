@@ -61,7 +61,7 @@ class SimulatedTokens:
         return self._uniforms[at : at + count]
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of the sequence. Idempotent."""
+        """Drop the state of the sequence. The call is idempotent."""
         self._offsets.pop(sequence.key, None)
 
     def _at(self, sequence: Sequence, position: int) -> int:

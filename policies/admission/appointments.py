@@ -40,7 +40,8 @@ KEPT_AT_FIRST: Final = 0.8
 """Initial estimate of the share of appointments that clients keep."""
 
 _LEARNING: Final = 0.02
-"""Weight of one appointment in that share, which averages about the last fifty. (Chosen.)"""
+"""Weight of one appointment in that share, which averages about the last fifty. (Chosen, not
+tuned.)"""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ LEAST_SHARE: Final = 0.01
 
 MEMORY_S: Final = 600.0
 """Time constant of the age of a flow, in seconds. The age is the work divided by the rate.
-(Chosen.)"""
+(Chosen, not tuned.)"""
 
 REMAINING_AGES: Final = 1.5
 """Expected remaining duration of a flow, as a multiple of its age. Three of five flows end sooner.

@@ -19,7 +19,7 @@ place for the next tenant."""
 
 TPOT_MARGIN: Final = 1.1
 """Factor by which the predicted TPOT may exceed its target. Step forecasts are off by some percent,
-and the worker gives more draft slots to late requests. (Chosen.)"""
+and the worker gives more draft slots to late requests. (Chosen, not tuned.)"""
 
 UNKNOWN_RETRY_S: Final = 1.0
 """Delay of a client if the duration of requests is unknown, in seconds."""

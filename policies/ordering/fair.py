@@ -17,11 +17,12 @@ give up on a first token at about this time. (Chosen. SMG promotes after 5 to 12
 OVERDUE_EVERY: Final = 4
 """One of this many taken tickets is the oldest overdue ticket. A quarter of the pool keeps old
 traffic moving, and three quarters remain for the promised order if every ticket is overdue.
-(Chosen.)"""
+(Chosen, not tuned.)"""
 
 PRESSING_SHARE: Final = 0.5
 """Share of its allowed wait after which a ticket outside the best waiting class is pressing. Half
-of the time remains, in which the ticket can be taken as one of `OVERDUE_EVERY`. (Chosen.)"""
+of the time remains, in which the ticket can be taken as one of `OVERDUE_EVERY`. (Chosen, not
+tuned.)"""
 
 
 class Fair:

@@ -80,5 +80,5 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 def unweighted(step: StepView) -> StepView:
     """Return the step with a weight of 1 for every token (`weights`)."""
-    alike = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
-    return replace(step, candidates=alike, weight=None)
+    equal_weights = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
+    return replace(step, candidates=equal_weights, weight=None)

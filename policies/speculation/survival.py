@@ -263,7 +263,7 @@ class SurvivalModel:
     def add_outcome(self, record: RequestRecord, accepted: int, *, rejected: bool) -> None:
         """Learn from a draft without its evidence, or from a lookup that found no draft.
 
-        A missing draft counts as rejected, because the wait for it was equally in vain.
+        A missing draft counts as rejected, because the step gained no token from it either.
         """
         record.by_outcome.add_draft(self.next_draft(record), accepted, rejected=rejected)
         self.by_outcome.add_draft(record.last_outcome, accepted, rejected=rejected)
