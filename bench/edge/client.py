@@ -24,7 +24,7 @@ _HEAD_END: Final = b"\r\n\r\n"
 _BODY_END: Final = b"\r\n0\r\n\r\n"
 _EVENT: Final = b"data: "
 _ENDED: Final = b"[DONE]"
-PATIENCE_S: Final = 30.0
+TIMEOUT_S: Final = 30.0
 
 
 class Load(msgspec.Struct):
@@ -75,9 +75,9 @@ class Measured(msgspec.Struct):
 class Connection(asyncio.Protocol):
     """A connection that carries a single request at a time."""
 
-    def __init__(self, request: bytes, *, stream: bool, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, request: bytes, *, stream: bool, timeout_s: float = TIMEOUT_S) -> None:
         self._request = request
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._first = _EVENT if stream else b"HTTP/1.1"
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
@@ -126,17 +126,17 @@ class Connection(asyncio.Protocol):
         self.first_s, self._length = 0.0, None
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        patience = loop.call_later(self._patience_s, self._give_up)
+        timer = loop.call_later(self._timeout_s, self._give_up)
         began_s = time.perf_counter()
         self._transport.write(self._request)
         await self._done
         ended_s = time.perf_counter()
-        patience.cancel()
+        timer.cancel()
         return ended_s - began_s, (self.first_s or ended_s) - began_s
 
     def _give_up(self) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(TimeoutError(f"no end in {self._patience_s:g} s"))
+            self._done.set_exception(TimeoutError(f"no end in {self._timeout_s:g} s"))
 
     def _finish(self) -> None:
         if self._done is not None and not self._done.done():

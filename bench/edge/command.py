@@ -29,9 +29,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.edge.figures import Goal, goals, summary
 from bench.edge.hold import PARTS as HOLD_PARTS
 from bench.edge.hold import longest_holds
+from bench.edge.metrics import Goal, goals, summary
 from bench.edge.rounds import WORKER, Row, open_bench, questions, rounds
 from bench.edge.targets import in_process, proxies, rivals
 from bench.harness.processes import two_cores

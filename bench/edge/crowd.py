@@ -21,7 +21,7 @@ MEGABYTE: Final = 1 << 20
 STREAMS: Final = 16
 TIMES: Final = 2
 _SENTENCE: Final = "The quick brown fox jumps over the lazy dog, and {} more do. "
-_MANY: Final = 100_000
+_NESTED_LISTS: Final = 100_000
 
 
 def _text() -> str:
@@ -59,7 +59,7 @@ KINDS: Final[dict[str, Callable[[], tuple[str, dict[str, object]] | None]]] = {
     "detokenize, 1 MB": lambda: ("/detokenize", {"model": "mock", "tokens": _ids()}),
     "schema of 2,000 fields": lambda: _completion("x", response_format=_schema()),
     "answer with 500 x 20 logprobs": lambda: _completion("x", max_tokens=500, logprobs=20),
-    "body that is no JSON, 1 MB": lambda: ("/v1/completions", {"": [[[]]] * _MANY}),
+    "body that is no JSON, 1 MB": lambda: ("/v1/completions", {"": [[[]]] * _NESTED_LISTS}),
 }
 """Path and body of the large request, by kind of request."""
 

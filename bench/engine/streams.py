@@ -36,7 +36,7 @@ STREAMS: Final = 256
 TOKENS: Final = 160
 ROUNDS: Final = 5
 PROMPT: Final = "def f(x):"
-PATIENCE_S: Final = 300.0
+TIMEOUT_S: Final = 300.0
 READY_S: Final = 120.0
 _SERVE: Final = (
     "import sys; from draftgate.gateway.cli import main; sys.argv[1:1] = ['serve']; main()"
@@ -89,7 +89,7 @@ async def served_step_s(port: int, streams: int, tokens: int) -> float:
     await asyncio.gather(
         *(loop.create_connection(lambda c=c: c, "127.0.0.1", port) for c, _ in clients)  # type: ignore[misc]
     )
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*(finished.wait() for _, finished in clients))
     if not all(client.last_s for client, _ in clients):
         raise RuntimeError("a stream was cut off before its end")

@@ -40,8 +40,8 @@ from bench.harness.servers import (
     watch_server,
 )
 from bench.simulation.overload import TIMES
-from bench.simulation.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
-from bench.simulation.overload_figures import figures
+from bench.simulation.overload_clients import MAX_ATTEMPTS, OVERLOAD_S, Client, Overload
+from bench.simulation.overload_metrics import overload_metrics
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.planning.plan import Load, make_plan
@@ -116,7 +116,7 @@ class Crowd:
         body = json.dumps({**fields, "priority": service.priority, "ignore_eos": True}).encode()
         path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
         headers = _targets(service)
-        while len(client.refusals) < PATIENCE:
+        while len(client.refusals) < MAX_ATTEMPTS:
             headers["x-stainless-retry-count"] = str(len(client.refusals))
             at_s = self._now_s()
             async with session.post(path, data=body, headers=headers) as response:
@@ -207,7 +207,7 @@ async def _row(
     async with watch_server(server) as resources, _sampled(server, crowd.attempts):
         clients = await crowd.run(rate_rps)
     row = {
-        **figures(overload, rate_rps, clients),
+        **overload_metrics(overload, rate_rps, clients),
         **_server(resources, crowd.attempts),
         "rss_bytes_before": before_bytes,
         "rss_bytes_after": server.rss_bytes,
@@ -224,7 +224,7 @@ def _server(resources: ResourceUse, attempts: Attempts) -> dict[str, Any]:
         "queued": {"max": max(attempts.queued, default=0)},
         "running": {"max": max(attempts.running, default=0)},
         "broken": attempts.broken,
-        "server": resources.figures(),
+        "server": resources.metrics(),
     }
 
 

@@ -84,7 +84,7 @@ async def _phase(name: str, server: Server, streams: list[FastStream], work: Any
         "ttft_s": quantiles([one.ttft_s for one in whole]) if whole else None,
         "worker_before": load_before,
         "worker_after": await _sample(server),
-        **resources.figures(),
+        **resources.metrics(),
     }
 
 

@@ -28,8 +28,8 @@ TICK_S: Final = 1.0
 PROMPTS: Final = 100
 """Number of distinct prompts of slow readers, large enough that few sequences share blocks."""
 
-PATIENCE_S: Final = 300.0
-_MUCH: Final = 65536
+TIMEOUT_S: Final = 300.0
+_RECEIVE_BYTES: Final = 65536
 
 
 class _Choice(msgspec.Struct):
@@ -121,7 +121,7 @@ async def read_fast(
     loop = asyncio.get_running_loop()
     request_bytes = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
-        lambda: Connection(request_bytes, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
+        lambda: Connection(request_bytes, stream=True, timeout_s=TIMEOUT_S), "127.0.0.1", port
     )
     while True:
         began_s = time.perf_counter()
@@ -174,7 +174,7 @@ class SlowReader:
                 self._take(connection, int(self.bytes_s * wait_s))
             await asyncio.sleep(spread_s)
             while not self.ended:
-                self._feed(await loop.sock_recv(connection, _MUCH))
+                self._feed(await loop.sock_recv(connection, _RECEIVE_BYTES))
 
     def _take(self, connection: socket.socket, most_bytes: int) -> None:
         try:

@@ -127,7 +127,7 @@ class ResourceUse:
     in_flight: list[int] = field(default_factory=list)
     cpu_share: float = 0.0
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the metrics as JSON values."""
         return {
             "rss_bytes": {"p50": median(self.rss_bytes), "max": max(self.rss_bytes)},

@@ -11,8 +11,8 @@ from draftgate.policies.ordering.fair import OVERDUE_EVERY
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
-    """A request in hindsight.
+class QueuedRequest:
+    """A request with its known service time.
 
     Attributes:
         at_s: time at which the request entered the queue, at its admission or its refusal.
@@ -26,7 +26,7 @@ class Stay:
     service_s: float
 
 
-def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
+def earliest_starts_s(requests: Sequence[QueuedRequest], capacity: int) -> list[float]:
     """Return the start time of each request with a fixed sequence capacity.
 
     More urgent classes start first, and within a class the earlier request starts first. Every
@@ -35,21 +35,21 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
     for all requests of more urgent classes that enter before it starts. With a single class the
     order is first come, first served.
     """
-    order = deque(sorted(range(len(stays)), key=lambda index: stays[index].at_s))
-    waiting: dict[int, deque[int]] = {stay.priority: deque() for stay in stays}
-    free, found, starts, now_s = [0.0] * seats, [0.0] * len(stays), 0, 0.0
-    for _ in stays:
+    order = deque(sorted(range(len(requests)), key=lambda index: requests[index].at_s))
+    waiting: dict[int, deque[int]] = {request.priority: deque() for request in requests}
+    free, found, starts, now_s = [0.0] * capacity, [0.0] * len(requests), 0, 0.0
+    for _ in requests:
         now_s = max(now_s, free[0])
         if not any(waiting.values()):
-            now_s = max(now_s, stays[order[0]].at_s)
-        while order and stays[order[0]].at_s <= now_s:
+            now_s = max(now_s, requests[order[0]].at_s)
+        while order and requests[order[0]].at_s <= now_s:
             index = order.popleft()
-            waiting[stays[index].priority].append(index)
+            waiting[requests[index].priority].append(index)
         classes = [priority for priority in sorted(waiting) if waiting[priority]]
         index = waiting[classes[min(_skipped_classes(starts), len(classes) - 1)]].popleft()
         found[index] = now_s
-        starts += stays[index].service_s > 0
-        heapq.heapreplace(free, now_s + stays[index].service_s)
+        starts += requests[index].service_s > 0
+        heapq.heapreplace(free, now_s + requests[index].service_s)
     return found
 
 

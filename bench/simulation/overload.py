@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.overload_clients import Overload
-from bench.simulation.overload_figures import figures
+from bench.simulation.overload_metrics import overload_metrics
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
@@ -31,12 +31,12 @@ TIMES: Final = 3.0
 def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
     """Return the metrics of all rates and of the overload."""
     rows = [
-        figures(overload, rate, overload.run(rate))
+        overload_metrics(overload, rate, overload.run(rate))
         for rate in (factor * nominal_rps for factor in FACTORS)
     ]
     peak = max(rows, key=lambda row: row["goodput_rps"])
     rate = TIMES * peak["rate_rps"]
-    over = figures(overload, rate, overload.run(rate))
+    over = overload_metrics(overload, rate, overload.run(rate))
     return {
         "rates": rows,
         "peak": {key: peak[key] for key in ("rate_rps", "goodput_rps")},

@@ -26,7 +26,7 @@ from draftgate.policies.types import ServiceLevel
 
 OVERLOAD_S: Final = 60.0
 
-PATIENCE: Final = 40
+MAX_ATTEMPTS: Final = 40
 """Number of attempts after which a client gives up."""
 
 
@@ -107,7 +107,7 @@ class Overload:
         await asyncio.sleep(client.arrived_s - loop.time())
         index = client.planned.index
         job = replace(job_of(client.planned), service=self.service(index), fingerprint=index + 1)
-        while len(client.refusals) < PATIENCE:
+        while len(client.refusals) < MAX_ATTEMPTS:
             now_s = loop.time()
             try:
                 await self._send_request(dispatcher, client, job, environment)

@@ -145,12 +145,12 @@ class Study:
 
 def _mean_metrics(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
     """Return the means of a policy's metrics over the windows, and the metrics of each window."""
-    windows = [figures(records) for records in runs]
+    windows = [run_metrics(records) for records in runs]
     means = {name: fmean(results[name] for results in windows) for name in windows[0]}
     return {**means, "windows": windows}
 
 
-def figures(records: Sequence[Record]) -> dict[str, float]:
+def run_metrics(records: Sequence[Record]) -> dict[str, float]:
     """Return a policy's latencies, goodput, cache hits and imbalance."""
     ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
     schedule_s = max(record.scheduled_s for record in records)

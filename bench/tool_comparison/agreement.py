@@ -22,12 +22,12 @@ from bench.harness.processes import (
     two_cores,
     wait_until_up,
 )
-from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
 from bench.tool_comparison.cases import CASES, RATE
 from bench.tool_comparison.rivals import python_of
+from bench.tool_comparison.tool_process import CHAT_BODY, MOCK_COMMAND, run_tool
 from bench.tool_comparison.tools import (
     DRAFTGATE,
-    Figures,
+    Metrics,
     Tool,
     aiperf_command,
     read_aiperf,
@@ -101,10 +101,12 @@ def _real_tools(environments: Path) -> list[Tool]:
 def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
-        _run_tool(pair[0], url, cores.ours)  # the first run warms the server up and is not compared
+        _measure_tool(
+            pair[0], url, cores.ours
+        )  # the first run warms the server up and is not compared
         for number in range(rounds):
             order = pair if number % 2 else pair[::-1]
-            metrics = {tool.name: _run_tool(tool, url, cores.ours) for tool in order}
+            metrics = {tool.name: _measure_tool(tool, url, cores.ours) for tool in order}
             rows.append(metrics)
             print(server, json.dumps(differ(metrics["aiperf"], metrics[DRAFTGATE])), flush=True)
     found = [differ(metrics["aiperf"], metrics[DRAFTGATE]) for metrics in rows]
@@ -119,15 +121,15 @@ def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> d
     }
 
 
-def _run_tool(tool: Tool, url: str, core: int | None) -> Figures:
+def _measure_tool(tool: Tool, url: str, core: int | None) -> Metrics:
     with tempfile.TemporaryDirectory() as results, on_core(core):
         folder = Path(results)
         case = replace(CASES["plain"], requests=REQUESTS)
-        ask(tool, tool.command(case, url, folder), folder)
+        run_tool(tool, tool.command(case, url, folder), folder)
         return tool.read(folder)
 
 
-def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
+def differ(theirs: Metrics, ours: Metrics) -> dict[str, float]:
     """Return the differences of Draftgate's metrics, relative to those of aiperf."""
     found = {}
     for name, (their_key, our_key) in PAIRS.items():
@@ -144,7 +146,7 @@ def _server(name: str, folder: Path, cores: Cores) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command: Sequence[str] = (*MOCK_COMMAND, "plain")
-    path, body = "/v1/chat/completions", ONE_CHAT
+    path, body = "/v1/chat/completions", CHAT_BODY
     if name != "mock":
         quiet = ("--speculation", "off", "--log-level", "error")
         command = (*_SERVE, "--device", "cpu", "--threads", "1", *quiet)

@@ -26,12 +26,12 @@ from typing import Any, Final
 from bench.harness.processes import free_port, start, stop, wait_until_up
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.tool_comparison.agreement import agreement
-from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
 from bench.tool_comparison.cases import CASES
 from bench.tool_comparison.dialects import dialect_metrics, differences
 from bench.tool_comparison.mock import ResponseRecord
 from bench.tool_comparison.rivals import PACKAGES
 from bench.tool_comparison.table import table
+from bench.tool_comparison.tool_process import CHAT_BODY, MOCK_COMMAND, run_tool
 from bench.tool_comparison.tools import DRAFTGATE, Tool, tools
 from bench.tool_comparison.truth import truth
 from draftgate.gateway.cli.environment import collect_environment
@@ -49,9 +49,9 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}"
     process = start((*MOCK_COMMAND, name, "--port", str(port)), None, folder / "mock.log", {})
     try:
-        wait_until_up(process, f"{url}/v1/chat/completions", ONE_CHAT)
+        wait_until_up(process, f"{url}/v1/chat/completions", CHAT_BODY)
         began_s = time.monotonic()
-        ask(tool, tool.command(CASES[name], url, folder), folder)
+        run_tool(tool, tool.command(CASES[name], url, folder), folder)
         with urllib.request.urlopen(f"{url}/truth") as got:  # noqa: S310 - our own server
             answers = [ResponseRecord(**one) for one in json.load(got)]
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from bench.tool_comparison.tools import Figures
+from bench.tool_comparison.tools import Metrics
 from draftgate.loadgen.events import read_events
 from draftgate.loadgen.other_tools import TOOLS
 
@@ -49,15 +49,15 @@ NAMES: Final = {
 """Draftgate's name of a metric and the tool's name, by dialect."""
 
 
-def dialect_metrics(events: Path) -> dict[str, Figures]:
+def dialect_metrics(events: Path) -> dict[str, Metrics]:
     """Return the metrics of a run's events in each dialect."""
     run, _ = read_events(events)
-    found: dict[str, Figures] = {}
+    found: dict[str, Metrics] = {}
     for dialect, account in TOOLS.items():
         accounted = account(run)
         counts = {one.name: one.value for one in accounted.counts}
         spreads = {one.name: one.values for one in accounted.distributions}
-        figures: Figures = {}
+        figures: Metrics = {}
         for key, name in NAMES[dialect].items():
             if name in counts:
                 figures[key] = counts[name]
@@ -69,7 +69,7 @@ def dialect_metrics(events: Path) -> dict[str, Figures]:
     return found
 
 
-def differences(theirs: Figures, ours: Figures) -> Figures:
+def differences(theirs: Metrics, ours: Metrics) -> Metrics:
     """Return the differences of `--as` relative to the tool's metrics, where both exist."""
     return {
         key: None if not value else (ours[key] or 0.0) / value - 1.0

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from bench.tool_comparison.cases import CASES
-from bench.tool_comparison.tools import Figures
+from bench.tool_comparison.tools import Metrics
 
 COLUMNS: Final = (
     ("TTFT", "ttft_p50_ms"),
@@ -39,7 +39,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield _line(row["tool"], row["said"])
 
 
-def _line(name: str, figures: Figures) -> str:
+def _line(name: str, figures: Metrics) -> str:
     ok, failed = figures["ok"] or 0, figures["failed"] or 0
     cells = [_cell(figures.get(key)) for _, key in COLUMNS]
     return f"| {name} | {ok:g} of {ok + failed:g} | " + " | ".join(cells) + " |"

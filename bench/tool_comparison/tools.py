@@ -20,7 +20,7 @@ from bench.tool_comparison.mock import MODEL
 from bench.tool_comparison.rivals import PACKAGES, python_of
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 
-Figures = dict[str, float | None]
+Metrics = dict[str, float | None]
 """Metrics by name, with the unit as suffix (`_ms`, `_rps`, `_tokens_per_s`). A missing metric is
 None."""
 
@@ -49,11 +49,11 @@ class Tool:
 
     name: str
     command: Callable[[Case, str, Path], Sequence[str]]
-    read: Callable[[Path], Figures]
+    read: Callable[[Path], Metrics]
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _spread(name: str, of: Callable[[str], float | None]) -> Figures:
+def _spread(name: str, of: Callable[[str], float | None]) -> Metrics:
     """Return mean, median and 99th percentile of a metric, in milliseconds."""
     return {f"{name}_{column}_ms": of(column) for column in ("mean", "p50", "p99")}
 
@@ -70,7 +70,7 @@ def ours(case: Case, url: str, folder: Path) -> list[str]:
     ]
 
 
-def read_ours(folder: Path) -> Figures:
+def read_ours(folder: Path) -> Metrics:
     """Return the metrics of a `summary/1` file."""
     report = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
     figures, failed = report["details"]["figures"], sum(report["errors"].values())
@@ -109,7 +109,7 @@ def _vllm(environments: Path) -> Tool:
             *("--result-dir", str(folder), "--result-filename", "vllm.json", *limit),
         ]
 
-    def read(folder: Path) -> Figures:
+    def read(folder: Path) -> Metrics:
         report = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
         return {
             "ok": report["completed"],
@@ -141,7 +141,7 @@ def _guidellm(environments: Path) -> Tool:
             *("--output", f"kind=json,path={folder / 'guidellm.json'}", "--disable-console"),
         ]
 
-    def read(folder: Path) -> Figures:
+    def read(folder: Path) -> Metrics:
         report = json.loads((folder / "guidellm.json").read_text(encoding="utf-8"))
         metrics = report["benchmarks"][0]["metrics"]
         totals = metrics["request_totals"]
@@ -198,7 +198,7 @@ def aiperf_command(environments: Path, model: str, url: str, folder: Path) -> li
     ]
 
 
-def read_aiperf(folder: Path) -> Figures:
+def read_aiperf(folder: Path) -> Metrics:
     """Return the metrics of `profile_export_aiperf.json`."""
     path = folder / "profile_export_aiperf.json"
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -246,7 +246,7 @@ def _inference_perf(environments: Path) -> Tool:
     return Tool("inference-perf", command, _read_inference_perf, {"HF_HUB_OFFLINE": "1"})
 
 
-def _read_inference_perf(folder: Path) -> Figures:
+def _read_inference_perf(folder: Path) -> Metrics:
     path = folder / "summary_lifecycle_metrics.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     good, failed = report["successes"], report["failures"]

@@ -7,11 +7,11 @@ from itertools import count
 
 from bench.tool_comparison.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS
 from bench.tool_comparison.mock import ResponseRecord
-from bench.tool_comparison.tools import Figures
+from bench.tool_comparison.tools import Metrics
 from draftgate.loadgen.measuring.metrics import percentile
 
 
-def truth(answers: Sequence[ResponseRecord], requests: int) -> Figures:
+def truth(answers: Sequence[ResponseRecord], requests: int) -> Metrics:
     """Return the true metrics of the last requests of a tool.
 
     Some tools send a test request first, so earlier requests do not count. `scheduled` counts from
@@ -48,7 +48,7 @@ def _tpot_s(answer: ResponseRecord) -> float:
     return (answer.last_s - answer.first_s) / max(1, answer.tokens - 1)
 
 
-def _spread(name: str, seconds: Sequence[float]) -> Figures:
+def _spread(name: str, seconds: Sequence[float]) -> Metrics:
     ascending = sorted(seconds)
     return {
         f"{name}_mean_ms": sum(ascending) / len(ascending) * 1e3,

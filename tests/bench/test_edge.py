@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from bench.edge import wire
 from bench.edge.client import Load, send
-from bench.edge.figures import goals, summary
+from bench.edge.metrics import goals, summary
 from bench.edge.mock import application
 from bench.edge.rounds import WORKER, Row, questions
 from bench.edge.targets import INSTANT, Kind

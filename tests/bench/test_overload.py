@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.simulation.overload_clients import Client, Overload
-from bench.simulation.overload_figures import figures, goodput_rps, most_running
+from bench.simulation.overload_metrics import goodput_rps, most_running, overload_metrics
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
@@ -37,14 +37,14 @@ def test_every_client_gets_a_response_in_the_end(clients: list[Client]) -> None:
 
 def test_timely_retries_are_admitted(overload: Overload, clients: list[Client]) -> None:
     """The server first refuses most clients and later admits at least 90% of timely retries."""
-    row = figures(overload, 0.0, clients)
+    row = overload_metrics(overload, 0.0, clients)
     assert row["refused_at_first"] > 0.4 * len(clients)
     assert row["let_in_on_return"] >= 0.9
 
 
 def test_admitted_requests_meet_their_target(overload: Overload, clients: list[Client]) -> None:
     """At least 95% of the admitted requests of the higher classes meet their target."""
-    for row in figures(overload, 0.0, clients)["classes"][:2]:
+    for row in overload_metrics(overload, 0.0, clients)["classes"][:2]:
         assert row["attainment_of_answered"] >= 0.95
 
 
@@ -57,5 +57,5 @@ def test_goodput_stays_at_capacity(overload: Overload, clients: list[Client]) ->
 
 def test_no_class_starves(overload: Overload, clients: list[Client]) -> None:
     """The server completes some requests of every class during the overload."""
-    for row in figures(overload, 0.0, clients)["classes"]:
+    for row in overload_metrics(overload, 0.0, clients)["classes"]:
         assert row["answered_during_overload"] > 0

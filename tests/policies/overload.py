@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from bench.simulation.hindsight import Stay, starts_s
+from bench.simulation.hindsight import QueuedRequest, earliest_starts_s
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView
 from draftgate.policies.registry import admission_policy, ordering_policy
 from draftgate.policies.types import ServiceLevel, Ticket, WorkerSpeed
@@ -218,18 +218,18 @@ def earliest_delays(pool: Pool, clients: list[Client]) -> list[tuple[Client, flo
     """Return each refused client with its earliest correct delay in hindsight.
 
     The queue holds the requests that were admitted on arrival or at their first appointment. Their
-    true service times (`starts_s`) determine when a client could start just within its limit.
+    true service times (`earliest_starts_s`) determine the latest start within a client's limit.
     """
     considered = [c for c in clients if c.refusals or c.admitted_s is not None]
     served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in considered]
     entered_s = [c.refusals[0][0] if c.refusals else c.admitted_s for c in considered]
-    stays = [
-        Stay(at_s, c.priority, c.service_s if is_served else 0.0)
+    requests = [
+        QueuedRequest(at_s, c.priority, c.service_s if is_served else 0.0)
         for at_s, c, is_served in zip(entered_s, considered, served, strict=True)
     ]
     return [
         (c, max(start_s - c.wait_allowed_s - c.refusals[0][0], 0.0))
-        for c, start_s in zip(considered, starts_s(stays, pool.servers), strict=True)
+        for c, start_s in zip(considered, earliest_starts_s(requests, pool.servers), strict=True)
         if c.refusals
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any, Final
 
-from bench.simulation.hindsight import Stay, starts_s
+from bench.simulation.hindsight import QueuedRequest, earliest_starts_s
 from bench.simulation.overload_clients import Client, Overload
 
 WARM_SHARE: Final = 1 / 6
@@ -44,28 +44,28 @@ def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Clie
     """Return each refused client with its shortest feasible retry delay, in seconds.
 
     The hindsight uses a single queue, the actual service times, and the maximum observed
-    concurrency (`starts_s`). The queue contains all clients that were admitted on arrival or at
-    their first retry. The result is the earliest retry after which a client starts just within its
-    target.
+    concurrency (`earliest_starts_s`). The queue contains all clients that were admitted on arrival
+    or at their first retry. The result is the earliest retry after which a client starts just
+    within its target.
     """
     queued = [client for client in clients if client.refusals or client.admitted_s is not None]
-    stays = [_stay(overload, client) for client in queued]
-    starts = starts_s(stays, max(most_running(clients), 1))
+    requests = [_queued_request(overload, client) for client in queued]
+    starts = earliest_starts_s(requests, max(most_running(clients), 1))
     return [
-        (client, max(start_s - stay.at_s - _allowed_s(overload, client), 0.0))
-        for client, stay, start_s in zip(queued, stays, starts, strict=True)
+        (client, max(start_s - request.at_s - _allowed_s(overload, client), 0.0))
+        for client, request, start_s in zip(queued, requests, starts, strict=True)
         if client.refusals
     ]
 
 
-def _stay(overload: Overload, client: Client) -> Stay:
+def _queued_request(overload: Overload, client: Client) -> QueuedRequest:
     """Return a client's request in hindsight, with a service time if it was admitted in turn."""
     in_turn = not client.refusals or (bool(client.retries) and client.retries[0][1])
     service_s = 0.0
     if in_turn and client.scheduled_s is not None and client.end_s is not None:
         service_s = client.end_s - client.scheduled_s
     at_s = client.refusals[0][0] if client.refusals else client.admitted_s or 0.0
-    return Stay(at_s, overload.service(client.planned.index).priority, service_s)
+    return QueuedRequest(at_s, overload.service(client.planned.index).priority, service_s)
 
 
 def _allowed_s(overload: Overload, client: Client) -> float:
@@ -87,7 +87,9 @@ def _retries(feasible_retries: Sequence[tuple[Client, float]]) -> dict[str, Any]
     }
 
 
-def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
+def overload_metrics(
+    overload: Overload, rate_rps: float, clients: Sequence[Client]
+) -> dict[str, Any]:
     """Return the metrics of a rate."""
     returns = [admitted for client in clients for _, admitted in client.retries]
     first = [client.retries[0][1] for client in clients if client.retries]

@@ -15,12 +15,12 @@ from bench.tool_comparison.tools import DRAFTGATE, Tool
 MOCK_COMMAND: Final = (sys.executable, "-m", "bench.tool_comparison.mock")
 """Command of the mock, without case and port."""
 
-ONE_CHAT: Final = json.dumps(
+CHAT_BODY: Final = json.dumps(
     {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 ).encode()
 """Body of the request that checks whether a server is up."""
 
-PATIENCE_S: Final = 240.0
+TIMEOUT_S: Final = 240.0
 """Timeout in seconds. guidellm takes a minute to start on two cores."""
 
 _HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
@@ -28,7 +28,7 @@ _HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
 All other tools use the hub if it is not set."""
 
 
-def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
+def run_tool(tool: Tool, command: Sequence[str], folder: Path) -> None:
     """Run a tool to its end, and write its output to `output.log` in the folder.
 
     Raises:
@@ -40,7 +40,7 @@ def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
     variables = {**kept, "OMP_NUM_THREADS": "1", **tool.variables}
     with (folder / "output.log").open("wb") as log:
         done = subprocess.run(  # noqa: S603 - commands of this study
-            command, stdout=log, stderr=log, env=variables, timeout=PATIENCE_S, check=False
+            command, stdout=log, stderr=log, env=variables, timeout=TIMEOUT_S, check=False
         )
     if done.returncode not in accepted_codes:
         raise subprocess.CalledProcessError(done.returncode, command[:2])

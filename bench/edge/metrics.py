@@ -22,7 +22,7 @@ RUST_GOAL: Final = 3.0
 RUST: Final = ("vllm-router", "sglang-router")
 
 
-class Figure(NamedTuple):
+class MetricRange(NamedTuple):
     """The median, the minimum and the maximum of a metric over rounds."""
 
     median: float
@@ -30,7 +30,7 @@ class Figure(NamedTuple):
     most: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Figure:
+    def of(cls, values: Iterable[float]) -> MetricRange:
         """Summarise values, and return NaN if all values are missing."""
         kept = [value for value in values if math.isfinite(value)]
         if not kept:
@@ -122,7 +122,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         turns = [of(target, number, before) for number in numbers]
         found[target] = {
             "kind": kind.value,
-            **{name: Figure.of(map(value, turns))._asdict() for name, value in COLUMNS},
+            **{name: MetricRange.of(map(value, turns))._asdict() for name, value in COLUMNS},
             "failed": sum(row.failed for row in rows if row.target == target),
             "saturated": sorted({r.question for r in rows if r.target == target and r.saturated}),
         }
