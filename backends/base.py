@@ -184,5 +184,6 @@ class Upstream(WorkerHandle, Protocol):
         """Forward a request. Leaving the context early cancels it at the upstream.
 
         Raises:
-            UpstreamUnreachable: the upstream sent no response; raised on entering the context.
+            UpstreamUnreachable: the upstream sent no response. The error occurs on entering the
+                context.
         """

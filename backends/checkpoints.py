@@ -23,9 +23,14 @@ SHIPPED_DRAFT_WINDOW: Final = 256
 """Attention window of each layer of the shipped draft model, in tokens. The model's loss rises
 beyond 1,024.
 
-Accepted share of drafts of 4 tokens after 4,000 tokens, with a window of 128 / 256 / 512 / 1,024 /
-none: greedy 56 / 59 / 60 / 26 / 13 %, at temperature 0.8 35 / 36 / 37 / 22 / 12 %. After 100 to 240
-tokens, the shares are 77 and 49 % with any window (`bench/engine/proposers.py`, 2026-11-21).
+Accepted share of drafts of 4 tokens after 4,000 tokens, by window (`bench/engine/proposers.py`,
+2026-11-21):
+
+    window              128    256    512    1,024    none
+    greedy              56%    59%    60%    26%      13%
+    temperature 0.8     35%    36%    37%    22%      12%
+
+After 100 to 240 tokens, the shares are 77% and 49% with any window.
 """
 
 SHIPPED_MODEL_ID: Final = "draftgate-demo"

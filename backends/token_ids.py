@@ -21,7 +21,8 @@ _TYPE: Final = "q"
 """Array type code of 64-bit integers, as on devices."""
 
 _PIECE: Final = 1 << 14
-"""Number of ids copied without a switch to another thread, which takes 0.15 ms (as above)."""
+"""Number of ids copied without a switch to another thread, which takes 0.15 ms (one core, Zen 4,
+2026-11-21)."""
 
 
 def compact(ids: Sequence[int]) -> TokenIds:

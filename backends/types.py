@@ -226,8 +226,8 @@ class StepTrace(NamedTuple):
 
     Attributes:
         tokens: number of tokens that the step added.
-        proposer: source of the draft, or None without a draft; `grammar` for tokens that a grammar
-            forced.
+        proposer: source of the draft, which is `grammar` for forced tokens and None without a
+            draft.
         offered: number of proposed draft tokens.
         draft_ids: proposed tokens that were verified, best first.
         accepted: number of accepted draft tokens.

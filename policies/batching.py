@@ -34,10 +34,10 @@ simulated, 2026-11-21)."""
 LEAST_STRETCH: Final = 1.5
 """Duration that a step with prompts may always have, as a multiple of the time of its decodes. It
 leaves prompts at least a third of the step, whatever the targets. Otherwise one request with a
-target that the device cannot meet stops all prompts. At 80% of the capacity of an h100-8b, half of
-the chats had a target of 12 ms. They met it, and all requests waited 7 to 10 s for the first token.
-With a third of each step for prompts, half of these chats met the target, and first tokens took 0.1
-to 0.4 s (`bench/results/classes.json`, simulated, 2026-11-21)."""
+target that the device cannot meet stops all prompts. At 80% of the capacity of an h100-8b, half
+of the chats had a target of 12 ms. They met it, and all requests waited 7 to 10 s for the first
+token. With a third of each step for prompts, half of these chats met the target. First tokens
+took 0.1 to 0.4 s (`bench/results/classes.json`, simulated, 2026-11-21)."""
 
 LEAST_CHUNK: Final = 32
 """Minimum number of prompt tokens in a step with prompts: two tiles of 16 rows."""

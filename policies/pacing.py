@@ -18,7 +18,7 @@ from typing import Final
 from draftgate.policies.types import Pace
 
 UNTOUCHED_BYTES: Final = 16 * 1024
-"""Backlog in bytes that is always allowed: a hundred chunks of 160 bytes, less than the initial
+"""Backlog in bytes that is always allowed. A hundred chunks of 160 bytes are less than the initial
 send buffer of a Linux socket (tcp_wmem: 16 KB)."""
 
 SPARING_S: Final = 2.0

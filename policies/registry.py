@@ -106,7 +106,7 @@ class _Family(Generic[Policy]):
 
     Attributes:
         kind: kind of the policies, for example "speculation".
-        built_in: factories by name; a factory gets the argument of the name, or "" without one.
+        built_in: factories by name, each called with the argument of the name, or "" without one.
         arguments: notation of each policy's argument in messages, by name.
     """
 

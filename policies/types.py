@@ -115,7 +115,7 @@ class Pace(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """The speed of a worker, by its last steps (running means) and its step costs; 0 if unknown.
+    """The speed of a worker, by its last steps (running means) and its step costs, or 0.
 
     Attributes:
         tpot_s: seconds between two tokens of a decoding sequence, including all work of its steps.

@@ -26,8 +26,8 @@ FIRST_TOKENS: Final = 64
 """Expected remaining length of a new sequence: half the shortest output length in use."""
 
 TOKENS_PER_STEP: Final = 2.5
-"""Expected tokens per step with drafts, over which the cost of catching up is spread: the middle of
-the range measured on held-out code (1.6 to 3.4, bench/results/proposers.json)."""
+"""Expected tokens per step with drafts, over which the cost of catching up is spread. It is the
+middle of the range measured on held-out code (1.6 to 3.4, bench/results/proposers.json)."""
 
 
 class Drafting:

@@ -26,8 +26,8 @@ class Draft:
             children. Empty for a chain, where each token follows the previous token.
         shares: the proposer's estimate that each token is right if any child of its parent is
             right. Siblings sum to at most 1. Empty if every token is an only child.
-        evidence: strength of the proposal on the proposer's own scale: the match length for n-gram,
-            the confidence in the first token (per mille) for a model.
+        evidence: strength of the proposal on the proposer's own scale. This is the match length for
+            n-gram, and the confidence in the first token (per mille) for a model.
         distributions: distributions from which the tokens were sampled, for `verify: rejection`.
             Probabilities [at least len(token_ids), vocab_size], in the form that this proposer's
             executor reads. None for tokens that were not sampled. Only a chain may have

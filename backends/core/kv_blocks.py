@@ -207,8 +207,8 @@ class FreeRuns:
         """Take up to `wanted` free blocks.
 
         Args:
-            after: block after the caller's last block, which is taken first if it is free; None for
-                a new run.
+            after: block after the caller's last block, which is taken first if it is free. None
+                starts a new run.
         """
         taken: list[int] = []
         while len(taken) < wanted:

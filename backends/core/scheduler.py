@@ -219,9 +219,9 @@ class Scheduler:
         sequence ends instead, `apply` drops its tokens of the next step.
 
         Returns:
-            None if the result must be known first. This is the case if a proposer, a grammar or a
-            penalty reads its tokens, or if a sequence might be preempted or is being paused. None
-            also if the worker has no other work.
+            None if the result must be known first. A proposer, a grammar or a penalty may read its
+            tokens, or a sequence may be preempted or paused. None also if the worker has no other
+            work.
         """
         if self._queues.leaving:
             return None

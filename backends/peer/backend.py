@@ -125,7 +125,7 @@ class PeerBackend:
                 such as `http://10.0.0.5:8000`, for the node's first worker.
             secret: secret of the cluster, or None for peers on this machine, which need none.
             epoch: the only epoch of the peer to use, so that the backend ends after a restart of
-                the peer; None uses any epoch.
+                the peer. None uses any epoch.
             silence_s: seconds of silence after which the peer is lost.
             clock: clock for pauses, ages and the `phases` of deltas, in seconds.
             tokenizers: cache of tokenizers, shared with other peers.

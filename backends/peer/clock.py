@@ -8,8 +8,8 @@ from typing import Final
 from draftgate.backends.types import Phases
 
 DRIFT: Final = 1e-3
-"""Maximum relative drift of two clocks: ten times that of quartz and of NTP at its usual slew rate,
-and only 0.1 ms in the 0.1 s between two reports."""
+"""Maximum relative drift of two clocks. It is ten times that of quartz and of NTP at its usual slew
+rate, and only 0.1 ms in the 0.1 s between two reports."""
 
 
 class RemoteClock:

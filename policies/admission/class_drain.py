@@ -13,7 +13,7 @@ earliest of three times:
 q, one of `OVERDUE_EVERY` requests, for pressing requests of lower classes.
 
 The duration of a flow is unknown. At a random moment, the remaining duration is at most r times the
-elapsed duration with probability r / (1 + r) (Gott, Nature 363, 1993).
+elapsed one with probability r / (1 + r) (Gott, Nature 363, 1993).
 """
 
 from __future__ import annotations

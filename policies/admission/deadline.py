@@ -25,9 +25,9 @@ Half of that wait leaves a margin for errors in either direction."""
 
 LOW_WATER_SHARE: Final = 0.25
 """Low water mark, as a share of the longest sure wait. While the waiting requests take less time,
-the pool admits any request, despite bookings, so it is never idle because of clients that may
-not return. If no client returns, goodput at three times the capacity is within 4% of its peak
-(simulated, tests/policies/overload.py, 2026-11-21)."""
+the pool admits any request, despite bookings. So the pool is never idle because of clients that
+may not return. If no client returns, goodput at three times the capacity is within 4% of its
+peak (simulated, tests/policies/overload.py, 2026-11-21)."""
 
 OVERFLOW_LOG: Final = 3.0
 """Spacing of appointments, such that one client in 20 = e^3 finds too much work ahead."""

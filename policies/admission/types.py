@@ -58,7 +58,7 @@ class AdmissionView:
 
     Attributes:
         fingerprint: 64-bit hash of the tenant and the body, which identifies the request when it
-            returns; 0 if it has none.
+            returns, or 0.
         prompt_tokens: total tokens of its prompts.
         output_tokens: expected output tokens of each sequence (`OutputHistory`).
         max_wait_s: longest wait without a TTFT target, in seconds.

@@ -39,7 +39,7 @@ _MOST_SURPRISE: Final = 2.0
 """Gain of the correction. The n-th wait moves it by 1 / (20 + n) of its error, and by at least 1 /
 500. A wait counts as at most twice its forecast. Each 3% of error moves an appointment a minute
 ahead by 2 s, so the correction must change slowly. With a constant 1 / 33, clients could not
-keep one appointment in four (simulated, as above)."""
+keep one appointment in four (simulated, tests/policies/overload.py, 2026-11-21)."""
 
 _MOST_CORRECTION: Final = 20.0
 """Largest correction factor, in either direction."""

@@ -3,7 +3,7 @@
 The forecast of a step (`step_cost`) is the device's time. The host also runs lookups, weighs
 drafts, calls proposers that compute, and accounts for verified tokens. This work is a considerable
 part of short steps. On one core of a Zen 5, the shipped model takes 1.3 ms for a token after 200
-others, and each of these parts takes 20 to 300 microseconds (2026-11-22).
+others. Each of these parts takes 20 to 300 microseconds (2026-11-22).
 
 The time from the planning of a step to the planning of the next step is
 

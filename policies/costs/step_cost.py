@@ -42,7 +42,7 @@ class StepCost:
         kv_token_s: seconds per KV token read.
         sequence_s: seconds per sequence of the batch.
         pair_s: seconds per pair (`StepSize.pairs`), because each token multiplies the KV that a
-            sequence reads once; 0 if reading hides that time.
+            sequence reads once. 0 if reading hides that time.
 
     Raises:
         ValueError: the table is empty, not ascending, falling, or of unequal lengths.

@@ -11,8 +11,12 @@ from draftgate.policies.costs.regression import Array, NonNegativeRegression
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 
 REFIT_STEPS: Final = 64
-"""Steps in a block of measurements. Microseconds per step for tables of 16 / 67 stairs in blocks of
-16: 10 / 15, of 32: 8 / 12, of 64: 6 / 9, of 128: 6 / 10 (one core, Zen 4, 2026-11-21)."""
+"""Steps in a block of measurements. Microseconds per step by block size, for tables of 16 / 67
+stairs (one core, Zen 4, 2026-11-21):
+
+    block of    16         32        64       128
+                10 / 15    8 / 12    6 / 9    6 / 10
+"""
 
 # Errors of a profile's values, in addition to their shared error.
 OWN_ERROR: Final = 0.3

@@ -100,7 +100,7 @@ class _Drafting(NamedTuple):
     Attributes:
         most_rate: upper bound of the rate of any choice of its slots.
         seconds: seconds of drafting.
-        drafted: whether each slot is drafted, in order of likelihood; None if all are.
+        drafted: whether each slot is drafted, in order of likelihood, or None if all are.
     """
 
     most_rate: float

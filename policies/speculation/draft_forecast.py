@@ -34,13 +34,19 @@ REPETITION_SLOPE: Final = 1.7
 USUAL_REPETITION: Final = 0.59
 """Logits between the acceptance after prompts with a repetition of 0 and of 1, and the neutral
 repetition. (Fitted to n-gram drafts of held-out code: 1.7 greedy and 1.7 sampled. On texts cut
-where they begin to loop: 2.8 and 1.2. Mean repetition of those prompts: 0.59. Same results.)"""
+where they begin to loop: 2.8 and 1.2. Mean repetition of those prompts: 0.59,
+`bench/results/request-forecast.json`, 2026-11-21.)"""
 
 GOOD_DRAFT: Final = 2.0
 """Logits by which the tokens of a good draft are likelier than those of all drafts. Caps exclude a
-share of the gain of recorded n-gram drafts, here at prices of 0.1 / 0.3 / 0.5: with 0, 19 / 34 /
-41%; with 1, 5 / 13 / 20%; with 2, 0 / 2 / 4%. (Same results, with mixed tasks and forecasts by
-temperature and repetition only.)"""
+share of the gain of recorded n-gram drafts. The shares are from mixed tasks and forecasts by
+temperature and repetition only (`bench/results/request-forecast.json`, 2026-11-21).
+
+    value    price 0.1    price 0.3    price 0.5
+    0        19%          34%          41%
+    1        5%           13%          20%
+    2        0%           2%           4%
+"""
 
 _LEAST_CHANCE: Final = 1e-3
 """Minimum distance of a probability from 0 and 1."""

@@ -2,9 +2,9 @@
 
 A lookup takes time whether or not it finds a useful draft. Its gain is 0, or the sum of (survival -
 price) over the slots of its draft, and is known only afterwards. So lookups may be worth their time
-although most drafts are useless. The acceptance of tokens does not show this. On held-out code
-(0.8, batch 1, Zen 5, 2026-11-22), `auto` took 0.74 of the time of `off` with lookups by acceptance,
-and 0.66 with this estimate.
+although most drafts are useless. The acceptance of tokens does not show this. On held-out code,
+`auto` took 0.74 of the time of `off` with lookups by acceptance, and 0.66 with this estimate
+(temperature 0.8, batch 1, Zen 5, 2026-11-22).
 """
 
 from __future__ import annotations

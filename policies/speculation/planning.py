@@ -34,7 +34,7 @@ def choose_proposer(request: RequestView, load: WorkerLoad) -> tuple[str | None,
 
 
 def choose_proposer_or_any(request: RequestView, load: WorkerLoad) -> tuple[str | None, str]:
-    """Return the same, or `ANY_PROPOSER` if the worker may choose among several."""
+    """Return the proposer of a request, or `ANY_PROPOSER` if several are possible."""
     proposer, why_not = choose_proposer(request, load)
     if proposer and request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
         return ANY_PROPOSER, ""

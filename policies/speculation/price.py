@@ -7,16 +7,19 @@ the rate excludes the time of a step's prompts, `prompts(n)`. Slots first take t
 prompts leave free. Each further slot moves a prompt token to a later step.
 
 This price minimises mean latency in steady state. Let r sequences of D tokens arrive per second. A
-step of n sequences then lasts T = T0 + n x (slots x t + reads) + T x f, where f is the share of
-prompts. By Little's law, n = r x D x T / accepted. The time of a sequence is then
+step of n sequences then lasts
+
+    T = T0 + n x (slots x t + reads) + T x f,     with f the share of prompts.
+
+By Little's law, n = r x D x T / accepted. The time of a sequence is then
 
     n / r = D x T0 / (accepted x (1 - f) - r x D x (slots x t + reads)).
 
-This time is shortest if slots are taken down to a survival of r x D x t / (1 - f). That is the
+The time is shortest if slots are taken down to a survival of r x D x t / (1 - f). That is the
 number of tokens per second of the time without prompts, multiplied by the seconds of a token. In
-simulations of mixed work on H100 and H200, this rule takes 1 to 6% less time than a rule that
-counts the time of prompts. Counting sequences that wait for prompts among the delayed sequences
-gained nothing more (0.1 of them: -1% to +0.4%, all of them: +1 to +6%, 2026-11-21).
+simulations of mixed work on H100 and H200, it takes 1 to 6% less time than a rule with the time of
+prompts. Counting sequences that wait for prompts as delayed gained nothing (a tenth of them: -1% to
++0.4%, all of them: +1 to +6%, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ LEAST_S: Final = 1e-9
 
 
 def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
-    """Return the seconds of a step with `slots` slots, without its prompts; more than 0."""
+    """Return the positive seconds of a step with `slots` slots, without its prompts."""
     prompts = step.prefill_tokens
     displaced = min(max(slots - step.free_slots, 0), prompts)
     fed = step.tokens + slots - displaced

@@ -19,7 +19,7 @@ wrong, so prompts differ less."""
 TAIL_TOKENS: Final = 512
 """Number of tokens at the end of a prompt that are examined. They predict recorded drafts as
 accurately as 1024, 2048 or 4096 tokens, and take 25 microseconds for prompts of any length.
-(Same results, one core, Zen 4, 2026-11-21.)"""
+(`bench/results/request-forecast.json`, one core, Zen 4, 2026-11-21.)"""
 
 LEAST_LOOKUPS: Final = 16
 """Minimum number of lookups. With fewer, the error of the share would exceed the differences

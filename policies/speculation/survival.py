@@ -5,10 +5,14 @@ Each source of drafts has two tables. `by_evidence` is for existing drafts. `by_
 drafts that are not computed yet, by the end of the sequence's last draft. Each request shifts its
 rows by the results of its own drafts.
 
-Brier scores on recorded drafts of held-out code, n-gram trees / the shipped draft model: one rate
-for all 0.223 / 0.209; a rate for each request 0.168 / 0.177; by evidence and position 0.132 /
-0.167, shifted for each request 0.130 / 0.159. Before drafting, by the last outcome and shifted:
-0.138 / 0.174 (`bench/results/survival.json`, 2026-11-21).
+Brier scores on recorded drafts of held-out code (`bench/results/survival.json`, 2026-11-21):
+
+    estimate                                  n-gram trees    shipped draft model
+    one rate for all                          0.223           0.209
+    a rate for each request                   0.168           0.177
+    by evidence and position                  0.132           0.167
+    the same, shifted for each request        0.130           0.159
+    before drafting, by outcome and shift     0.138           0.174
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A gateway cannot switch speculation on or off inside such an engine. It decides only whether a
 request goes to a replica that drafts or to a plain replica. This module answers two questions.
 
-*Are drafts of a fixed length worth their time?* An engine adds `drafted` slots to each token, of
-which `accepted` survive on average, whatever the load. Its step takes `a + c x tokens` seconds.
+*Are drafts of a fixed length worth their time?* Assume that an engine adds `drafted` slots to each
+token, of which `accepted` survive on average at any load. Its step takes `a + c x tokens` seconds.
 With r sequences, the share of a step that grows with the batch is
 
     share = c r (1 + drafted) / (a + c r (1 + drafted))
@@ -20,8 +20,8 @@ drafted. The values of a and c need not be known. Times per token, `step / (1 + 
 with r by the same share.
 
 *Which replicas does a request use?* The speculation policy decides from the request and from the
-load of the replicas that draft. If the policy uses the price, drafts must be worth that price, and
-a token must cost less on a drafting replica than on a plain replica.
+load of the replicas that draft. If the policy uses the price, drafts must be worth that price. A
+token must also cost less on a drafting replica than on a plain replica.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from draftgate.policies.speculation.planning import no_speculation
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
 
 KNEE_TOKENS: Final = 320.0
-"""Number of tokens that doubles the time of a step, before any measurement: 5.9 to 6.9 ms by 18 to
-21 us per token (Llama-8B bf16 on an H100, the reference scale)."""
+"""Number of tokens that doubles the time of a step, before any measurement. It is the ratio of 5.9
+to 6.9 ms and 18 to 21 us per token (Llama-8B bf16 on an H100, the reference scale)."""
 
 PRIOR_WEIGHT: Final = 64.0
 """Weight of that prior against measurements, in streams x squared sequences: 16 streams whose

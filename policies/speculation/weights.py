@@ -53,6 +53,7 @@ def next_due_s(service: ServiceLevel, first_token_s: float, tokens: int) -> floa
     Args:
         service: latency targets of the sequence.
         first_token_s: time of its first token.
-        tokens: number of its tokens; the next token is due this many `tpot_s` after the first.
+        tokens: number of its tokens, so that the next token is due this many `tpot_s` after the
+            first.
     """
     return None if service.tpot_s is None else first_token_s + tokens * service.tpot_s
