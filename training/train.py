@@ -245,15 +245,15 @@ class Run:
         last_save = last_export = self.seconds
         mean = None
         while self.progress() < 1:
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             before = self.tokens
             loss = self.update()
-            took = time.perf_counter() - began
-            self.seconds += took
+            elapsed_s = time.perf_counter() - started_s
+            self.seconds += elapsed_s
             # Average over about 50 steps, because the loss of a single step is too noisy.
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             if self.step % 25 == 0:
-                rate = (self.tokens - before) / took
+                rate = (self.tokens - before) / elapsed_s
                 logger.info(
                     "%s step %d %.1f%% tokens %d loss %.3f %d tok/s",
                     *(self.name, self.step, 100 * self.progress(), self.tokens, mean, rate),

@@ -186,7 +186,7 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
         raise fields.error(
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
-    layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
     rope, positions = _rope(fields)
     attention_bias = family.biases is None and fields.flag("attention_bias")
     qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)
@@ -223,7 +223,7 @@ def _windows(fields: Fields, family: _Family, layers: int) -> tuple[int | None, 
         return (None,) * layers
     window = fields.count("sliding_window")
     if not types:
-        full = fields.count("max_window_layers", least=0)
+        full = fields.count("max_window_layers", minimum=0)
         return tuple(None if layer < full else window for layer in range(layers))
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from draftgate.backends.errors import CheckpointError
 
-MOST: Final = 1 << 24
+MAX_COUNT: Final = 1 << 24
 """Upper bound on counts. A larger count means that the file is damaged."""
 
 
@@ -49,17 +49,19 @@ class Fields:
         return any(isinstance(value, Mapping) for value in self._raw.values())
 
     def count(
-        self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_COUNT
     ) -> int:
-        """Return a field that must be an integer from `least` to `most`.
+        """Return a field that must be an integer from `minimum` to `maximum`.
 
         Raises:
             CheckpointError: the field has another value, or is missing and has no default.
         """
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             shown = reprlib.repr(value)
-            raise self.error(name, f"must be a whole number from {least} to {most}, not {shown}")
+            raise self.error(
+                name, f"must be a whole number from {minimum} to {maximum}, not {shown}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:

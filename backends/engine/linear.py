@@ -100,8 +100,8 @@ def padded_rows(rows: int) -> int:
     whole, rest = divmod(rows, MAX_ROWS)
     if not rest:
         return rows
-    stair = max(next(stair for most, stair in ROW_MULTIPLES if rest <= most), ROW_TILE)
-    return whole * MAX_ROWS + max(MIN_ROWS, -(-rest // stair) * stair)
+    multiple = max(next(multiple for most, multiple in ROW_MULTIPLES if rest <= most), ROW_TILE)
+    return whole * MAX_ROWS + max(MIN_ROWS, -(-rest // multiple) * multiple)
 
 
 PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MAX_ROWS + 1)}))

@@ -26,7 +26,7 @@ from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
-from draftgate.backends.engine.memory import measured_kv_bytes, taken_bytes
+from draftgate.backends.engine.memory import measured_kv_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
     check_cpu_isa,
@@ -278,7 +278,7 @@ def _largest_step_bytes(
         max_model_len=max_model_len,
         captured=False,
     )
-    return taken_bytes(decoder.device, partial(rehearse, runner, tokens))
+    return peak_bytes(decoder.device, partial(rehearse, runner, tokens))
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:

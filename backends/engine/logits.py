@@ -32,7 +32,7 @@ from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.transfer import to_device
 
-_KEPT_PROMPTS: Final = 64
+_CACHED_PROMPTS: Final = 64
 """Number of prompts whose distinct tokens are cached, about the sequences of a batch."""
 
 _Tokens = npt.NDArray[np.int64]
@@ -165,7 +165,7 @@ def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Value
     return count
 
 
-@lru_cache(maxsize=_KEPT_PROMPTS)
+@lru_cache(maxsize=_CACHED_PROMPTS)
 def _prompt_tokens(prompt_ids: bytes) -> _Tokens:
     """Return the distinct tokens of a prompt. The cache saves this work in later steps."""
     return _distinct(np.frombuffer(prompt_ids, dtype=np.int64))

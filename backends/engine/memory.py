@@ -37,7 +37,7 @@ def measured_kv_bytes(
     return max(0, int(utilization * total) - (total - free) - spare_bytes)
 
 
-def taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Call `run` on a GPU and return its peak memory in bytes. torch keeps that memory cached."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -101,7 +101,9 @@ class EngineProcess(threading.Thread):
         try:
             self._listen(channel)
             if not self._stopping:
-                raise BackendFailed(f"the engine process ended with status {_ended(process)}")
+                raise BackendFailed(
+                    f"the engine process ended with status {_wait_for_exit(process)}"
+                )
         except Exception as error:  # noqa: BLE001 - streams must end with any error
             self._events.failed(error)
         finally:
@@ -109,7 +111,7 @@ class EngineProcess(threading.Thread):
             channel.hang_up()  # unblocks the sender with an error
             sender.join()
             channel.close()
-            _ended(process)
+            _wait_for_exit(process)
 
     def _listen(self, channel: SocketChannel[Report]) -> None:
         """Report each message until the process closes its end.
@@ -153,7 +155,7 @@ def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
     )
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Wait until the process has ended, kill it after `STOP_S`, and return its status."""
     try:
         return process.wait(STOP_S)

@@ -216,8 +216,8 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.dev
             tokens = min(width, stop - start)
             span = AttentionSpan(tokens, start, pages)
             step = queries[start : start + padded_rows(tokens)]
-            begun = operators.begin(attention_inputs(span, len(step)).on(device))
-            rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])
+            step_state = operators.begin(attention_inputs(span, len(step)).on(device))
+            rows.append(operators.attend(step_state, step, layer_kv, PROBE_WINDOW)[:tokens])
         return torch.cat(rows)
 
     alone, *others = map(attended, PROBE_WIDTHS)

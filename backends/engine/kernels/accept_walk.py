@@ -49,7 +49,7 @@ def _accept_walk_kernel(
     begin = tl.load(cu_rows_ptr + sequence)
     num_rows = tl.load(cu_rows_ptr + sequence + 1) - begin
     remaining = tl.load(remaining_ptr + sequence)
-    heeds_eos = tl.load(ignore_eos_ptr + sequence) == 0
+    stops_at_eos = tl.load(ignore_eos_ptr + sequence) == 0
 
     rows = tl.arange(0, ROWS)
     inside = rows < num_rows
@@ -60,7 +60,7 @@ def _accept_walk_kernel(
     before = tl.load(sampled_ptr + begin + parent, mask=has_parent, other=_NO_DRAFT)
     reached = has_parent & (draft == before)
     for index in tl.static_range(NUM_EOS):
-        reached = reached & ~(heeds_eos & (before == tl.load(eos_ptr + index)))
+        reached = reached & ~(stops_at_eos & (before == tl.load(eos_ptr + index)))
     parent = tl.where(reached, parent, _NO_ROW)
 
     order = tl.full([ROWS], -1, tl.int32)

@@ -116,14 +116,14 @@ def _walk(
 ) -> list[int]:
     """Return the rows of a sequence whose samples the walk emits, in order."""
     path: list[int] = []
-    ahead: int | None = 0
-    while ahead is not None and len(path) < remaining:
-        row = ahead
+    next_row: int | None = 0
+    while next_row is not None and len(path) < remaining:
+        row = next_row
         path.append(row)
         children = (
             child
             for child in range(row + 1, len(tokens))
             if parents[child] == row and drafts[child] == tokens[row]
         )
-        ahead = None if tokens[row] in eos else next(children, None)
+        next_row = None if tokens[row] in eos else next(children, None)
     return path

@@ -198,18 +198,18 @@ def _attend_split(
     )  # fmt: skip
     if TREES:
         first_key = tl.maximum(first_key, shared_end)
-        ahead = tl.where((position >= first_key) & (first_key < last_key), leaves, -1)
-        leaf = tl.max(ahead, axis=0)
+        unread_leaves = tl.where((position >= first_key) & (first_key < last_key), leaves, -1)
+        leaf = tl.max(unread_leaves, axis=0)
         while leaf >= 0:
             path = tl.load(ancestors_ptr + leaf // GROUP)
-            seeing = tl.where(leaves == leaf, position, -1)
-            path_end = tl.minimum(last_key, tl.max(seeing, axis=0) + 1)
+            leaf_positions = tl.where(leaves == leaf, position, -1)
+            path_end = tl.minimum(last_key, tl.max(leaf_positions, axis=0) + 1)
             largest, total, weighted = _attend_keys(
-                largest, total, weighted, query, seeing, first_key, path_end, draft_start, path,
-                key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
+                largest, total, weighted, query, leaf_positions, first_key, path_end, draft_start,
+                path, key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
                 BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, WIDE, UPCAST,
             )  # fmt: skip
-            leaf = tl.max(tl.where(ahead < leaf, ahead, -1), axis=0)
+            leaf = tl.max(tl.where(unread_leaves < leaf, unread_leaves, -1), axis=0)
     return largest, total, weighted
 
 

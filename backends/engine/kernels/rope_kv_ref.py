@@ -50,14 +50,14 @@ def rope_kv(
     strips, _, head_dim = layer_kv.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - strips
-    rotated = num_heads + strips // 2
-    turned = heads[:, :rotated].to(torch.float32)
+    num_rotated = num_heads + strips // 2
+    rotated = heads[:, :num_rotated].to(torch.float32)
     if qk_norm is not None:
-        turned = rms_norm(turned, qk_norm, eps)
-    turned = _rotate(turned, cos[positions].to(torch.float32), sin[positions].to(torch.float32))
-    keys = turned[:, num_heads:].to(qkv.dtype)
-    layer_kv.index_copy_(1, slots, torch.cat([keys, heads[:, rotated:]], dim=1).transpose(0, 1))
-    queries: Tensor = turned[:, :num_heads] * head_dim**-0.5
+        rotated = rms_norm(rotated, qk_norm, eps)
+    rotated = _rotate(rotated, cos[positions].to(torch.float32), sin[positions].to(torch.float32))
+    keys = rotated[:, num_heads:].to(qkv.dtype)
+    layer_kv.index_copy_(1, slots, torch.cat([keys, heads[:, num_rotated:]], dim=1).transpose(0, 1))
+    queries: Tensor = rotated[:, :num_heads] * head_dim**-0.5
     return queries.to(qkv.dtype)
 
 

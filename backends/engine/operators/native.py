@@ -26,7 +26,7 @@ MAX_ROWS: Final = 64
 
 MAX_HEAD_DIM: Final = 256
 
-_LIBRARIES_DTYPES: Final = (torch.float32, torch.bfloat16)
+_SUPPORTED_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -76,7 +76,7 @@ def native_operators(
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
-    if not fits or dtype not in _LIBRARIES_DTYPES or group > MAX_ROWS:
+    if not fits or dtype not in _SUPPORTED_DTYPES or group > MAX_ROWS:
         return None
     library = compiled(
         "attention.c",
@@ -206,7 +206,7 @@ def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[
         else:
             for first in range(0, rows, chunk_tokens):
                 count = min(chunk_tokens, rows - first)
-                where = (row + first, count, start + first)
-                chunks += (*where, address, page_tokens, border, end)
+                rows_and_start = (row + first, count, start + first)
+                chunks += (*rows_and_start, address, page_tokens, border, end)
         row += rows
     return array("q", chunks), tables

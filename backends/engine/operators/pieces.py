@@ -61,8 +61,8 @@ def kv_pieces(
     # The position of each piece, and the first slot of a piece that is a view.
     begins: list[tuple[int, int | None]] = []
     for start in range(0, end, KV_TILE):
-        some = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
-        slot = some[0] * page_tokens + start % page_tokens if _is_run(some) else None
+        tile_pages = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
+        slot = tile_pages[0] * page_tokens + start % page_tokens if _is_run(tile_pages) else None
         if not begins or slot != _slot_at(start, *begins[-1]):
             begins.append((start, slot))
     ends = [*(start for start, _ in begins[1:]), end]

@@ -66,11 +66,11 @@ class TorchOperators:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         heads = fused.view(len(fused), -1, config.head_dim)
-        turned = heads[:, : config.num_heads + config.num_kv_heads]
+        rotated = heads[:, : config.num_heads + config.num_kv_heads]
         if qk_norm is not None:
-            normed = functional.rms_norm(turned, (config.head_dim,), eps=config.rms_norm_eps)
-            turned.copy_(normed * qk_norm)
-        turned.copy_(_rotate(turned, step.cosines, step.sines))
+            normed = functional.rms_norm(rotated, (config.head_dim,), eps=config.rms_norm_eps)
+            rotated.copy_(normed * qk_norm)
+        rotated.copy_(_rotate(rotated, step.cosines, step.sines))
         layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
         queries: Tensor = heads[:, : config.num_heads] * config.head_dim**-0.5
         return queries

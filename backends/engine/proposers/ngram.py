@@ -119,28 +119,28 @@ def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Dra
     tokens: list[int] = []
     parents: list[int] = []
     shares: list[float] = []
-    # (-chance, insertion order for ties, token, share, parent, depth, continuations through it)
-    ahead: list[tuple[float, int, int, float, int, int, list[_Weighted]]] = []
+    # (-chance, insertion order for ties, token, share, parent, depth, continuations of the branch)
+    candidates: list[tuple[float, int, int, float, int, int, list[_Weighted]]] = []
     order = 0
 
-    def push_children(parent: int, depth: int, chance: float, through: list[_Weighted]) -> None:
+    def push_children(parent: int, depth: int, chance: float, branch: list[_Weighted]) -> None:
         nonlocal order
-        if len(through) == 1:  # the common case: no branches
+        if len(branch) == 1:  # the common case: no branches
             order += 1
-            heappush(ahead, (-chance, order, through[0][0][depth], 1.0, parent, depth, through))
+            heappush(candidates, (-chance, order, branch[0][0][depth], 1.0, parent, depth, branch))
             return
         groups: dict[int, list[_Weighted]] = {}
-        for continuation in through:
+        for continuation in branch:
             groups.setdefault(continuation[0][depth], []).append(continuation)
-        total = sum(weight for _, weight in through)
+        total = sum(weight for _, weight in branch)
         for token, group in groups.items():
             share = 1.0 if len(groups) == 1 else sum(weight for _, weight in group) / total
             order += 1
-            heappush(ahead, (-chance * share, order, token, share, parent, depth, group))
+            heappush(candidates, (-chance * share, order, token, share, parent, depth, group))
 
     push_children(ROOT, 0, 1.0, continuations)
     while len(tokens) < max_tokens:
-        chance, _, token, share, parent, depth, group = heappop(ahead)
+        chance, _, token, share, parent, depth, group = heappop(candidates)
         tokens.append(token)
         parents.append(parent)
         shares.append(share)
