@@ -216,7 +216,7 @@ async def serve(
                     await _drain_until_second(node, signals)
         finally:
             await node.stop()
-            await _settle(node)
+            await _wait_for_streams(node)
             await node.heartbeat.write_decisions()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
@@ -282,7 +282,7 @@ async def _drain_until_second(node: Node, signals: Signals) -> None:
     await asyncio.gather(draining, hurry, return_exceptions=True)
 
 
-async def _settle(node: Node) -> None:
+async def _wait_for_streams(node: Node) -> None:
     """Wait until the streams of stopped workers have sent their last event."""
     with suppress(TimeoutError):
         await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)

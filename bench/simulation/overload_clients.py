@@ -14,7 +14,7 @@ from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
-from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, started
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, running_dispatcher
 from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
@@ -94,7 +94,7 @@ class Overload:
         factory = partial(SimBackend, build=environment.build_worker)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
         configs = SimulatedCluster(self.config, self.workers, environment).configs
-        async with started(factory, configs, rules) as dispatcher:
+        async with running_dispatcher(factory, configs, rules) as dispatcher:
             clients = [Client(one, one.at_s or 0.0) for one in planned]
             await asyncio.gather(*(self._live(dispatcher, one, environment) for one in clients))
         return clients

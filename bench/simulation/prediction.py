@@ -33,7 +33,12 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.environment import collect_environment
-from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, send, simulate, started
+from draftgate.gateway.cli.simulate.cluster import (
+    SimulatedCluster,
+    running_dispatcher,
+    send,
+    simulate,
+)
 from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
@@ -171,7 +176,7 @@ async def _engine_run(
         one.index: to_job(one) for one in planned
     }  # encoding in this process would slow the engine down
     factory = backend_factory("engine")
-    async with started(factory, [config]) as dispatcher:
+    async with running_dispatcher(factory, [config]) as dispatcher:
         return await send(dispatcher, planned, lambda one: jobs[one.index])
 
 

@@ -34,7 +34,7 @@ async def advertised_url(config: ServeConfig, port: int) -> str:
     host = config.host
     if host in _WILDCARDS:
         hosts = read_redis_url(config.join).hosts if config.join else ()
-        host = await asyncio.to_thread(_outward, _WILDCARDS[host], hosts)
+        host = await asyncio.to_thread(_local_address, _WILDCARDS[host], hosts)
     return str(URL.build(scheme="http", host=host, port=port))
 
 
@@ -44,7 +44,7 @@ def is_local(url: str, join: str) -> bool:
     return is_loopback(URL(url).host or "") and not all(map(is_loopback, hosts))
 
 
-def _outward(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> str:
+def _local_address(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> str:
     """Return the local address of a connection to the first host that resolves.
 
     Connecting a UDP socket assigns a local address without sending anything.

@@ -25,7 +25,7 @@ HEARTBEAT_S: Final = 1.0
 
 
 class Heartbeat:
-    """Publishes the loads of a node's own workers, renews leases, and writes decisions.
+    """The heartbeat that publishes worker loads, renews leases, and writes decisions.
 
     Attributes:
         url: the URL at which other nodes reach this node, or an empty string without access.

@@ -98,7 +98,7 @@ have not arrived yet. A client that returns too early is rejected again."""
 
 
 class AdmissionController:
-    """Admits requests and accounts for them.
+    """The admission of requests and the accounting of their tokens.
 
     Use the object only on the thread of the event loop.
     """

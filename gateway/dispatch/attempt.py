@@ -83,7 +83,7 @@ class Attempt:
 
 
 class Attempts:
-    """Runs attempts on the workers of a fleet."""
+    """The attempts to run prompts on the workers of a fleet."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 
 
 class Dispatcher:
-    """Runs jobs on the workers of a fleet and counts running client requests."""
+    """A dispatcher that runs jobs on the workers of a fleet and counts running requests."""
 
     def __init__(
         self,

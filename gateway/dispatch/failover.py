@@ -97,7 +97,7 @@ class _Lost:
 
 
 class Failover:
-    """Runs prompts to their end, on several workers if necessary."""
+    """A runner of prompts, which uses several workers if necessary."""
 
     def __init__(
         self,

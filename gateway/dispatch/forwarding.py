@@ -117,7 +117,7 @@ class _Place:
 
 
 class Forwarder:
-    """Runs requests on the upstreams of a fleet."""
+    """A forwarder of requests to the upstreams of a fleet."""
 
     def __init__(
         self,

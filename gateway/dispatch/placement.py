@@ -72,7 +72,7 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
 
 
 class Placer:
-    """Sizes requests, makes their speculation plans, and records the acceptance of their drafts."""
+    """A placer that sizes requests, makes their speculation plans, and records acceptance."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 
 class Router:
-    """Chooses workers by a policy, and reports to the policy where requests were sent."""
+    """A router that chooses workers by a policy, and informs the policy about sent requests."""
 
     def __init__(self, policy: RoutingPolicy, draw: Draw) -> None:
         """Use a policy exclusively.

@@ -91,7 +91,9 @@ class UpstreamRefusal:
             headers = {name: value for name, value in theirs if name.lower() != "retry-after"}
             headers["Retry-After"] = str(retry_after_s)
             worker_id = self.worker.worker_id
-            return UpstreamAnswer(worker_id, self.exchange, headers, _once(self.body), NO_TOKENS)
+            return UpstreamAnswer(
+                worker_id, self.exchange, headers, _single_block(self.body), NO_TOKENS
+            )
         message = f"the upstream responded with status {status}{_reason(self.body)}"
         if status == _UNAVAILABLE:
             raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
@@ -144,7 +146,7 @@ async def _joined(first: bytes, blocks: AsyncGenerator[bytes, None]) -> AsyncGen
         yield block
 
 
-async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+async def _single_block(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
 
 

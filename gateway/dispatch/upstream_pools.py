@@ -46,7 +46,7 @@ class PoolDecision:
 
 
 class UpstreamPools:
-    """Chooses between upstreams with and without drafts, and records the decisions."""
+    """The upstreams with and without drafts, and the choice between them."""
 
     def __init__(
         self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions, metrics: Metrics

@@ -121,7 +121,7 @@ class _Watched:
 
 
 class Watchdog:
-    """Checks the streams of a node.
+    """The watchdog of a node's streams.
 
     Use the object only on the thread of the event loop.
     """

@@ -46,7 +46,7 @@ def new_id() -> str:
 def fingerprint(tenant: str, body: bytes) -> int:
     """Return a 64-bit hash that is equal for equal bodies of a tenant.
 
-    A megabyte takes a millisecond.
+    The hash of a megabyte takes a millisecond.
     """
     digest = hashlib.blake2b(body, digest_size=8, key=tenant.encode()[:64])
     return int.from_bytes(digest.digest(), "big")

@@ -39,7 +39,7 @@ from draftgate.gateway.http.requests.headers import (
     retry_count,
     service_level,
 )
-from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, one_ending
+from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, ensure_one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
@@ -62,7 +62,7 @@ _PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE
 node. The node has its own key for the upstream (`--upstream-api-key-env`)."""
 
 
-class _ErrorInPlaceOfStream(UpstreamBroken):
+class _UpstreamError(UpstreamBroken):
     """The upstream responded with an error after comments were sent.
 
     The client gets the JSON of the error unchanged.
@@ -100,7 +100,7 @@ async def forward(
         running = node.forwarder.run(job, watch.span)
         events = EventStream(request, request.app[SLOW_READERS])
         whole = None
-        async with one_ending(events, watch, lambda error: event(error.body())):
+        async with ensure_one_ending(events, watch, lambda error: event(error.body())):
             whole = await _send(request, running, events, watch, waits=fields.stream)
         return events.response if whole is None else whole
 
@@ -152,7 +152,7 @@ async def _send(
                 await _send_events(events, answer, watch)
                 return None
             if events.begun:
-                raise await _in_place_of_stream(answer)
+                raise await _error_after_comments(answer)
             return await _send_whole(request, answer, watch)
         finally:
             watch.settled(answer.usage())
@@ -212,7 +212,7 @@ async def _send_large(
     return response
 
 
-async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
+async def _error_after_comments(answer: UpstreamAnswer) -> UpstreamBroken:
     """Return the error for a response that is not a stream, after comments have been sent."""
     body = bytearray()
     async for block in answer.blocks:
@@ -224,7 +224,7 @@ async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
     except (msgspec.DecodeError, RecursionError):
         found = None
     if isinstance(found, dict) and found.get("error"):
-        return _ErrorInPlaceOfStream(msgspec.json.encode(found))
+        return _UpstreamError(msgspec.json.encode(found))
     return UpstreamBroken(
         f"the upstream responded with status {answer.status} instead of a stream of events"
     )

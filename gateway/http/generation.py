@@ -24,7 +24,7 @@ from draftgate.gateway.http.context import (
 )
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
-from draftgate.gateway.http.requests.decoding import named_as
+from draftgate.gateway.http.requests.decoding import rename_params
 from draftgate.gateway.http.requests.headers import retry_count, service_level
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
@@ -77,7 +77,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         if node.fleet.forwards:
             return await forward(request, node, watch)
-        with named_as(self.params):
+        with rename_params(self.params):
             parsed = await parse_request(request, node, self.parse, watch)
             answer = Answer(parsed, self.rendering(parsed, int(time.time())), watch)
             running = node.dispatcher.run(parsed.job, watch.span, watch)

@@ -58,12 +58,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[_identify, _explain, _authenticate],
+        middlewares=[_assign_request_id, _convert_errors, _authenticate],
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
     app[SLOW_READERS] = SlowReaders(time.monotonic)
-    app.on_response_prepare.append(_sign)
+    app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)
     app.add_routes(
@@ -90,14 +90,14 @@ def build_app(node: Node) -> web.Application:
 
 
 @web.middleware
-async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _assign_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id, which appears in all its log lines."""
     request[REQUEST_ID] = client_request_id(request)
     with about_request(id=request[REQUEST_ID]):
         return await handler(request)
 
 
-async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every response, streamed or not."""
     # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
@@ -142,14 +142,14 @@ def _key(authorization: str) -> str | None:
 
 
 @web.middleware
-async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _convert_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every exception into a response."""
     try:
         return await handler(request)
     except ConnectionResetError:
         return web.Response(status=CLIENT_GONE)  # the client cannot read this response
     except web.HTTPException as error:
-        return _error_response(_of_http(error, request))
+        return _error_response(_convert_http_error(error, request))
     except Exception as error:  # noqa: BLE001 - every exception becomes a response
         shown = as_gateway_error(error)
         if type(shown) is GatewayError:
@@ -163,7 +163,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
             request.protocol.close()
 
 
-def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
+def _convert_http_error(error: web.HTTPException, request: web.Request) -> GatewayError:
     """Return the gateway error for an error that aiohttp raised."""
     if error.status == 404:
         return RouteNotFound(f"the path {request.path} does not exist")

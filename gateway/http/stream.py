@@ -144,7 +144,7 @@ async def stream_answer(
         ConnectionResetError: the client has disconnected, and the request was cancelled.
         Exception: any error before the first event. Later errors are sent as an event.
     """
-    async with one_ending(events, answer.watch, answer.rendering.failure):
+    async with ensure_one_ending(events, answer.watch, answer.rendering.failure):
         async with running as run:
             answer.run = events.reader.run = run
             with Heartbeats(events):
@@ -154,7 +154,7 @@ async def stream_answer(
 
 
 @asynccontextmanager
-async def one_ending(
+async def ensure_one_ending(
     events: EventStream, watch: RequestWatch, failure: Callable[[GatewayError], bytes]
 ) -> AsyncIterator[None]:
     """End a stream that the block has begun, with an error event if the block raises.

@@ -1,7 +1,7 @@
 """The actor of a worker, which starts the worker's process and reports its status.
 
-Ray restarts actors, not processes. Therefore the actor exits after its child, and the child exits
-after the actor. Each restart of a worker is a new process with a new epoch.
+Ray restarts actors, not processes. The actor therefore exits when its child has exited, and the
+child exits when the actor is gone. Each restart of a worker is a new process with a new epoch.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ async def _is_joined(node: Node, before: bool) -> bool:
 
 
 class _NoticeWriter:
-    """Writes notices to the actor, and redirects other output from stdout to stderr."""
+    """A writer of notices to the actor, which redirects other output from stdout to stderr."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)

@@ -51,7 +51,7 @@ _STALL_S: Final = 0.005
 
 
 class GuardedCalls:
-    """Calls a server while it responds.
+    """A caller of a server, with a circuit breaker.
 
     A background task probes the server during an outage.
     """

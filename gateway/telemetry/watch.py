@@ -261,7 +261,7 @@ class RequestWatch:
     def _finish_choice(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
         self._finish_reasons.append(reason.value)
         self._metrics.add(metric.CHOICES, 1, reason.value)
-        # The other choices of a prompt share the KV that the first one computed or found cached.
+        # The other choices of a prompt share the KV of the first choice.
         if delta.choice % self._n == 0:
             self.cached_tokens += delta.cached_tokens
             self._metrics.add(metric.CACHED_TOKENS, delta.cached_tokens)

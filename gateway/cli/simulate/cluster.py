@@ -87,14 +87,16 @@ def simulate(
 
     async def run() -> list[Record]:
         factory = partial(SimBackend, build=environment.build_worker)
-        async with started(factory, cluster.configs, cluster.rules, environment.seed) as dispatcher:
+        async with running_dispatcher(
+            factory, cluster.configs, cluster.rules, environment.seed
+        ) as dispatcher:
             return await send(dispatcher, requests, to_job, on_record, environment.log.pop)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
 
 @asynccontextmanager
-async def started(
+async def running_dispatcher(
     factory: BackendFactory,
     configs: Sequence[WorkerConfig],
     rules: WaitingRules = ADMIT_ALL,

@@ -105,7 +105,7 @@ class Results:
 
 
 OnRecord = Callable[[str, int, Record], None]
-"""Receives each record with its policy and seed."""
+"""A callback that receives each record with its policy and seed."""
 
 
 def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) -> Results:

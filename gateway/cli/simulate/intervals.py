@@ -70,7 +70,7 @@ def batch_means(values: Sequence[float | None], batches: int = BATCHES) -> list[
 
 
 def differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
-    """Return ours minus theirs where both are known."""
+    """Return `ours - theirs` for each pair of known values."""
     pairs = zip(ours, theirs, strict=True)
     return [our - their for our, their in pairs if our is not None and their is not None]
 

@@ -32,7 +32,7 @@ _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     """List the model of this node, or the models of the upstream."""
-    if _are_the_upstreams(request.app[NODE]):
+    if _uses_upstream_names(request.app[NODE]):
         return await pass_on(request)
     return json_response(ModelList([_model(request.app[NODE])]))
 
@@ -44,7 +44,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
         ModelNotFound: the node serves another model.
     """
     node = request.app[NODE]
-    if _are_the_upstreams(node):
+    if _uses_upstream_names(node):
         return await pass_on(request)
     requested, model = request.match_info["model"], _model(node)
     if requested != model.id:
@@ -52,7 +52,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     return json_response(model)
 
 
-def _are_the_upstreams(node: Node) -> bool:
+def _uses_upstream_names(node: Node) -> bool:
     """Return whether clients use the upstream's own names of models."""
     return node.fleet.forwards and node.config.served_model_name is None
 

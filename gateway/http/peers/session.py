@@ -102,7 +102,7 @@ class PeerSession:
         """Serve until the connection ends.
 
         Args:
-            answer: the response to the other node's proof.
+            answer: the response to the proof of the other node.
         """
         try:
             await self._channel.send(await self._ready(answer))

@@ -85,7 +85,7 @@ class ChatRendering(ChunkRendering):
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
         self._begun: set[int] = set()  # choices whose role was sent
-        self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if there are tools
+        self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if the request has tools
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice:
         text, calls, reason = self._read(index, "".join(choice.texts), choice.finish_reason)

@@ -96,7 +96,7 @@ def _named(message: str) -> InvalidRequest:
 
 
 @contextmanager
-def named_as(params: Mapping[str, str]) -> Iterator[None]:
+def rename_params(params: Mapping[str, str]) -> Iterator[None]:
     """Replace the name of the parameter in errors of the block with the client's name.
 
     Args:

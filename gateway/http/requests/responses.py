@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from draftgate.gateway.errors import Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import decode, named_as, reject_unsupported
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
@@ -169,7 +169,7 @@ def parse_responses(
         tool_choice=NamedTool(choice) if isinstance(choice, FlatNamedTool) else choice,
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
-    with named_as(paths):
+    with rename_params(paths):
         parsed = parse_decoded_chat(chat, served, request_id, service)
     return replace(parsed, include_usage=True, body=wire)
 
@@ -188,7 +188,7 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
         message = _message(item, f"input[{index}]")
         calls = message.tool_calls or []
         if calls and messages and messages[-1].role == "assistant":
-            # Templates expect the calls of one answer in one message.
+            # Templates expect the calls of one response in one message.
             calls = messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *calls]
         else:
             messages.append(message)
@@ -205,18 +205,23 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
 def _message(item: InputItem, where: str) -> Message:
     match item.type:
         case "message":
-            return Message(_given(item, where, "role"), _content(item.content))
+            return Message(_required_field(item, where, "role"), _content(item.content))
         case "function_call":
-            name, arguments = _given(item, where, "name"), _given(item, where, "arguments")
-            call = ToolCallMessage(_given(item, where, "call_id"), CalledFunction(name, arguments))
+            name, arguments = (
+                _required_field(item, where, "name"),
+                _required_field(item, where, "arguments"),
+            )
+            call = ToolCallMessage(
+                _required_field(item, where, "call_id"), CalledFunction(name, arguments)
+            )
             return Message("assistant", tool_calls=[call])
         case "function_call_output":
-            call_id = _given(item, where, "call_id")
+            call_id = _required_field(item, where, "call_id")
             return Message("tool", _content(item.output), tool_call_id=call_id)
     raise Unsupported(f"{where}.type", f" {item.type!r}")
 
 
-def _given(item: InputItem, where: str, name: str) -> str:
+def _required_field(item: InputItem, where: str, name: str) -> str:
     value = getattr(item, name)
     if value is None:
         raise invalid(f"{where}.{name}", "must be given")

@@ -60,7 +60,7 @@ def open_client(address: str) -> Connected:
 def _options() -> dict[str, Any]:
     """Return the options of all connections.
 
-    RESP2 has no push messages.
+    The connections use RESP2, because it has no push messages.
     """
     return {
         "decode_responses": True,
@@ -71,7 +71,7 @@ def _options() -> dict[str, Any]:
     }
 
 
-def _given(url: RedisUrl) -> dict[str, Any]:
+def _url_options(url: RedisUrl) -> dict[str, Any]:
     """Return user, password, database, TLS and options of the address."""
     given: dict[str, Any] = {**parse_url(url.plain)}
     if given.pop("connection_class", None) is SSLConnection:
@@ -87,7 +87,7 @@ def _single(url: RedisUrl) -> Connected:
 
 
 def _sentinel(url: RedisUrl) -> Connected:
-    given = _given(url)
+    given = _url_options(url)
     own = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     tls = {name: value for name, value in given.items() if name.startswith("ssl")}
     asking = {**_options(), **tls, **own, "retry": Retry(NoBackoff(), 0)}
@@ -107,7 +107,7 @@ def _try_options(client: Redis) -> None:
 
 def _cluster(url: RedisUrl) -> Connected:
     nodes = [ClusterNode(host, port) for host, port in url.hosts]
-    client = RedisCluster(startup_nodes=nodes, **_options(), **_given(url))
+    client = RedisCluster(startup_nodes=nodes, **_options(), **_url_options(url))
     return Connected(client, (client.aclose,))
 
 
