@@ -1,7 +1,7 @@
 /**
- * Assigns parts of the text to tokens. The text of the chunks is authoritative; the texts of single
- * tokens only say where to cut it. The two differ if a character is split into several tokens (each
- * is U+FFFD alone), if text is held back, and if the tokenizer strips a space.
+ * Assigns parts of the text to tokens. The text of the chunks is authoritative, and the texts of
+ * single tokens only determine the cuts. The texts differ if a character is split into several tokens
+ * (each is U+FFFD alone), if text is held back, or if the tokenizer strips a space.
  */
 
 const KNOWN = new Set(["ngram", "draft_model", "sparse_self", "grammar"]);
@@ -38,14 +38,14 @@ export class Aligner {
     const first = waiting[0];
     if (text.startsWith(first.text)) return waiting.shift();
     if (first.text.startsWith(text)) {
-      // The rest of this token is held back.
+      // The server holds back the rest of this token.
       waiting[0] = { ...first, text: first.text.slice(text.length) };
       return { ...first, text };
     }
     return this.#joint(text);
   }
 
-  /** The text of several tokens together, up to a later token that can be found in it. */
+  /** The text of several tokens together, up to a later token that occurs in the text. */
   #joint(text) {
     const waiting = this.#waiting;
     const first = waiting[0];

@@ -5,7 +5,7 @@ import { byId, figure, make } from "/web/dom.js";
 let owner = null; // the span that the card describes
 let marked = []; // the tokens of its step
 
-/** Return the card's content for a step; null stands for an unknown step. */
+/** Return the card's content for a step, or for an unknown step if the step is null. */
 export function describe(step, number, { from, name, names }) {
   if (step === null) return [heading("Unknown step", "unknown"), make("p", {}, "The worker did not report its steps.")];
   const drafted = names[step.proposer] ?? step.proposer;
@@ -27,7 +27,7 @@ function facts(step, drafted) {
   return `${tokens} added${offer}; price of a slot ${figure(step.price)}`;
 }
 
-/** Which drafts were accepted: those that are the step's first tokens, in order. */
+/** Return which drafts were accepted, because they equal the step's first tokens in order. */
 function verdicts(step) {
   let taken = 0;
   return step.drafts.map((draft) => {
@@ -57,7 +57,7 @@ function drafts(step) {
 
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·");
 
-/** Show content beside a token; `mates` are the tokens of its step. */
+/** Show content beside a token. `mates` are the tokens of its step. */
 export function showCard(span, mates, content) {
   hideCard();
   owner = span;

@@ -35,7 +35,7 @@ export class Chart {
     this.update([]);
   }
 
-  /** Draw samples, oldest first; the last is at the right edge. */
+  /** Draw samples, oldest first, with the last sample at the right edge. */
   update(samples) {
     const series = this.lines.map(({ of }) => samples.map(of));
     const known = series.flat().filter((value) => value !== null);
@@ -81,7 +81,7 @@ function roundUp(value) {
 
 const at = ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`;
 
-/** A line through the spots, broken where one is null. */
+/** A line through the spots, broken where a spot is null. */
 function path(spots) {
   return spots
     .map((spot, index) => (spot === null ? "" : spots[index - 1] ? `L${at(spot)}` : `M${at(spot)}h.1`))

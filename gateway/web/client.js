@@ -1,6 +1,6 @@
-/** Requests to the node that served this page: JSON and server-sent events. */
+/** Requests to the node that served this page, for JSON and server-sent events. */
 
-/** An error response of the node; `status` is the HTTP status, or 0 within a stream. */
+/** An error response of the node. `status` is the HTTP status, or 0 within a stream. */
 export class NodeError extends Error {
   constructor(message, status) {
     super(message);
@@ -51,6 +51,6 @@ async function* events(stream) {
 async function refusal(response) {
   if (response.status === 401) return new NodeError(NO_KEY, 401);
   const body = await response.json().catch(() => null);
-  const message = body?.error?.message ?? `The node answered ${response.status}.`;
+  const message = body?.error?.message ?? `The node responded with status ${response.status}.`;
   return new NodeError(message, response.status);
 }

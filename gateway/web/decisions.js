@@ -6,7 +6,7 @@ import { isPaused } from "/web/live.js";
 
 const EVERY_MS = 3000;
 const SHOWN = 50;
-const KEPT = 1000; // all that the node keeps, to find the decisions of one request
+const KEPT = 1000; // all stored decisions, to find those of one request
 
 let last = null; // id of the last run
 let shown = ""; // key of the rows in the table, to skip updates without news

@@ -1,4 +1,4 @@
-/** The form, the streamed answer, and the statistics of a run. */
+/** The form, the streamed response, and the statistics of a run. */
 
 import { streamed } from "/web/client.js";
 import { byId, duration, figure, make, percent } from "/web/dom.js";
@@ -14,7 +14,7 @@ let conversation = []; // messages of the chat
 let running = null; // the AbortController of the run
 let ended = () => {};
 
-/** Set up the form; `onEnd(requestId)` is called after each run. */
+/** Set up the form. `onEnd(requestId)` is called after each run. */
 export function setUp(onEnd) {
   ended = onEnd;
   byId("prompt").value = EXAMPLE;
@@ -60,7 +60,7 @@ function startAfresh() {
   byId("message").focus();
 }
 
-/** The body of the request without the prompt; empty fields are left out. */
+/** The body of the request, without the prompt and empty fields. */
 function settings() {
   const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
   const form = byId("form").value;
@@ -116,7 +116,7 @@ function askedInChat() {
   byId("message").value = "";
   const keep = (output) => {
     if (output.text) return turns.push({ role: "assistant", content: output.text });
-    // Without an answer, the message returns to the input.
+    // The message returns to the input if the response is empty.
     turns.pop();
     turn.remove();
     output.element.remove();
@@ -147,7 +147,7 @@ function take(event, output, figures) {
     figures.first ??= figures.last;
   }
   const box = byId("output");
-  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24; // was not scrolled up
+  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24; // the user has not scrolled up
   output.add(text, choice.steps);
   if (follows) box.scrollTop = box.scrollHeight;
 }

@@ -45,10 +45,10 @@ function pause() {
 }
 
 function take(sample) {
-  // After a reconnect the node sends the kept samples again.
+  // The node sends the stored samples again after a reconnect.
   if (samples.length && sample.at_s <= samples.at(-1).at_s) return;
   samples = [...samples.filter((old) => old.at_s >= sample.at_s - SPAN_S), sample];
-  // The kept samples arrive in one burst: draw them once.
+  // The stored samples arrive in one burst, so draw them once.
   if (!paused && !draw.due) draw.due = requestAnimationFrame(draw);
 }
 

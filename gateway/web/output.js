@@ -1,4 +1,4 @@
-/** Generated text on the page: a span for each token, one tab stop, a card for each token's step. */
+/** Generated text on the page, with a span for each token, one tab stop, and cards of steps. */
 
 import { Aligner, source } from "/web/align.js";
 import { make } from "/web/dom.js";
@@ -13,7 +13,7 @@ const NAMES = {
   unknown: "unknown",
 };
 
-/** An answer while it is streamed; `element` is its element on the page. */
+/** A streamed response. `element` is its element on the page. */
 export class Output {
   #aligner = new Aligner();
   #pieces = new WeakMap(); // span -> piece
@@ -26,7 +26,7 @@ export class Output {
       role: "group",
       "aria-label": "Generated tokens; use the arrow keys to move between them",
     });
-    this.text = ""; // all of the answer
+    this.text = ""; // the whole response
     for (const [event, react] of Object.entries({
       mouseover: (e) => this.#point(e.target),
       mouseout: (e) => this.#leave(e),
@@ -95,7 +95,7 @@ export class Output {
     next?.focus();
   }
 
-  /** The span that a key moves to; null at the ends, undefined for other keys. */
+  /** The span that a key moves to, or null at the ends, or undefined for other keys. */
   #target(key, span) {
     const step = (one) => this.#pieces.get(one).step;
     const beyondStep = (to) => {

@@ -2,8 +2,8 @@
 -- FORGET_MS (gateway/state/redis/store.py).
 --
 -- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Its braces put the keys into one
--- slot, so that scripts may build key names, in a Redis Cluster as well. Times and lease numbers are
--- microseconds: integers far below 2^53, which a Lua number represents exactly.
+-- slot, so that scripts may build key names, even in a Redis Cluster. Times and lease numbers are
+-- microseconds. These integers are far below 2^53, so a Lua number represents them exactly.
 
 local POOL = KEYS[1]
 local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
@@ -13,7 +13,7 @@ local LEASED = POOL .. 'leased'   -- hash: worker -> tokens of its leases, witho
 local NUMBER = POOL .. 'number'   -- string: the highest lease number
 local GATEWAYS = POOL .. 'gateways' -- sorted set: gateway -> time of its last renewal
 
--- Maximum leases that one call ends; it takes 2.7 ms (Redis 6.2, AMD Zen 4, 2026-11-22).
+-- Maximum leases that one call ends, which takes 2.7 ms (Redis 6.2, AMD Zen 4, 2026-11-22).
 local MOST_PRUNED = 1000
 
 -- Hash of a worker: epoch, seq, capacity_tokens, watermark, report.
@@ -61,7 +61,7 @@ local function tokens_above(worker, number)
 end
 
 -- Return whether no newer epoch of the worker is known. If the epoch itself is new, end the leases
--- of the older one and delete its report. O(1), or O(its leases) for a new epoch
+-- of the older epoch and delete its report. O(1), or O(its leases) for a new epoch
 local function enter(worker, epoch)
   local key = worker_key(worker)
   local known = redis.call('HGET', key, 'epoch')
@@ -78,7 +78,7 @@ local function enter(worker, epoch)
   return true
 end
 
--- Return whether a report of the current epoch is newer than the last one, and record its seq.
+-- Return whether a report of the current epoch is newer than the last report, and record its seq.
 local function follows(worker, seq)
   local last = redis.call('HGET', worker_key(worker), 'seq')
   if last and tonumber(seq) <= tonumber(last) then return false end
@@ -91,7 +91,7 @@ local function last_number()
   return tonumber(redis.call('GET', NUMBER) or 0)
 end
 
--- Continue lease numbers above a known one. Otherwise new numbers would be below the watermarks of
+-- Continue lease numbers above a known number. Otherwise new numbers would be below the watermarks of
 -- workers after the server has lost its memory.
 local function continue_above(number)
   if tonumber(number) > last_number() then redis.call('SET', NUMBER, number) end

@@ -1,4 +1,4 @@
--- Extend the leases that a gateway holds, and restore those that were lost.
+-- Extend the leases that a gateway holds, and restore lost leases.
 -- O(leases given x log leases)
 -- ARGV: gateway, ttl in us, then for each lease: request, worker, epoch, tokens, number
 -- Returns the requests whose worker has a newer epoch.
@@ -9,7 +9,7 @@ prune(now)
 redis.call('ZADD', GATEWAYS, now, gateway)
 
 local fenced = {}
-local entered = {} -- worker -> its current epoch, looked up once
+local entered = {} -- worker -> its current epoch, read once
 for at = 3, #ARGV, 5 do
   local request, worker, epoch = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local tokens, number = ARGV[at + 3], ARGV[at + 4]

@@ -1,6 +1,6 @@
 -- Return all workers with a recent report. O(workers x log leases + leases above the watermarks)
 -- ARGV: maximum age of a worker's report and of a gateway's renewal, in us
--- Returns {gateways, then for each worker: report, age in us, leased tokens, of these above its watermark}.
+-- Returns {gateways, then for each worker: report, age in us, leased tokens, leased tokens above its watermark}.
 
 local forget_us, stale_us = ARGV[1], ARGV[2]
 local now = now_us()

@@ -1,4 +1,4 @@
--- Remove a worker from the pool; its leases stay. O(log workers)
+-- Remove a worker from the pool, but keep its leases. O(log workers)
 -- ARGV: worker, epoch, seq
 
 local worker, epoch, seq = unpack(ARGV)
