@@ -1,4 +1,4 @@
-"""The system's Chromium for tests and screenshots; it is never downloaded."""
+"""The system's Chromium for tests and screenshots, without downloads."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ expect.set_options(timeout=PATIENCE_S * 1e3)
 
 
 def chromium_path() -> str:
-    """The browser of this machine.
+    """Return the path of the browser.
 
     Raises:
-        LookupError: there is none.
+        LookupError: if no browser is installed.
     """
     found = find_chromium()
     if found is None:
-        raise LookupError(f"none of {', '.join(NAMES)} is installed")
+        raise LookupError(f"found none of {', '.join(NAMES)}; install one of them")
     return found
 
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A headless browser, as root without its sandbox."""
+    """Run a headless browser, without its sandbox for the root user."""
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
@@ -41,38 +41,40 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 class Visit:
-    """A page that is open, and what went wrong or strayed while it was.
+    """An open page with its errors and its requests to other servers.
 
     Attributes:
-        problems: errors of the console and of scripts.
-        strangers: addresses that were asked for and are not of the page's node.
+        page: the page.
+        origin: the URL of the page's node.
+        problems: errors and warnings of the console and of scripts.
+        strangers: the URLs of requests to other servers.
     """
 
     def __init__(self, page: Page, origin: str) -> None:
         self.page = page
         self.origin = origin
         self.problems: list[str] = []
-        self.strangers: list[str] = []
+        self.foreign_urls: list[str] = []
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("console", self._note)
-        page.on("request", self._watch)
+        page.on("console", self._record_message)
+        page.on("request", self._record_request)
 
     def check(self) -> None:
-        """Fail on errors and on requests to other servers."""
-        assert (self.problems, self.strangers) == ([], [])
+        """Assert that the page had no errors and sent no requests to other servers."""
+        assert (self.problems, self.foreign_urls) == ([], [])
 
-    def _note(self, message) -> None:
+    def _record_message(self, message) -> None:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
-    def _watch(self, request) -> None:
+    def _record_request(self, request) -> None:
         if not request.url.startswith(f"{self.origin}/"):
-            self.strangers.append(request.url)
+            self.foreign_urls.append(request.url)
 
 
 @asynccontextmanager
 async def visiting(browser: Browser, url: str, **context) -> AsyncIterator[Visit]:
-    """Open the page of a node and wait until it shows the model."""
+    """Open the page of a node and wait until the page shows the model."""
     opened = await browser.new_context(**context)
     opened.set_default_timeout(PATIENCE_S * 1e3)
     visit = Visit(await opened.new_page(), url)

@@ -1,4 +1,4 @@
-"""A browser for each module, and the page of a node for each test."""
+"""Fixtures of the browser tests: a browser per module and a page per test."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ collect_ignore_glob = [] if HAS_PLAYWRIGHT or IN_CI else ["test_*.py"]
 
 @dataclass
 class Scene:
-    """A page, its node, and the worker that the test plays."""
+    """A page, its node and the worker that the test controls."""
 
     visit: Any
-    where: Listening
+    gateway: Listening
     backend: ScriptedBackend
 
     @property
@@ -31,7 +31,7 @@ class Scene:
         return self.visit.page
 
     def deliver(self, request: GenerationRequest, *deltas: Delta) -> None:
-        """Deliver deltas at once."""
+        """Deliver these deltas of the request."""
         for delta in deltas:
             self.backend.streams.deliver([(request.request_id, delta)])
 
@@ -47,10 +47,10 @@ async def browser() -> AsyncIterator:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def scene(browser) -> AsyncIterator[Scene]:
-    """The page of a node with a worker that the test plays; the test fails on any page error."""
+    """The page of a node with a scripted worker. The test fails on any error of the page."""
     from tests.browser.browse import visiting
 
     backend = ScriptedBackend()
-    async with running(backends=[backend]) as where, visiting(browser, where.url) as visit:
-        yield Scene(visit, where, backend)
+    async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
+        yield Scene(visit, gateway, backend)
         visit.check()

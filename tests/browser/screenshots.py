@@ -1,6 +1,6 @@
-"""Take the live page's pictures for the docs: python -m tests.browser.screenshots [DIRECTORY].
+"""Take the screenshots of the live page: python -m tests.browser.screenshots [DIRECTORY].
 
-The shipped model on the real engine completes Python while a changing load draws the charts.
+The engine completes Python code with the shipped model while a changing load draws the charts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from tests.gateway.harness import running
 
 IMAGES: Final = Path(__file__).parents[2] / "docs" / "images"
 LOAD: Final = (1, 2, 4, 8, 14, 8, 3, 1)
-"""Streams at once, for `PHASE_S` seconds each: up to where slots cost something, and back."""
+"""Number of concurrent streams in each phase of `PHASE_S` seconds.
+
+The load rises until draft slots cost time and falls again.
+"""
 
 PHASE_S: Final = 12.0
 VIEW: Final = {"width": 1280, "height": 1100}
@@ -36,9 +39,9 @@ PROMPTS: Final = (
 )
 
 
-async def load(where: Listening) -> None:
-    """Send the changing load until its phases are over."""
-    async with httpx.AsyncClient(base_url=where.url, timeout=60.0) as http:
+async def load(gateway: Listening) -> None:
+    """Send the requests of all load phases."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as http:
         sent = 0
 
         async def stream(until_s: float) -> None:
@@ -56,28 +59,28 @@ async def load(where: Listening) -> None:
 
 @asynccontextmanager
 async def engine():
-    """A node with the shipped model and the settings of `draftgate serve`."""
-    async with running(backend="engine", threads=1) as where:
-        yield where
+    """Run a node with the shipped model and the settings of `draftgate serve`."""
+    async with running(backend="engine", threads=1) as gateway:
+        yield gateway
 
 
-async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> None:
-    """Run the page's example and save a picture with the card of a drafted token."""
+async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, path: Path) -> None:
+    """Run the page's example and save a screenshot with the card of a drafted token."""
     async with visiting(
-        browser, where.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
+        browser, gateway.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
     ) as visit:
         page = visit.page
         await page.get_by_label("Seed").fill("1")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
-        await point_at_a_draft(page)
+        await open_draft_card(page)
         await page.screenshot(path=path, full_page=True, animations="disabled")
         visit.check()
 
 
-async def point_at_a_draft(page: Page) -> None:
-    """Open the card of a step whose draft was accepted in part."""
+async def open_draft_card(page: Page) -> None:
+    """Open the card of a step with accepted and rejected draft tokens."""
     tokens = page.locator("#said-completion .token")
     card = page.get_by_role("tooltip")
     for index in range(await tokens.count()):
@@ -89,15 +92,15 @@ async def point_at_a_draft(page: Page) -> None:
             return
 
 
-async def take(directory: Path) -> None:
-    """Take both pictures."""
-    async with engine() as where, chromium() as browser:
-        await load(where)
+async def take_all(directory: Path) -> None:
+    """Take the light and the dark screenshot."""
+    async with engine() as gateway, chromium() as browser:
+        await load(gateway)
         for scheme in ("light", "dark"):
-            await shoot(browser, where, scheme, directory / f"live-page-{scheme}.png")
+            await take_screenshot(browser, gateway, scheme, directory / f"live-page-{scheme}.png")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=IMAGES)
-    asyncio.run(take(parser.parse_args().directory))
+    asyncio.run(take_all(parser.parse_args().directory))

@@ -1,4 +1,4 @@
-"""The live page in a browser, with a worker whose steps the test sets."""
+"""Tests of the live page in a browser with a scripted worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from playwright.async_api import expect
 
 from draftgate.backends.types import Delta
 from tests.browser.conftest import Scene
-from tests.browser.play import TEXT, in_steps
+from tests.browser.draft_steps import TEXT, in_steps
 from tests.gateway.harness import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -26,12 +26,12 @@ SOURCES = {
 }
 
 
-def said(scene: Scene, kind: str = "completion"):
+def output_of(scene: Scene, kind: str = "completion"):
     return scene.page.locator(f"#said-{kind} .tokens").last
 
 
-async def play(scene: Scene, text: str = TEXT) -> list[Delta]:
-    """Press the button and let the worker answer."""
+async def generate(scene: Scene, text: str = TEXT) -> list[Delta]:
+    """Press the button and let the worker respond with the text."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     deltas = in_steps(scene.backend.tokenizer, text)
@@ -41,7 +41,7 @@ async def play(scene: Scene, text: str = TEXT) -> list[Delta]:
 
 
 async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
-    """After each step the page shows exactly the text so far."""
+    """The page shows the text so far after each step and marks each token's source."""
     await scene.page.get_by_label("Prompt").fill("class Box:\n")
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
@@ -50,16 +50,16 @@ async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
     for delta in in_steps(scene.backend.tokenizer, TEXT):
         scene.deliver(request, delta)
         shown += delta.text
-        await expect(said(scene)).to_have_js_property("textContent", shown)
+        await expect(output_of(scene)).to_have_js_property("textContent", shown)
     assert shown == TEXT
     await expect(scene.page.locator("#run-state")).to_have_text(DONE)
-    expected = []  # a run of tokens that make up one character is one
+    expected = []  # tokens of one character share an element
     for delta in in_steps(scene.backend.tokenizer, "def area(self):\n    return self.width"):
         (step,) = delta.steps
         drafted = [SOURCES[step.proposer]] * step.accepted
         expected += [*drafted, *["target"] * (step.tokens - step.accepted)]
     classes = (
-        await said(scene)
+        await output_of(scene)
         .locator(".token")
         .evaluate_all("spans => spans.map(span => span.className.match(/from-(\\w+)/)[1])")
     )
@@ -67,11 +67,11 @@ async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
 
 
 async def test_card_shows_the_step_on_hover_and_focus(scene: Scene) -> None:
-    """It has drafts with survivals, price and reason; Escape closes it."""
-    await play(scene)
+    """The card of a token shows drafts, survivals, price and reason until Escape."""
+    await generate(scene)
     card = scene.page.get_by_role("tooltip")
     await expect(card).to_be_hidden()
-    await said(scene).locator(".from-ngram").first.hover()
+    await output_of(scene).locator(".from-ngram").first.hover()
     await expect(card).to_be_visible()
     await expect(card.locator("tr.accepted")).to_have_count(2)
     await expect(card.locator("tr.rejected")).to_have_count(1)
@@ -81,9 +81,11 @@ async def test_card_shows_the_step_on_hover_and_focus(scene: Scene) -> None:
     )
     await scene.page.keyboard.press("Escape")
     await expect(card).to_be_hidden()
-    await said(scene).locator(".token").first.focus()
+    await output_of(scene).locator(".token").first.focus()
     await expect(card).to_contain_text("no draft tokens")
-    await expect(said(scene).locator(".token").first).to_have_attribute("aria-describedby", "card")
+    await expect(output_of(scene).locator(".token").first).to_have_attribute(
+        "aria-describedby", "card"
+    )
     await scene.page.keyboard.press("ArrowRight")
     await expect(card).to_contain_text("Step 2")
     await scene.page.keyboard.press("ArrowDown")
@@ -94,21 +96,21 @@ async def test_card_shows_the_step_on_hover_and_focus(scene: Scene) -> None:
 
 
 async def test_stop_cancels_the_request(scene: Scene) -> None:
-    """The text so far stays on the page, and another run may start."""
+    """The stop button cancels the request and keeps the text so far."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     first = in_steps(scene.backend.tokenizer, TEXT)[0]
     scene.deliver(request, first)
-    await expect(said(scene)).to_have_js_property("textContent", first.text)
+    await expect(output_of(scene)).to_have_js_property("textContent", first.text)
     await scene.page.get_by_role("button", name="Stop").click()
     assert await scene.backend.abandoned.get() == request.request_id
     await expect(scene.page.locator("#run-state")).to_have_text("Stopped.")
-    await expect(said(scene)).to_have_js_property("textContent", first.text)
-    await play(scene)
+    await expect(output_of(scene)).to_have_js_property("textContent", first.text)
+    await generate(scene)
 
 
-async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
-    """The test goes from the skip link to the tokens of the run without a pointer."""
+async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
+    """The page can be used with the keyboard, from the skip link to the tokens."""
     keyboard = scene.page.keyboard
     focused = scene.page.locator("*:focus")
     await keyboard.press("Tab")
@@ -138,12 +140,12 @@ async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
         if await focused.evaluate("element => element.classList.contains('token')"):
             break
     await expect(scene.page.get_by_role("tooltip")).to_be_visible()
-    await keyboard.press("Tab")  # all tokens are one stop
+    await keyboard.press("Tab")  # all tokens share one tab stop
     await expect(focused).to_have_text("Pause")
 
 
 async def test_settings_reach_the_worker(scene: Scene) -> None:
-    """Temperature, length, seed, mode and format are those of the request, which is traced."""
+    """The request has the settings of the form and is traced."""
     page = scene.page
     await page.get_by_label("Temperature").fill("0.5")
     await page.get_by_label("Max tokens").fill("12")
@@ -162,7 +164,7 @@ async def test_settings_reach_the_worker(scene: Scene) -> None:
 
 
 async def test_second_message_is_sent_with_the_conversation(scene: Scene) -> None:
-    """A new conversation starts without it."""
+    """The page sends the conversation with the second message and clears it on request."""
     page = scene.page
     await page.get_by_role("tab", name="Chat").click()
     prompts = []
@@ -172,7 +174,9 @@ async def test_second_message_is_sent_with_the_conversation(scene: Scene) -> Non
         request = await scene.backend.submitted.get()
         prompts.append(scene.backend.tokenizer.decode(request.prompt_ids))
         scene.deliver(request, *in_steps(scene.backend.tokenizer, f"answer to {message}"))
-        await expect(said(scene, "chat")).to_have_js_property("textContent", f"answer to {message}")
+        await expect(output_of(scene, "chat")).to_have_js_property(
+            "textContent", f"answer to {message}"
+        )
         await expect(page.locator("#run-state")).to_have_text(DONE)
     assert "answer to first question" in prompts[1]
     assert "second question" in prompts[1]
@@ -180,28 +184,28 @@ async def test_second_message_is_sent_with_the_conversation(scene: Scene) -> Non
     await expect(page.locator("#said-chat .turn")).to_have_count(0)
 
 
-async def test_statistics_of_the_run_come_from_usage_and_metrics(scene: Scene) -> None:
-    """Tokens, accepted drafts and the reason are shown."""
-    deltas = await play(scene)
+async def test_page_shows_statistics_of_the_run(scene: Scene) -> None:
+    """The page shows the tokens, the accepted drafts and the reason of the run."""
+    deltas = await generate(scene)
     outcome = deltas[-1].outcome
     tokens = sum(len(delta.token_ids) for delta in deltas)
     await expect(scene.page.locator("[data-stat=tokens]")).to_have_text(str(tokens))
     await expect(scene.page.locator("[data-stat=accepted]")).to_contain_text(
         f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens}"
     )
-    (decision,) = scene.where.node.decisions.latest(1)
+    (decision,) = scene.gateway.node.decisions.latest(1)
     await expect(scene.page.locator("#reason")).to_contain_text(decision.plan.reason)
 
 
 async def test_charts_are_updated_and_have_text_alternatives(scene: Scene) -> None:
-    """Each text alternative has the latest values."""
-    live, charts = scene.where.node.live, scene.page.locator("#charts svg")
+    """The charts draw new samples, and their text alternatives contain the latest values."""
+    live, charts = scene.gateway.node.live, scene.page.locator("#charts svg")
     await expect(charts).to_have_count(9)
     live.take()
     tokens = scene.page.get_by_role("img", name=re.compile("^Tokens.s:"))
     await expect(tokens).to_have_accessible_name("Tokens/s: 0")
     before = await tokens.locator(".line").get_attribute("d")
-    await play(scene)
+    await generate(scene)
     live.take()
     await expect(tokens).not_to_have_accessible_name("Tokens/s: 0")
     assert await tokens.locator(".line").get_attribute("d") != before
@@ -214,8 +218,8 @@ async def test_charts_are_updated_and_have_text_alternatives(scene: Scene) -> No
 
 
 async def test_charts_can_be_paused(scene: Scene) -> None:
-    """The samples received meanwhile are drawn afterwards."""
-    live = scene.where.node.live
+    """Paused charts draw the samples of the pause when the user resumes them."""
+    live = scene.gateway.node.live
     live.take()
     button, line = scene.page.get_by_role("button", name="Pause"), scene.page.locator(".line").first
     await expect(scene.page.locator("#live-state")).to_have_text("last two minutes")
@@ -224,20 +228,20 @@ async def test_charts_can_be_paused(scene: Scene) -> None:
     frozen = await line.get_attribute("d")
     async with scene.page.expect_response("**/decisions*"):
         live.take()
-        await play(scene)  # its end asks for decisions: the sample came before
+        await generate(scene)  # the page requests decisions after the sample
     assert await line.get_attribute("d") == frozen
     await button.click()
     await expect(line).not_to_have_attribute("d", frozen)
 
 
 async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
-    """The table is newest first and can be limited to the last run."""
+    """The page lists the newest decision first and can show only the last run."""
     rows = scene.page.locator("#decisions tr")
-    await play(scene)
+    await generate(scene)
     await expect(rows).to_have_count(1)
-    await play(scene)
+    await generate(scene)
     await expect(rows).to_have_count(2)
-    (decision,) = scene.where.node.decisions.latest(1)
+    (decision,) = scene.gateway.node.decisions.latest(1)
     for word in (
         decision.plan.policy,
         str(decision.plan.proposer),
@@ -251,18 +255,19 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
 
 
 async def test_refusal_is_shown_as_an_alert(scene: Scene) -> None:
-    """The form can be used again."""
+    """The page shows a refusal as an alert, and the form remains usable."""
     await scene.page.get_by_label("Max tokens").fill("9999")
     await scene.page.get_by_role("button", name="Generate").click()
     await expect(scene.page.get_by_role("alert")).to_contain_text("fit, not")
     scene.visit.problems.clear()  # browsers log every 400
     await scene.page.get_by_label("Max tokens").fill("10")
-    await play(scene)
+    await generate(scene)
     await expect(scene.page.get_by_role("alert")).to_be_hidden()
 
 
 async def test_refused_message_returns_to_its_field(scene: Scene) -> None:
-    """It is not part of the conversation."""
+    """The page returns a refused message to its field and keeps the message out of the
+    conversation."""
     page, message = scene.page, scene.page.get_by_label("Message")
     await page.get_by_role("tab", name="Chat").click()
     await page.get_by_label("Max tokens").fill("9999")
@@ -279,21 +284,21 @@ async def test_refused_message_returns_to_its_field(scene: Scene) -> None:
 
 
 async def test_worker_failure_is_shown(scene: Scene) -> None:
-    """The text before the failure stays."""
+    """The page shows the worker's error and keeps the text before the failure."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     first = in_steps(scene.backend.tokenizer, TEXT)[0]
     scene.deliver(request, first)
-    await expect(said(scene)).to_have_js_property("textContent", first.text)
+    await expect(output_of(scene)).to_have_js_property("textContent", first.text)
     scene.backend.crash("the device is gone")
     await expect(scene.page.get_by_role("alert")).to_contain_text("the device is gone")
 
 
 async def test_missing_key_is_explained(scene: Scene) -> None:
-    """The message says how to enter the key."""
-    answer = {"error": {"message": "no key", "type": "x", "param": None, "code": None}}
+    """The page explains how to enter a missing key."""
+    response = {"error": {"message": "no key", "type": "x", "param": None, "code": None}}
     await scene.page.route(
-        "**/v1/completions", lambda route: route.fulfill(status=401, body=json.dumps(answer))
+        "**/v1/completions", lambda route: route.fulfill(status=401, body=json.dumps(response))
     )
     await scene.page.get_by_role("button", name="Generate").click()
     await expect(scene.page.get_by_role("alert")).to_contain_text("key as the password")
@@ -301,9 +306,9 @@ async def test_missing_key_is_explained(scene: Scene) -> None:
 
 
 async def test_closing_the_page_frees_its_request(scene: Scene) -> None:
-    """Closing the tab is a disconnect."""
+    """Closing the page frees its request."""
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     await scene.page.close()
     assert await scene.backend.abandoned.get() == request.request_id
-    await until(lambda: scene.where.node.dispatcher.in_flight == 0)
+    await until(lambda: scene.gateway.node.dispatcher.in_flight == 0)

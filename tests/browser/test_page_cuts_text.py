@@ -1,4 +1,4 @@
-"""`align.js`: text is cut at the borders of tokens."""
+"""Tests of `align.js`, which cuts text at the borders of tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chunks_of(tokenizer: Tokenizer, text: str, rng: random.Random, stop: str) ->
 
 
 async def test_pieces_join_to_the_text_of_the_chunks(scene: Scene) -> None:
-    """Text that is held back, split or cut off is neither lost nor doubled."""
+    """The pieces of each chunk join to its text, even if text is held back or cut."""
     rng = random.Random(8)
     tokenizer = scene.backend.tokenizer
     texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 40))) for _ in range(STREAMS)]
@@ -55,7 +55,7 @@ async def test_pieces_join_to_the_text_of_the_chunks(scene: Scene) -> None:
 
 
 async def test_each_token_with_whole_characters_is_one_piece(scene: Scene) -> None:
-    """The piece belongs to the token's own step."""
+    """Each token with whole characters becomes one piece of its own step."""
     rng = random.Random(9)
     tokenizer = scene.backend.tokenizer
     texts = ["".join(rng.choices("ab (\n.=x'", k=rng.randint(1, 60))) for _ in range(STREAMS)]
@@ -78,13 +78,13 @@ async def test_each_token_with_whole_characters_is_one_piece(scene: Scene) -> No
     ],
 )
 async def test_special_cases(scene: Scene, chunks: list[dict], pieces: list) -> None:
-    """Unknown steps, held-back text, a stripped space, split characters, empty tokens."""
+    """The aligner handles unknown steps, held-back text, stripped spaces and split characters."""
     number = 0
     for chunk in chunks:
-        told = []
+        steps = []
         for tokens in chunk["steps"]:
-            told.append({"tokens": tokens, "accepted": 0, "number": number})
+            steps.append({"tokens": tokens, "accepted": 0, "number": number})
             number += 1
-        chunk["steps"] = told
+        chunk["steps"] = steps
     (cut,) = await scene.page.evaluate(ALIGN, [chunks])
     assert [piece for chunk in cut for piece in chunk] == pieces

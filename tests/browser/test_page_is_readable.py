@@ -1,4 +1,5 @@
-"""Accessibility of the page: names, landmarks, contrasts, narrow screens, reduced motion."""
+"""Accessibility tests of the page: names, landmarks, contrast, narrow screens and reduced
+motion."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ import pytest
 from playwright.async_api import expect
 
 from tests.browser.conftest import Scene
-from tests.browser.play import TEXT, in_steps
+from tests.browser.draft_steps import TEXT, in_steps
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 LEAST_CONTRAST = 4.5
-"""WCAG 2.2 AA for text of any size."""
+"""Least contrast of text of any size in WCAG 2.2 AA."""
 
 LEAST_GRAPHIC_CONTRAST = 3.0
-"""Likewise for what is not text: underlines that tell sources apart, borders of controls."""
+"""Least contrast of graphics in WCAG 2.2 AA, such as underlines of sources and control borders."""
 
 CONTRASTS = """
 () => {
@@ -37,7 +38,7 @@ CONTRASTS = """
       if (alpha === 1) return rgb;
       if (alpha !== 0) throw new Error(`${one.tagName} is translucent`);
     }
-    throw new Error("nothing is painted behind");
+    throw new Error("the element has no opaque background");
   };
   const name = (element) => `${element.tagName}#${element.id}.${element.className}`;
   const texts = [], graphics = [];
@@ -71,7 +72,7 @@ NAMELESS = """
 () => {
   const faults = [];
   const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-  if (new Set(ids).size !== ids.length) faults.push("an id stands twice");
+  if (new Set(ids).size !== ids.length) faults.push("an id occurs twice");
   for (const element of document.querySelectorAll("input, select, textarea")) {
     if (!element.labels?.length) faults.push(`no label: ${element.id}`);
   }
@@ -97,7 +98,7 @@ NAMELESS = """
 """
 
 
-async def play(scene: Scene) -> None:
+async def generate(scene: Scene) -> None:
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
@@ -107,10 +108,10 @@ async def play(scene: Scene) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_contrast_is_sufficient_in_light_and_dark(scene: Scene, scheme: str) -> None:
-    """Text has 4.5:1 and meaningful lines have 3:1, also on the card."""
+    """Text has a contrast of 4.5:1 and graphics have 3:1 in both colour schemes."""
     await scene.page.emulate_media(color_scheme=scheme)
-    await play(scene)
-    scene.where.node.live.take()
+    await generate(scene)
+    scene.gateway.node.live.take()
     await scene.page.locator("#said-completion .from-ngram").first.hover()
     await expect(scene.page.get_by_role("tooltip")).to_be_visible()
     await scene.page.locator("#said-completion .from-ngram").first.evaluate(
@@ -124,7 +125,7 @@ async def test_contrast_is_sufficient_in_light_and_dark(scene: Scene, scheme: st
 
 
 async def test_page_follows_the_systems_colour_scheme(scene: Scene) -> None:
-    """The colours change from light to dark and back."""
+    """The page changes its colours with the system's colour scheme."""
     grounds = []
     for scheme in ("light", "dark", "light"):
         await scene.page.emulate_media(color_scheme=scheme)
@@ -135,7 +136,7 @@ async def test_page_follows_the_systems_colour_scheme(scene: Scene) -> None:
 
 
 async def test_sources_differ_by_underline_too(scene: Scene) -> None:
-    """The target's tokens have no underline."""
+    """The underlines of the token sources differ, so colour is not the only distinction."""
     styles = await scene.page.locator("#legend .token").evaluate_all(
         "spans => spans.map((span) => { const s = getComputedStyle(span);"
         " return s.textDecorationLine === 'none' && !span.matches('.from-unknown')"
@@ -145,13 +146,13 @@ async def test_sources_differ_by_underline_too(scene: Scene) -> None:
 
 
 async def test_all_controls_have_accessible_names(scene: Scene) -> None:
-    """References are valid, and the focus order is the order of the page."""
-    await play(scene)
+    """Every control has an accessible name, a valid reference and the page's focus order."""
+    await generate(scene)
     assert await scene.page.evaluate(NAMELESS) == []
 
 
 async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
-    """There is a banner, one main region with named sections, and headings in order."""
+    """The page has a banner, a main region with named sections and ordered headings."""
     page = scene.page
     await expect(page.get_by_role("banner")).to_have_count(1)
     await expect(page.get_by_role("main")).to_have_count(1)
@@ -164,9 +165,9 @@ async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
 
 @pytest.mark.parametrize("width", [360, 768, 1020, 1440])
 async def test_page_never_scrolls_sideways(scene: Scene, width: int) -> None:
-    """This includes an answer and its card."""
+    """The page never scrolls sideways, even with a response and the card of a token."""
     await scene.page.set_viewport_size({"width": width, "height": 800})
-    await play(scene)
+    await generate(scene)
     for spot in ("first", "last"):
         await getattr(scene.page.locator("#said-completion .token"), spot).focus()
         await expect(scene.page.get_by_role("tooltip")).to_be_visible()
@@ -177,9 +178,9 @@ async def test_page_never_scrolls_sideways(scene: Scene, width: int) -> None:
 
 
 async def test_reduced_motion_disables_animations(scene: Scene) -> None:
-    """No element has an animation or a transition."""
+    """The page has no animations and transitions if the user prefers reduced motion."""
     await scene.page.emulate_media(reduced_motion="reduce")
-    await play(scene)
+    await generate(scene)
     moving = await scene.page.evaluate(
         "() => [...document.querySelectorAll('*')].filter((element) => {"
         " const style = getComputedStyle(element);"
@@ -190,10 +191,10 @@ async def test_reduced_motion_disables_animations(scene: Scene) -> None:
 
 
 async def test_focus_is_visible(scene: Scene) -> None:
-    """Every stop of the Tab key has a ring."""
-    await play(scene)
+    """Every focused element has a visible outline."""
+    await generate(scene)
     await scene.page.locator("#prompt").focus()
-    for _ in range(11):  # to the last one, the table
+    for _ in range(11):  # up to the last element, the table
         await scene.page.keyboard.press("Tab")
         ring = await scene.page.evaluate(
             "() => getComputedStyle(document.activeElement).outlineStyle"

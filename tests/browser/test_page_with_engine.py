@@ -1,4 +1,4 @@
-"""The live page with the real engine and the shipped model, and with the simulator."""
+"""Tests of the live page with the engine and the shipped model, and with the simulator."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DONE = re.compile("^Done in")
 
 
 @pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
-async def test_page_shows_the_answer_and_updates_charts(browser, settings) -> None:
-    """The text equals that of the same request by another client."""
-    async with running(**settings) as where, visiting(browser, where.url) as visit:
-        page, live = visit.page, where.node.live
+async def test_page_shows_the_response_and_updates_charts(browser, settings) -> None:
+    """The page shows the same text as another client receives, and updates its charts."""
+    async with running(**settings) as gateway, visiting(browser, gateway.url) as visit:
+        page, live = visit.page, gateway.node.live
         live.take()
         tokens = page.get_by_role("img", name=re.compile("^Tokens.s:"))
         await expect(tokens).to_have_accessible_name(re.compile("^Tokens.s: [0-9]"))
@@ -34,10 +34,10 @@ async def test_page_shows_the_answer_and_updates_charts(browser, settings) -> No
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(DONE)
         body = {"prompt": PROMPT, "max_tokens": 40, "seed": 7, "temperature": 0.7}
-        async with client(where) as http:
-            answer = (await http.post("/v1/completions", json=body)).json()
+        async with client(gateway) as http:
+            response = (await http.post("/v1/completions", json=body)).json()
         shown = page.locator("#said-completion .tokens")
-        await expect(shown).to_have_js_property("textContent", answer["choices"][0]["text"])
+        await expect(shown).to_have_js_property("textContent", response["choices"][0]["text"])
         live.take()
         await expect(tokens.locator(".line")).not_to_have_attribute("d", before or "")
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
@@ -46,8 +46,8 @@ async def test_page_shows_the_answer_and_updates_charts(browser, settings) -> No
 
 @pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
 async def test_drafted_tokens_are_marked(browser, settings) -> None:
-    """The number of marked tokens equals the accepted tokens in the answer's metrics."""
-    async with running(**settings) as where, visiting(browser, where.url) as visit:
+    """The number of marked tokens equals the accepted tokens in the response's metrics."""
+    async with running(**settings) as gateway, visiting(browser, gateway.url) as visit:
         page = visit.page
         await page.get_by_label("Speculation").select_option("ngram")
         await page.get_by_label("Seed").fill("1")

@@ -12,7 +12,7 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.telemetry.trace_export import open_tracing
-from tests.gateway.collector import Collector, Sent, collecting
+from tests.gateway.collector import Collector, ReceivedSpan, collecting
 from tests.gateway.harness import PATIENCE_S, post_raw, running, until
 from tests.gateway.redis_server import RedisServer
 from tests.peer.harness import SLOW
@@ -51,7 +51,7 @@ async def nodes(
         yield gateway, workers
 
 
-def named(collector: Collector, name: str) -> list[Sent]:
+def named(collector: Collector, name: str) -> list[ReceivedSpan]:
     """The spans of a name, by start time."""
     found = [span for span in collector.spans if span.name == name]
     return sorted(found, key=lambda span: span.span.start_time_unix_nano)

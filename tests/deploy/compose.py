@@ -1,4 +1,4 @@
-"""Reads compose files as Compose does."""
+"""Reader of compose files with Compose's rules for variables."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<rest>[^}]*))?\}"
 
 
 def read(name: str = "compose.yaml", environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a compose file with its variables filled in.
+    """Return a compose file with its variables substituted.
 
     Args:
         name: the file, relative to the repository.
-        environ: values of the variables; None sets only the required ones.
+        environ: the values of the variables. None sets only the required variables.
 
     Raises:
-        KeyError: a required variable is not set.
+        KeyError: if a required variable is not set.
     """
-    return _filled(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), environ)
+    return _substitute(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), environ)
 
 
 def services() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def services() -> dict[str, Any]:
 
 
 def entry_point() -> list[str]:
-    """Return the entry point of our images, from the Dockerfile."""
+    """Return the entry point of the project's images from the Dockerfile."""
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     (found,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
     return list(json.loads(found))
@@ -48,11 +48,11 @@ def seconds(duration: str) -> float:
     return sum(int(number) * units[unit] for number, unit in parts)
 
 
-def _filled(value: Any, environ: Mapping[str, str] | None) -> Any:
+def _substitute(value: Any, environ: Mapping[str, str] | None) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(item, environ) for key, item in value.items()}
+        return {key: _substitute(item, environ) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, environ) for item in value]
+        return [_substitute(item, environ) for item in value]
     if isinstance(value, str):
         return _VARIABLE.sub(lambda match: _value(match, environ), value)
     return value

@@ -1,4 +1,4 @@
-"""Reads the Kubernetes manifests."""
+"""Reader of the Kubernetes manifests."""
 
 from __future__ import annotations
 

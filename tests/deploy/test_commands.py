@@ -1,4 +1,4 @@
-"""Commands and variables of the deployment files are valid."""
+"""Tests that the commands and variables of the deployment files are valid."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COMMANDS = [*_of_compose(), *_of_kubernetes()]
 
 
 def test_compose_and_kubernetes_have_commands() -> None:
-    """The gateway and the workers of both are checked."""
+    """The deployment files contain five commands of gateways and workers."""
     assert len(COMMANDS) == 5
 
 
 @pytest.mark.parametrize(("command", "environment"), COMMANDS)
 def test_flags_and_variables_of_a_command_exist(command: list[str], environment: set[str]) -> None:
-    """Flags belong to `draftgate serve`, and DRAFTGATE_ variables are settings."""
+    """Every flag of a command belongs to `serve`, and every DRAFTGATE_ variable is a setting."""
     name, *arguments = command
     group = typer.main.get_command(app)
     serve = group.commands[name]  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_flags_and_variables_of_a_command_exist(command: list[str], environment:
 
 
 def test_variables_of_the_gpu_overlay_exist() -> None:
-    """DRAFTGATE_ variables of the GPU overlay are settings."""
+    """Every DRAFTGATE_ variable of the GPU overlay is a setting."""
     patch = yaml.safe_load((ROOT / "deploy/kubernetes/gpu/workers.yaml").read_text())
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     known = {setting.variable for setting in settings()}

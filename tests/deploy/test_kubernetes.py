@@ -1,4 +1,4 @@
-"""The Kubernetes manifests are valid, confined, and consistent with each other and the node."""
+"""Tests that the Kubernetes manifests are valid, confined and consistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.deploy.kubernetes import (
 from tests.gateway.harness import running
 
 VERSIONS = ("1.29", "1.37")
-"""The first and the last supported version."""
+"""Oldest and newest supported version of Kubernetes."""
 
 WORKLOADS = workloads()
 NODES = {key: value for key, value in WORKLOADS.items() if key[1] in {"gateway", "worker"}}
@@ -52,27 +52,26 @@ def _selected(selector: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("manifest", manifests(), ids=_key)
 def test_manifest_satisfies_the_schema_of_its_kind(manifest: Manifest, version: str) -> None:
-    """The object is valid under the official schema, without unknown fields."""
+    """The manifest satisfies the official schema without unknown fields."""
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def test_every_manifest_is_listed_in_its_kustomization() -> None:
-    """Each manifest in a folder belongs to its kustomization."""
-    for folder, beside in ((BASE, set()), (FOLDER / "gpu", {"workers.yaml"})):
-        there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    """The kustomization of each folder lists every manifest in the folder."""
+    for folder, patches in ((BASE, set()), (FOLDER / "gpu", {"workers.yaml"})):
+        files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
         named = set(kustomization(folder)["resources"]) - {"../base"}
-        assert there - beside == named
-        assert {p["path"] for p in kustomization(folder).get("patches", [])} == beside
+        assert files - patches == named
+        assert {p["path"] for p in kustomization(folder).get("patches", [])} == patches
 
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
 def test_pod_satisfies_the_restricted_security_level(key: tuple[str, str]) -> None:
-    """Pods also have a read-only root and no token of the Kubernetes API."""
+    """The pod satisfies the restricted level, has a read-only root and no API token."""
     spec = pod(WORKLOADS[key])
     assert spec["automountServiceAccountToken"] is False
-    assert (
-        spec["enableServiceLinks"] is False
-    )  # otherwise Kubernetes sets DRAFTGATE_ variables for its services
+    # Service links would set DRAFTGATE_ variables for the services.
+    assert spec["enableServiceLinks"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -86,7 +85,7 @@ def test_pod_satisfies_the_restricted_security_level(key: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
 def test_pod_has_requests_a_memory_limit_and_probes(key: tuple[str, str]) -> None:
-    """Each container has liveness and readiness probes."""
+    """Each container has resource requests, a memory limit and liveness and readiness probes."""
     for container in pod(WORKLOADS[key])["containers"]:
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
@@ -95,19 +94,19 @@ def test_pod_has_requests_a_memory_limit_and_probes(key: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
 async def test_probes_use_endpoints_of_the_node(key: tuple[str, str]) -> None:
-    """/health, which covers only the process, triggers restarts; /ready controls traffic."""
+    """The liveness probe uses `/health`, and the readiness probe uses `/ready`."""
     (container,) = pod(NODES[key])["containers"]
-    async with running() as where:
-        paths = {route.resource.canonical for route in _routes(where.node)}
+    async with running() as gateway:
+        paths = {route.resource.canonical for route in _routes(gateway.node)}
     ports = {port["name"] for port in container["ports"]}
-    asked = {kind: container[kind]["httpGet"] for kind in container if kind.endswith("Probe")}
-    assert {kind: get["path"] for kind, get in asked.items()} == {
+    requested = {kind: container[kind]["httpGet"] for kind in container if kind.endswith("Probe")}
+    assert {kind: get["path"] for kind, get in requested.items()} == {
         "startupProbe": "/health",
         "livenessProbe": "/health",
         "readinessProbe": "/ready",
     }
-    assert {get["path"] for get in asked.values()} <= paths
-    assert {get["port"] for get in asked.values()} <= ports
+    assert {get["path"] for get in requested.values()} <= paths
+    assert {get["port"] for get in requested.values()} <= ports
 
 
 def _routes(node: Node) -> list[Any]:
@@ -130,7 +129,7 @@ def test_termination_grace_period_covers_draining(key: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("key", NODES, ids=_id)
 def test_node_listens_on_the_port_of_its_container(key: tuple[str, str]) -> None:
-    """The flag `--port` is the container port."""
+    """The flag `--port` equals the container port."""
     (container,) = pod(NODES[key])["containers"]
     arguments = container["args"]
     (port,) = container["ports"]
@@ -138,7 +137,7 @@ def test_node_listens_on_the_port_of_its_container(key: tuple[str, str]) -> None
 
 
 def test_selectors_match_the_labels_of_pods() -> None:
-    """Services, budgets and policies select one workload; a workload selects its pods."""
+    """Each service, budget and policy selects one workload, and each workload selects its pods."""
     for key, manifest in manifests_of_kind(
         "Service", "PodDisruptionBudget", "NetworkPolicy"
     ).items():
@@ -167,7 +166,7 @@ def _ports(workload: str) -> set[str]:
 
 
 def test_workers_have_a_headless_service() -> None:
-    """The service gives each worker an address and balances no load."""
+    """The workers have a headless service, which gives each worker an address."""
     workers = WORKLOADS["StatefulSet", "worker"]
     service = manifests_of_kind("Service")["Service", workers["spec"]["serviceName"]]
     assert service["spec"]["clusterIP"] == "None"
@@ -175,7 +174,7 @@ def test_workers_have_a_headless_service() -> None:
 
 
 def test_only_autoscalers_set_the_number_of_nodes() -> None:
-    """Each node workload has one autoscaler and no replica count."""
+    """Each node workload has an autoscaler and no replica count."""
     targets = []
     for scaler in manifests_of_kind("HorizontalPodAutoscaler").values():
         target = scaler["spec"]["scaleTargetRef"]
@@ -185,7 +184,7 @@ def test_only_autoscalers_set_the_number_of_nodes() -> None:
 
 
 def test_workers_scale_by_metrics_of_the_adapter() -> None:
-    """The adapter has a rule for each metric of the autoscaler."""
+    """The adapter has a rule for each metric of the workers' autoscaler."""
     rules = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())["rules"]
     rule_names = {
         kind: {rule["name"]["as"] for rule in rules[kind]} for kind in ("custom", "external")
@@ -193,13 +192,13 @@ def test_workers_scale_by_metrics_of_the_adapter() -> None:
     metrics = manifests_of_kind("HorizontalPodAutoscaler")["HorizontalPodAutoscaler", "worker"][
         "spec"
     ]
-    asked = {m["type"]: m[m["type"].lower()]["metric"]["name"] for m in metrics["metrics"]}
-    assert {asked["Pods"]} == rule_names["custom"]
-    assert {asked["External"]} == rule_names["external"]
+    requested = {m["type"]: m[m["type"].lower()]["metric"]["name"] for m in metrics["metrics"]}
+    assert {requested["Pods"]} == rule_names["custom"]
+    assert {requested["External"]} == rule_names["external"]
 
 
 def test_one_secret_holds_all_credentials() -> None:
-    """The guide creates the keys that pods read, and the manifests contain no secret."""
+    """Pods read all credentials from one secret that the guide creates and no manifest contains."""
     read = set()
     for workload in WORKLOADS.values():
         for container in pod(workload)["containers"]:

@@ -1,4 +1,4 @@
-"""Dashboards, scrapes and rules use existing metrics and addresses."""
+"""Tests that dashboards, scrapes and rules use existing metrics and addresses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.gateway.harness import client, running
 
 DEPLOY = ROOT / "deploy"
 PROVISIONED = "grafana/provisioning/datasources/datasources.yaml"
-OF_PROMETHEUS = {"job", "instance", "namespace", "pod"}
-"""Labels that Prometheus adds when it scrapes."""
+PROMETHEUS_LABELS = {"job", "instance", "namespace", "pod"}
+"""Labels that Prometheus adds when it scrapes a target."""
 
 
 def _yaml(path: str) -> Any:
@@ -37,7 +37,7 @@ def _yaml(path: str) -> Any:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of each series that a node exports on /metrics, by series name."""
+    """The labels of each series that a node exports on `/metrics`, by series name."""
     labels: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(asyncio.run(_page())):
         for sample in family.samples:
@@ -46,9 +46,9 @@ def exported() -> dict[str, set[str]]:
 
 
 async def _page() -> str:
-    """Return /metrics of a node after recording each metric once."""
-    async with running() as where, client(where) as http:
-        metrics = where.node.metrics
+    """Return the metrics page of a node that has recorded each metric once."""
+    async with running() as gateway, client(gateway) as http:
+        metrics = gateway.node.metrics
         for metric in METRICS:
             if metric.of_worker is None and metric.labels:
                 record = metrics.observe if metric.kind is Kind.HISTOGRAM else metrics.add
@@ -60,18 +60,19 @@ async def _page() -> str:
 def test_expression_reads_series_that_nodes_export(
     expression: str, exported: dict[str, set[str]]
 ) -> None:
-    """Each series of the expression exists and has the labels that it uses."""
+    """Each series of the expression exists and has the labels that the expression uses."""
     found = list(selected_series(expression))
     assert found
     for series in found:
         assert series.name in exported
-        assert set(series.matched) <= exported[series.name] | OF_PROMETHEUS
+        assert set(series.matched) <= exported[series.name] | PROMETHEUS_LABELS
     labels = set().union(*(exported[series.name] for series in found))
-    assert grouping_labels(expression) <= labels | OF_PROMETHEUS
+    assert grouping_labels(expression) <= labels | PROMETHEUS_LABELS
 
 
 def test_dashboard_thresholds_are_bucket_bounds() -> None:
-    """A threshold that is no bucket bound would give an empty share."""
+    """Each threshold of the dashboard is a bucket bound, because other values give an empty
+    share."""
     bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in METRICS}
     offered = variables()
     assert set(offered["ttft_s"]) <= bounds["draftgate_time_to_first_token_seconds"]
@@ -82,18 +83,18 @@ def test_dashboard_thresholds_are_bucket_bounds() -> None:
 
 def test_outcomes_of_the_dashboard_exist() -> None:
     """The dashboard filters only by existing request outcomes."""
-    asked = {
+    used_values = {
         value
         for expression in dashboard_expressions()
         for series in selected_series(expression)
         for value in series.matched.get("outcome", "").split("|")
     }
-    assert asked - {""} <= {ending.value for ending in Ending}
-    assert asked - {""}
+    assert used_values - {""} <= {ending.value for ending in Ending}
+    assert used_values - {""}
 
 
 def test_panels_do_not_overlap_and_have_a_source() -> None:
-    """Each panel has its own id and place, and a provisioned data source."""
+    """Each panel has a unique id, a place of its own and a provisioned data source."""
     sources = {source["uid"] for source in _yaml(PROVISIONED)["datasources"]}
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -112,7 +113,7 @@ def test_panels_do_not_overlap_and_have_a_source() -> None:
 
 
 def test_addresses_of_scrapes_and_exporters_are_exposed() -> None:
-    """Addresses name compose services and ports that these expose."""
+    """Each scrape and exporter address names a compose service and an exposed port."""
     exposed = {(name, port) for name, s in services().items() for port in s.get("expose", [])}
     collector = _yaml("otel-collector.yaml")
     named = [
@@ -131,13 +132,13 @@ def test_addresses_of_scrapes_and_exporters_are_exposed() -> None:
 
 
 def test_expressions_use_the_job_names_of_prometheus() -> None:
-    """The job names are the same in compose and in Kubernetes."""
-    asked = {
+    """The expressions use the job names of compose and Kubernetes."""
+    used_values = {
         series.matched["job"]
         for expression in (*dashboard_expressions(), *adapter_expressions())
         for series in selected_series(expression)
     }
-    assert asked == {"gateway", "worker"}
+    assert used_values == {"gateway", "worker"}
     jobs = {
         job["job_name"]: job["static_configs"][0]["targets"]
         for job in _yaml("prometheus.yaml")["scrape_configs"]
@@ -150,11 +151,11 @@ def test_expressions_use_the_job_names_of_prometheus() -> None:
     source = "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", component)
     assert {"source_labels": [source], "target_label": "job"} in job["relabel_configs"]
     nodes = (workload for (_, name), workload in workloads().items() if name != "redis")
-    assert {node["metadata"]["labels"][component] for node in nodes} == asked
+    assert {node["metadata"]["labels"][component] for node in nodes} == used_values
 
 
 def test_pipelines_of_the_collector_are_complete() -> None:
-    """Pipelines name existing components, and their ports are those of compose."""
+    """The pipelines name existing components, and compose exposes their ports."""
     config = _yaml("otel-collector.yaml")
     used = {
         (kind, name)

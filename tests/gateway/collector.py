@@ -1,4 +1,4 @@
-"""An OTLP/HTTP collector for tests, and the spans that it received."""
+"""An OTLP/HTTP collector for tests, and the spans that it receives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A span as it was received."""
+class ReceivedSpan:
+    """A span as the collector received it."""
 
     span: Span
     resource: dict[str, Any]
@@ -47,27 +47,27 @@ class Sent:
         return [event.name for event in self.span.events]
 
     def attributes_of(self, event: str) -> dict[str, Any]:
-        """The attributes of the only event of that name."""
-        (found,) = (one for one in self.span.events if one.name == event)
+        """Return the attributes of the only event with this name."""
+        (found,) = (item for item in self.span.events if item.name == event)
         return _plain(found.attributes)
 
     @property
     def failed(self) -> bool:
         return self.span.status.code == Status.STATUS_CODE_ERROR
 
-    def within(self, other: Sent) -> bool:
-        """Whether it runs only while the other one runs."""
+    def within(self, other: ReceivedSpan) -> bool:
+        """Return whether this span begins and ends during the other span."""
         begin_ns, end_ns = self.span.start_time_unix_nano, self.span.end_time_unix_nano
         outer = other.span
         return outer.start_time_unix_nano <= begin_ns <= end_ns <= outer.end_time_unix_nano
 
 
 class Collector:
-    """The received spans, in order."""
+    """An OTLP/HTTP endpoint that stores the spans that it receives."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.spans: list[Sent] = []
+        self.spans: list[ReceivedSpan] = []
         self.headers: list[dict[str, str]] = []
 
     async def take(self, request: web.Request) -> web.Response:
@@ -77,21 +77,21 @@ class Collector:
         for of_resource in message.resource_spans:
             resource = _plain(of_resource.resource.attributes)
             for of_scope in of_resource.scope_spans:
-                self.spans += [Sent(span, resource) for span in of_scope.spans]
+                self.spans += [ReceivedSpan(span, resource) for span in of_scope.spans]
         return web.Response(
             body=ExportTraceServiceResponse().SerializeToString(),
             content_type="application/x-protobuf",
         )
 
-    def named(self, name: str) -> Sent:
-        """The only span of that name."""
+    def named(self, name: str) -> ReceivedSpan:
+        """Return the only span with this name."""
         (found,) = (span for span in self.spans if span.name == name)
         return found
 
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[Collector]:
-    """Accept spans at `/v1/traces` on a free port of this machine."""
+    """Run a collector at `/v1/traces` on a free local port."""
     collector = Collector()
     app = web.Application()
     app.add_routes([web.post("/v1/traces", collector.take)])

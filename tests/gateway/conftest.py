@@ -1,4 +1,4 @@
-"""Fixtures of the gateway's tests."""
+"""Fixtures of the gateway tests."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tests.gateway.redis_server import RedisServer, redis_running
 @pytest.fixture
 async def sim() -> AsyncIterator[Listening]:
     """A node with a simulated worker."""
-    async with running() as where:
-        yield where
+    async with running() as gateway:
+        yield gateway
 
 
 @pytest.fixture
 async def http(sim: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client of `sim`."""
+    """A plain HTTP client of `sim`."""
     async with client(sim) as opened:
         yield opened
 
 
 @pytest.fixture
 async def scripted() -> ScriptedBackend:
-    """A backend whose steps the test decides; not started yet."""
+    """A backend whose steps the test decides, not started yet."""
     return ScriptedBackend()
 
 
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One Redis server for all tests that leave it running."""
+    """A Redis server that tests share if they leave it running."""
     with redis_running(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def redis_server(shared_redis: RedisServer) -> RedisServer:
-    """The shared server, with all data deleted."""
+    """The shared Redis server without data."""
     shared_redis.command("FLUSHALL")
     return shared_redis
 

@@ -1,4 +1,4 @@
-"""A store that can be slow, stuck or dead, and a guarded store in front of it."""
+"""A store that can be slow, stuck or unreachable, and a guarded store that uses it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from draftgate.gateway.state.store import (
 
 
 class FlakyStore:
-    """Implements `Store` with a memory store behind an unreliable connection.
+    """A `Store` that keeps its data in memory and simulates an unreliable connection.
 
     Attributes:
         inner: the memory store.
-        delay_s: delay of each answer; calls take effect at its end.
-        failure: the error that each call raises at once.
-        gateways: the number of gateways that it reports.
-        calls: number of calls by name.
+        delay_s: the delay of each call, in seconds. A call takes effect after the delay.
+        failure: the message of the error that each call raises, or None.
+        gateways: the number of gateways that a snapshot reports.
+        calls: the number of calls by name.
     """
 
     outage = None
@@ -80,5 +80,5 @@ class FlakyStore:
 
 
 def guarded(remote: FlakyStore) -> GuardedStore:
-    """A guard on the running loop's clock, without jitter."""
+    """Return a guarded store that uses the running loop's clock and no jitter."""
     return GuardedStore(remote, clock=asyncio.get_running_loop().time, uniform=lambda: 0.0)

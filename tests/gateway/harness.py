@@ -1,4 +1,4 @@
-"""A node on a free port of this machine, and a backend whose steps a test decides."""
+"""A node on a free local port, and a backend whose steps a test decides."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ PATIENCE_S = 10.0
 
 
 class ScriptedBackend:
-    """Implements `Backend`; the test plays the worker."""
+    """A `Backend` whose worker the test controls."""
 
     recovers = False
 
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
-        self.paces: list[tuple[str, Pace]] = []  # submitted requests, in order
+        self.paces: list[tuple[str, Pace]] = []  # (request id, pace) of each call, in order
         self.streams = DeltaStreams(self.abandoned.put_nowait)
-        self.gate = asyncio.Event()  # start() waits for it
+        self.gate = asyncio.Event()  # start() waits for this event
         self.gate.set()
         self.card = ModelCard("scripted", "scripted", 1000, "test", 1)
         self.tokenizer = Tokenizer(SHIPPED_MODEL)
@@ -66,11 +66,11 @@ class ScriptedBackend:
         self.crash(self.failure or "stopped")
 
     def check(self, request: GenerationRequest) -> None:
-        asked = len(request.prompt_ids) + request.sampling.max_tokens
+        needed = len(request.prompt_ids) + request.sampling.max_tokens
         for limit in (self.card.max_model_len, self.kv_tokens):
-            if asked > limit:
+            if needed > limit:
                 param = "prompt" if len(request.prompt_ids) >= limit else "max_tokens"
-                raise RequestRejected(f"{limit} fit, not {asked}", param, limit)
+                raise RequestRejected(f"{limit} fit, not {needed}", param, limit)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         if self.failure is not None:
@@ -100,7 +100,7 @@ class ScriptedBackend:
         cached_tokens: int = 0,
         phases: Phases | None = None,
     ) -> None:
-        """Deliver a text as one step, with one token per word."""
+        """Deliver a text as one step with one token for each word."""
         ids = tuple(range(max(1, len(text.split()))))
         reason = FinishReason.STOP if last else None
         outcome = SpeculationOutcome() if last else None
@@ -108,7 +108,7 @@ class ScriptedBackend:
         self.streams.deliver([(request.request_id, delta)])
 
     def crash(self, reason: str) -> None:
-        """Fail for good."""
+        """Fail the worker permanently."""
         self.failure = reason
         self.streams.fail(reason)
 
@@ -122,43 +122,43 @@ async def running(
     store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
-    """Serve the simulator, or the given backends with one worker each, on a free port."""
+    """Run a node on a free port with the simulator, or with one worker per given backend."""
     settings = {"port": 0, "backend": "sim", "log_level": "error", **settings}
     if backends:
         settings["devices"] = tuple(range(len(backends)))
     config = ServeConfig(**settings)
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
     node = Node(config, fleet, store or MemoryStore(), tracing or Tracing())
-    async with listening(node) as where:
+    async with listening(node) as gateway:
         try:
             if start:
                 await start_workers(node)
-            yield where
+            yield gateway
         finally:
             await node.stop()
-            # Otherwise 1,024 of them stay alive with all that they reference.
+            # aiohttp caches up to 1,024 handlers, which would keep every closed node in memory.
             web_app._cached_build_middleware.cache_clear()
 
 
 def scripted_fleet(config: ServeConfig, backends: Sequence[ScriptedBackend]) -> Fleet:
-    """A fleet of workers that the test plays, by device."""
+    """Return a fleet whose workers use the given backends by device index."""
     return Fleet(lambda: lambda worker: backends[worker.device_index], config.worker_configs())
 
 
 def load_of(node: Node, worker: int = 0) -> WorkerLoad:
-    """The load of one worker of a node."""
+    """Return the load of a worker of the node."""
     return node.fleet.workers[worker].backend.load()
 
 
 async def leased(node: Node, worker: int = 0) -> int:
-    """The leased tokens of one worker of a node, which the store must know."""
+    """Return the leased tokens of a worker of the node. The store must know the worker."""
     worker_id = node.fleet.workers[worker].worker_id
     views = (await node.store.snapshot()).workers
     return next(view.leased_tokens for view in views if view.worker_id == worker_id)
 
 
 def is_idle(node: Node) -> bool:
-    """Whether the node holds nothing of any request."""
+    """Return whether the node holds no resources of any request."""
     loads = [worker.backend.load() for worker in node.fleet.workers]
     busy = [w for w in loads if w.running + w.waiting or w.kv_blocks_free < w.kv_blocks_total]
     reserved = sum(worker.reserved_tokens for worker in node.fleet.workers)
@@ -167,7 +167,7 @@ def is_idle(node: Node) -> bool:
 
 
 async def placed(node: Node, job: Job) -> list[Placement]:
-    """The placements of a job's prompts on workers that the test plays."""
+    """Return the placements of a job's prompts on scripted workers."""
     async with node.dispatcher.run(job) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
         await until(lambda: None not in run.placements or reading.done())
@@ -179,37 +179,37 @@ async def placed(node: Node, job: Job) -> list[Placement]:
 
 
 @asynccontextmanager
-async def client(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of a node."""
-    async with httpx.AsyncClient(base_url=where.url, timeout=PATIENCE_S) as http:
+async def client(gateway: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """Open a plain HTTP client of a node."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as http:
         yield http
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Run the loop until a condition holds; fail after `PATIENCE_S`."""
+    """Wait until a condition holds, and raise `TimeoutError` after `PATIENCE_S`."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+        while not condition():  # noqa: ASYNC110 - the condition sets no event
             await asyncio.sleep(0.001)
 
 
 async def eventually(
     condition: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
 ) -> None:
-    """Like `until`, for an awaitable condition."""
+    """Wait until an awaitable condition holds, and raise `TimeoutError` after `patience_s`."""
     async with asyncio.timeout(patience_s):
-        while not await condition():  # noqa: ASYNC110 - what is waited for sets no event
+        while not await condition():  # noqa: ASYNC110 - the condition sets no event
             await asyncio.sleep(0.005)
 
 
-def port_of(where: Listening) -> int:
-    return int(where.url.rpartition(":")[2])
+def port_of(gateway: Listening) -> int:
+    return int(gateway.url.rpartition(":")[2])
 
 
 async def post_raw(
-    where: Listening, path: str, body: dict[str, Any], headers: str = ""
+    gateway: Listening, path: str, body: dict[str, Any], headers: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a bare socket, which the caller reads or closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(where))
+    """Send a request over a bare socket, which the caller must read or close."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
@@ -218,6 +218,6 @@ async def post_raw(
 
 
 def events(text: str) -> list[Any]:
-    """Return the data of every event, without comments; `[DONE]` as text."""
+    """Return the decoded data of every event, with `[DONE]` as text."""
     found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [data if data == "[DONE]" else json.loads(data) for data in found]

@@ -1,7 +1,8 @@
-"""llama.cpp's server as a process, with a small random model.
+"""llama.cpp's server as a process with a small random model.
 
-It is `llama-server` on the path, or the file in `LLAMA_SERVER`. Build it from the source
-distribution of `llama-cpp-python`, which contains llama.cpp (some ten minutes on two cores):
+The tests run `llama-server` from the PATH, or the file that `LLAMA_SERVER` names. The source
+distribution of `llama-cpp-python` contains llama.cpp. These commands build the server in about ten
+minutes on two cores:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python
     tar xzf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
@@ -33,11 +34,11 @@ from tests.gateway.harness import PATIENCE_S
 START_S = 30.0
 SLOTS = 2
 SLOT_TOKENS = 16_384
-"""Context of each slot: more than it generates in some seconds, so that a client can leave."""
+"""Context of each slot, in tokens. Filling it takes seconds, so a client can disconnect first."""
 
 
 def find_server() -> Path | None:
-    """Return the path of the server; None without it, or without the package for its model."""
+    """Return the path of the server, or None if the server or the package `gguf` is missing."""
     found = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
     if not found or not Path(found).is_file() or importlib.util.find_spec("gguf") is None:
         return None
@@ -46,13 +47,13 @@ def find_server() -> Path | None:
 
 @dataclass
 class LlamaServer:
-    """A running server."""
+    """A running llama.cpp server."""
 
     url: str
     process: subprocess.Popen[bytes]
 
     def metric(self, name: str) -> float:
-        """Return one of its metrics, read without a gateway."""
+        """Return the value of a metric from the server's own metrics page."""
         page = httpx.get(f"{self.url}/metrics").text
         (line,) = [line for line in page.splitlines() if line.startswith(f"llamacpp:{name} ")]
         return float(line.split()[1])
@@ -60,10 +61,11 @@ class LlamaServer:
     def is_idle(self) -> bool:
         return self.metric("requests_processing") == self.metric("requests_deferred") == 0
 
-    async def settled(self) -> None:
-        """Wait until it is idle, polling rarely.
+    async def wait_idle(self) -> None:
+        """Wait until the server is idle, polling every `POLL_S` seconds.
 
-        Each answer delays its check for clients that have left (`backends.openai.monitor.POLL_S`).
+        Each response of the server delays its next check for disconnected clients, so polling is
+        rare (`backends.openai.monitor.POLL_S`).
         """
         async with asyncio.timeout(PATIENCE_S):
             while not self.is_idle():  # noqa: ASYNC110 - another process sets no event
@@ -72,7 +74,7 @@ class LlamaServer:
 
 @contextmanager
 def llama_server(model: Path, *options: str, port: int = 0) -> Iterator[LlamaServer]:
-    """Serve a model with two slots on a free port; the server is killed at the end."""
+    """Serve a model with two slots on a free port, and kill the server at the end."""
     server = find_server()
     assert server is not None
     port = port or _free_port()
@@ -98,8 +100,8 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
                 return
         except httpx.TransportError:
             pass
-        assert process.poll() is None, "it did not start"
-        assert time.monotonic() < until_s, "it did not become ready"
+        assert process.poll() is None, "llama-server exited during its start"
+        assert time.monotonic() < until_s, "llama-server did not become ready in time"
         time.sleep(0.02)
 
 

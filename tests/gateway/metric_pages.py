@@ -1,8 +1,9 @@
-"""Metrics pages of engines, with figures that a test decides.
+"""Metrics pages of inference engines with values that a test chooses.
 
-That of llama.cpp is as its server wrote it (`llama-cpp-python` 0.3.36). Those of vLLM and SGLang
-follow the sources that `backends.openai.metrics` names. They contain other metrics in between, so
-that a test finds nothing by its position."""
+The page of llama.cpp is a copy from its server (`llama-cpp-python` 0.3.36). The pages of vLLM and
+SGLang follow the sources that `backends.openai.metrics` names. Each page also contains other
+metrics, so a parser cannot find a metric by its position.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def vllm(
     drafts: tuple[int, int, int] | None = None,
     engines: int = 1,
 ) -> str:
-    """Return a page of vLLM; all engines of a data-parallel one report the same."""
+    """Return a page of vLLM in which every data-parallel engine reports the same values."""
     of = 'model_name="m"'
     lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
     for engine in range(engines):
@@ -51,7 +52,7 @@ def sglang(
     accept_rate: float = 0.0,
     max_sequences: int = 0,
 ) -> str:
-    """Return a page of SGLang with two ranks of one replica, and priorities next to the total."""
+    """Return a page of SGLang with two ranks of one replica and metrics per priority."""
     lines = []
     for rank in (0, 1):
         of = f'model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="{rank}"'

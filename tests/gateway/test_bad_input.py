@@ -1,4 +1,4 @@
-"""Malformed requests get a 4xx that names the parameter, never a 500."""
+"""Tests of malformed requests, which get a 4xx that names the parameter and never a 500."""
 
 from __future__ import annotations
 
@@ -133,14 +133,15 @@ CASES = [(TEXT, *case) for case in BAD_TEXT] + [(CHAT, *case) for case in BAD_CH
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_malformed_field_is_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
-    """The error has OpenAI's format, and `param` is the path of the field."""
+    """The server responds with OpenAI's error format and the path of the malformed field as
+    `param`."""
     wrong = []
     for path, body, param in CASES:
         sent = {"stream": True, **body} if stream and "stream_options" not in body else body
-        answer = await http.post(path, json=sent)
-        error = answer.json().get("error", {})
-        if answer.status_code != 400 or error.get("param") != param or not error.get("message"):
-            wrong.append((body, answer.status_code, error))
+        response = await http.post(path, json=sent)
+        error = response.json().get("error", {})
+        if response.status_code != 400 or error.get("param") != param or not error.get("message"):
+            wrong.append((body, response.status_code, error))
     assert wrong == []
 
 
@@ -163,17 +164,17 @@ async def test_malformed_field_is_400_and_named(http: httpx.AsyncClient, stream:
     ],
 )
 async def test_malformed_json_is_400(http: httpx.AsyncClient, body: bytes) -> None:
-    """A body that is not a JSON object is a 400."""
+    """The server responds with 400 to a body that is not a JSON object."""
     for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
-        answer = await http.post(path, content=body)
+        response = await http.post(path, content=body)
         if path == "/tokenize" and b'"a", ' in body:
-            continue  # it has no such field, and ignores what it does not know
-        assert answer.status_code == 400
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+            continue  # /tokenize ignores fields that it does not know
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_neutral_and_unknown_fields_are_accepted(http: httpx.AsyncClient) -> None:
-    """Fields without effect and neutral values of unsupported fields pass."""
+    """The server accepts unknown fields and neutral values of unsupported fields."""
     body = {
         "prompt": "a", "max_tokens": 2, "user": "u", "service_tier": "auto", "store": False,
         "metadata": {"a": 1}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
@@ -190,101 +191,101 @@ async def test_neutral_and_unknown_fields_are_accepted(http: httpx.AsyncClient) 
 
 
 async def test_unknown_model_is_404(http: httpx.AsyncClient) -> None:
-    """The error has OpenAI's code and names the served model."""
+    """The server responds with OpenAI's `model_not_found` error to an unknown model."""
     for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": HI})):
-        answer = await http.post(path, json={"model": "gpt-9", **body})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (404, "model_not_found")
+        response = await http.post(path, json={"model": "gpt-9", **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found")
         assert "gpt-9" in error["message"]
     assert (await http.get("/v1/models/gpt-9")).status_code == 404
 
 
 async def test_error_message_is_bounded(http: httpx.AsyncClient) -> None:
-    """However long the invalid value is, error and log line stay short."""
-    answer = await http.post(TEXT, json={"model": "x" * 1_000_000, "prompt": "a"})
-    assert answer.status_code == 404
-    assert len(answer.content) < 2000
+    """The server truncates a long invalid value in its error message."""
+    response = await http.post(TEXT, json={"model": "x" * 1_000_000, "prompt": "a"})
+    assert response.status_code == 404
+    assert len(response.content) < 2000
 
 
 async def test_too_long_request_is_400_with_both_lengths(http: httpx.AsyncClient) -> None:
-    """The error states the maximum and the requested length."""
-    answer = await http.post(TEXT, json={"prompt": [5] * 10, "max_tokens": 8190})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    """The server rejects a request beyond the context with the maximum and the requested length."""
+    response = await http.post(TEXT, json={"prompt": [5] * 10, "max_tokens": 8190})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "8192" in error["message"]
     assert "8190" in error["message"]
-    answer = await http.post(TEXT, json={"prompt": [5] * 9000})
-    assert answer.json()["error"]["param"] == "prompt"
+    response = await http.post(TEXT, json={"prompt": [5] * 9000})
+    assert response.json()["error"]["param"] == "prompt"
     long = [{"role": "user", "content": "a b " * 9000}]
-    answer = await http.post(CHAT, json={"messages": long})
-    assert answer.json()["error"]["param"] == "messages"
+    response = await http.post(CHAT, json={"messages": long})
+    assert response.json()["error"]["param"] == "messages"
 
 
 async def test_too_large_body_is_413() -> None:
-    """The limit is a setting."""
-    async with running(max_body_bytes=1000) as where, client(where) as http:
-        answer = await http.post(TEXT, json={"prompt": "x" * 2000})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    """The server responds with 413 to a body above the configured limit."""
+    async with running(max_body_bytes=1000) as gateway, client(gateway) as http:
+        response = await http.post(TEXT, json={"prompt": "x" * 2000})
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
         assert (await http.post(TEXT, json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
 async def test_broken_content_encoding_is_400(http: httpx.AsyncClient) -> None:
-    """A valid compressed body is accepted."""
+    """The server rejects a badly compressed body with 400 and accepts a valid compressed body."""
     for headers in ({"content-encoding": "gzip"}, {"content-encoding": "deflate"}):
-        answer = await http.post(TEXT, content=b"no such thing", headers=headers)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+        response = await http.post(TEXT, content=b"no such thing", headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
     packed = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
-    answer = await http.post(TEXT, content=packed, headers={"content-encoding": "gzip"})
-    assert answer.status_code == 200
+    response = await http.post(TEXT, content=packed, headers={"content-encoding": "gzip"})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/nothing"])
 async def test_broken_content_encoding_is_not_logged(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection ends after the response, and no client can fill the log this way."""
-    async with running() as where:
-        reader, writer = await post_raw(where, path, {}, "Content-Encoding: gzip\r\n")
+    """The server logs no error for a badly compressed body and closes the connection."""
+    async with running() as gateway:
+        reader, writer = await post_raw(gateway, path, {}, "Content-Encoding: gzip\r\n")
         assert (await reader.read(-1)).startswith(b"HTTP/1.1 40")
         writer.close()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_decompressed_size_is_limited() -> None:
-    """The limit applies to the decompressed body."""
-    async with running(max_body_bytes=100_000) as where, client(where) as http:
+    """The server applies the size limit to the decompressed body."""
+    async with running(max_body_bytes=100_000) as gateway, client(gateway) as http:
         bomb = gzip.compress(b" " * 50_000_000)
         assert len(bomb) < 100_000
-        answer = await http.post(TEXT, content=bomb, headers={"content-encoding": "gzip"})
-        assert answer.status_code == 413
+        response = await http.post(TEXT, content=bomb, headers={"content-encoding": "gzip"})
+        assert response.status_code == 413
 
 
 async def test_unknown_paths_and_methods_return_openais_error(http: httpx.AsyncClient) -> None:
-    """404 and 405 have the same format as all errors."""
-    answer = await http.get("/v1/nothing")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-    answer = await http.get(TEXT)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    """The server responds to unknown paths and methods with OpenAI's error format."""
+    response = await http.get("/v1/nothing")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    response = await http.get(TEXT)
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
 async def test_unsupported_expect_header_is_417(http: httpx.AsyncClient) -> None:
-    """The response has the usual headers although no handler runs."""
-    answer = await http.get("/health", headers={"expect": "tea"})
-    assert answer.status_code == 417
-    assert answer.headers["x-request-id"]
+    """The response to an unsupported Expect header has status 417 and a request id."""
+    response = await http.get("/health", headers={"expect": "tea"})
+    assert response.status_code == 417
+    assert response.headers["x-request-id"]
 
 
 async def test_unexpected_exception_is_a_bare_500(
     sim: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text of the exception is not sent to the client."""
+    """The server responds with 500 and does not send the exception's text to the client."""
 
     def explode(_job: object) -> None:
         raise KeyError("secret detail")
 
     monkeypatch.setattr(sim.node.dispatcher.admission, "admit", explode)
-    answer = await http.post(TEXT, json={"prompt": "a"})
-    assert answer.status_code == 500
-    assert "secret" not in answer.text
-    assert json.loads(answer.text)["error"]["code"] == "internal_error"
+    response = await http.post(TEXT, json={"prompt": "a"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert json.loads(response.text)["error"]["code"] == "internal_error"

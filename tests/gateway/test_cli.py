@@ -1,4 +1,4 @@
-"""The command line, as a user's shell sees it."""
+"""Tests of the command line as a user's shell runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "draftgate"]
 
 
 def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run the command to its end."""
+    """Run the command and return the completed process."""
     import os
 
     environ = {**os.environ, "COLUMNS": "200", **(env or {})}
@@ -30,7 +30,7 @@ def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
 
 
 def test_help_lists_the_commands_without_slow_imports() -> None:
-    """`--help` is quick: it loads no numerics, no HTTP library and no terminal library."""
+    """The command `--help` lists all commands and imports no slow library."""
     script = (
         "import sys\nfrom draftgate.gateway.cli import app\n"
         "app(['--help'], standalone_mode=False)\n"
@@ -51,7 +51,7 @@ def test_help_lists_the_commands_without_slow_imports() -> None:
     ids=" ".join,
 )
 def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
-    """Each help page is readable in a small terminal of any locale."""
+    """Each help page fits 80 columns and contains only ASCII characters."""
     done = draftgate(*arguments, "--help", env={"COLUMNS": "80"})
     assert done.returncode == 0
     assert done.stdout.isascii()
@@ -59,7 +59,7 @@ def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
 
 
 def test_serve_help_groups_settings_in_panels() -> None:
-    """Headings divide the settings, and no switch is a double negative."""
+    """The help of `serve` groups the settings under headings, without double negatives."""
     shown = draftgate("serve", "--help").stdout
     for panel in PANELS:
         assert f"\n{panel}:\n" in shown
@@ -80,7 +80,7 @@ def test_serve_help_groups_settings_in_panels() -> None:
 def test_help_of_a_nested_command_lists_its_flags(
     arguments: tuple[str, ...], flags: tuple[str, ...]
 ) -> None:
-    """Commands with a parser of their own show its flags, not those of the outer command."""
+    """The help of a nested command lists the nested command's own flags."""
     done = draftgate(*arguments, "--help")
     assert done.returncode == 0
     assert all(flag in done.stdout for flag in flags)
@@ -98,7 +98,7 @@ def test_help_of_a_nested_command_lists_its_flags(
     ids=lambda arguments: arguments[0],
 )
 def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -> None:
-    """Under an ASCII locale, other characters are escaped and arguments stay UTF-8."""
+    """Each command escapes non-ASCII output in an ASCII locale and reads arguments as UTF-8."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     done = draftgate(*arguments, env=ascii_only)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
@@ -109,7 +109,7 @@ def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
-    """The flags of `serve` are the fields of the settings struct."""
+    """The help of `serve` lists a flag for every setting."""
     from draftgate.gateway.config import settings
 
     shown = draftgate("serve", "--help").stdout
@@ -139,7 +139,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
 def test_user_error_is_one_line_and_status_2(
     arguments: list[str], env: dict[str, str], message: str
 ) -> None:
-    """A user's mistake prints one line on stderr, without a traceback; the status is 2."""
+    """The command reports a user error in one line on stderr and exits with status 2."""
     done = draftgate(*arguments, env=env)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
@@ -147,7 +147,7 @@ def test_user_error_is_one_line_and_status_2(
 
 
 def test_missing_model_is_one_line_and_status_1() -> None:
-    """`serve` with a wrong path names it and exits, without a traceback."""
+    """The command `serve` names a missing model path on stderr and exits with status 1."""
     done = draftgate("serve", "/nowhere/model", "--backend", "sim", "--port", "0")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -155,8 +155,8 @@ def test_missing_model_is_one_line_and_status_1() -> None:
     assert "/nowhere/model" in done.stderr.splitlines()[-1]
 
 
-def test_missing_package_is_one_line_that_says_what_to_install() -> None:
-    """Without torch, the engine says what to install."""
+def test_missing_package_is_one_line_with_the_install_command() -> None:
+    """The engine without torch exits with one line that contains the install command."""
     script = (
         "import sys; sys.modules['torch'] = None\nfrom draftgate.gateway.cli import main\n"
         "sys.argv = ['draftgate', 'generate', 'x']\nmain()"
@@ -172,7 +172,7 @@ def test_missing_package_is_one_line_that_says_what_to_install() -> None:
 
 
 def test_config_show_prints_value_and_origin_of_each_setting() -> None:
-    """Text and JSON name the origin of each effective value."""
+    """The command `config show` prints the origin of each effective value as text and as JSON."""
     given = ("--port", "9", "--devices", "0,1", "--exact")
     done = draftgate("config", "show", *given, env={"DRAFTGATE_THREADS": "2"})
     lines = {line.split(" = ")[0].strip(): line for line in done.stdout.splitlines()}
@@ -181,13 +181,13 @@ def test_config_show_prints_value_and_origin_of_each_setting() -> None:
     assert lines["host"].endswith("(default)")
     assert lines["devices"].split()[2:] == ["0,1", "(--devices)"]
     assert lines["exact"].split()[2:] == ["True", "(--exact)"]
-    told = json.loads(draftgate("config", "show", *given, "--json").stdout)
-    assert told["devices"] == {"value": [0, 1], "origin": "--devices"}
-    assert told.keys() == lines.keys()
+    listed = json.loads(draftgate("config", "show", *given, "--json").stdout)
+    assert listed["devices"] == {"value": [0, 1], "origin": "--devices"}
+    assert listed.keys() == lines.keys()
 
 
 def test_mistyped_flag_or_command_gets_a_suggestion() -> None:
-    """The error names the nearest flag or command."""
+    """The error for a mistyped flag or command suggests the nearest name."""
     for arguments, meant in (
         (("serve", "--max-num-seq", "3"), "--max-num-seqs"),
         (("serv",), "serve"),
@@ -198,7 +198,7 @@ def test_mistyped_flag_or_command_gets_a_suggestion() -> None:
 
 
 def test_list_flag_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each occurrence adds an entry; without one, environment and file decide."""
+    """Each occurrence of a list flag adds an entry, and an absent flag is None."""
     peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", kind="list")
     monkeypatch.setattr("draftgate.gateway.cli.options.settings", lambda: (peers,))
     seen: list[object] = []
@@ -209,7 +209,7 @@ def test_list_flag_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
 
     @app.command(cls=SettingsCommand)
-    def look(context: typer.Context) -> None:
+    def read_config(context: typer.Context) -> None:
         config_from(context)
 
     for arguments in (["--peers", "a,b", "--peers", "c"], []):
@@ -219,7 +219,7 @@ def test_list_flag_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generate_writes_text_to_stdout_and_summary_to_stderr() -> None:
-    """stdout holds only the text, which is the same for one seed."""
+    """The command `generate` writes only the text to stdout, and a seed fixes the text."""
     arguments = ("generate", "def f(x):", "--backend", "sim", "--max-tokens", "20", "--seed", "5")
     done = draftgate(*arguments)
     assert done.returncode == 0
@@ -230,7 +230,8 @@ def test_generate_writes_text_to_stdout_and_summary_to_stderr() -> None:
 
 
 def test_invalid_seed_or_prompt_is_rejected_without_a_traceback() -> None:
-    """A seed of more than 64 bits and a prompt that is not UTF-8 are user errors."""
+    """The command `generate` rejects a 65-bit seed and a prompt that is not UTF-8 without a
+    traceback."""
     for arguments, status in (
         (("x", "--temperature", "1", "--seed", str(1 << 64)), 2),
         (("x\udcff", "--backend", "sim"), 1),
@@ -241,7 +242,7 @@ def test_invalid_seed_or_prompt_is_rejected_without_a_traceback() -> None:
 
 
 def test_collect_env_prints_json_or_text() -> None:
-    """`--json` describes the machine for programs."""
+    """The command `collect-env` describes the machine as text or JSON."""
     done = draftgate("collect-env", "--json")
     found = json.loads(done.stdout)
     assert found["python"] == sys.version.split()[0]

@@ -1,4 +1,4 @@
-"""Settings: one struct, four sources, clear errors."""
+"""Tests of settings: one struct, four sources and clear errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = Setting("key", Annotated[str, Meta(min_length=9)], "", "Key", secret=True)
 
 
 def test_flag_overrides_environment_file_and_default(tmp_path: Path) -> None:
-    """The precedence is flag, environment, file, default, and origins are recorded."""
+    """A flag overrides the environment, the file and the default, and each value has an origin."""
     file = tmp_path / "node.yaml"
     file.write_text("port: 1\nthreads: 3\nkv-bytes: 2MiB\ndtype: float32\n")
     environ = {"DRAFTGATE_PORT": "2", "DRAFTGATE_THREADS": "4"}
@@ -39,7 +39,7 @@ def test_flag_overrides_environment_file_and_default(tmp_path: Path) -> None:
 
 
 def test_environment_can_name_the_file(tmp_path: Path) -> None:
-    """DRAFTGATE_CONFIG does what --config does."""
+    """The variable `DRAFTGATE_CONFIG` names the settings file."""
     file = tmp_path / "node.yaml"
     file.write_text("port: 17\n")
     assert effective_config({}, {"DRAFTGATE_CONFIG": str(file)}).config.port == 17
@@ -86,7 +86,7 @@ def test_environment_can_name_the_file(tmp_path: Path) -> None:
 def test_bad_value_is_one_line_that_names_its_source(
     flags: dict[str, object], message: str
 ) -> None:
-    """The message names the setting, its source and the reason."""
+    """The error for a bad value is one line with the setting, its source and the reason."""
     with pytest.raises(ConfigError) as caught:
         effective_config(flags, {})
     assert str(caught.value).startswith(message)
@@ -113,8 +113,10 @@ def test_bad_value_is_one_line_that_names_its_source(
         ("devices: [0, 0]\n", "devices: expected distinct indices"),
     ],
 )
-def test_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
-    """A typo in the file is an error, and is never ignored."""
+def test_bad_file_is_one_line_that_names_the_file(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    """The error for a bad settings file is one line that names the file and the problem."""
     file = tmp_path / "node.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -125,14 +127,14 @@ def test_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, messag
 
 
 def test_bare_off_in_yaml_is_the_policy_off(tmp_path: Path) -> None:
-    """YAML reads a bare `off` as false; here it is the policy that never drafts."""
+    """The file reader turns YAML's false for a bare `off` into the policy `off`."""
     file = tmp_path / "node.yaml"
     file.write_text("speculation: off\n")
     assert effective_config({}, {}, str(file)).config.speculation == "off"
 
 
 def test_a_missing_file_is_an_error() -> None:
-    """A configured file must exist."""
+    """A missing settings file raises an error."""
     with pytest.raises(ConfigError, match="No such file"):
         effective_config({}, {}, "/nowhere/node.yaml")
 
@@ -143,12 +145,12 @@ def test_a_missing_file_is_an_error() -> None:
      ("9" * 400, int("9" * 400))],
 )  # fmt: skip
 def test_sizes_take_units(text: str, size: int) -> None:
-    """Sizes have binary or decimal units, in either case."""
+    """A size may have a binary or decimal unit in upper or lower case."""
     assert effective_config({"kv_bytes": text}, {}).config.kv_bytes == size
 
 
 def test_every_setting_has_a_flag_a_variable_and_help() -> None:
-    """They derive from the struct, for every field."""
+    """Every field of the settings struct has a flag, a variable and a help text."""
     found = settings()
     assert sorted(s.name for s in found) == sorted(ServeConfig.__struct_fields__)
     assert all(s.help for s in found)
@@ -156,7 +158,7 @@ def test_every_setting_has_a_flag_a_variable_and_help() -> None:
 
 
 def test_worker_config_has_the_values_of_the_settings() -> None:
-    """Every field of the worker's configuration is a setting."""
+    """The worker's configuration takes the values of the settings with the same names."""
     config = effective_config({"model": "~/m", "threads": "2", "kv_bytes": "5MiB"}, {}).config
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
@@ -169,29 +171,29 @@ def test_worker_config_has_the_values_of_the_settings() -> None:
 def test_each_device_gets_a_worker_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`--devices 2,0` is two workers in this order, which share the cores."""
+    """The setting `--devices 2,0` starts two workers in this order, which share the cores."""
     monkeypatch.setattr("draftgate.gateway.config.schema._usable_cores", lambda: 5)
     config = effective_config({"devices": "2, 0"}, {}).config
     assert [w.device_index for w in config.worker_configs()] == [2, 0]
     assert {w.threads for w in config.worker_configs()} == {2}
     many = effective_config({"devices": ",".join(map(str, range(8)))}, {}).config
     assert {w.threads for w in many.worker_configs()} == {1}
-    asked = effective_config({"devices": "0,1", "threads": "3"}, {}).config
-    assert {w.threads for w in asked.worker_configs()} == {3}
+    chosen = effective_config({"devices": "0,1", "threads": "3"}, {}).config
+    assert {w.threads for w in chosen.worker_configs()} == {3}
 
 
 @pytest.mark.parametrize(("content", "found"), [("3", (3,)), ("0,1", (0, 1)), ("[1, 0]", (1, 0))])
 def test_devices_in_yaml_can_be_a_number_a_text_or_a_list(
     tmp_path: Path, content: str, found: tuple[int, ...]
 ) -> None:
-    """All three spellings give the same indices."""
+    """The file reader accepts device indices as a number, a text or a list."""
     file = tmp_path / "node.yaml"
     file.write_text(f"devices: {content}\n")
     assert effective_config({}, {}, str(file)).config.devices == found
 
 
-def test_flag_can_switch_a_boolean_off_again() -> None:
-    """The environment switches `exact` on, and a flag switches it off."""
+def test_flag_can_turn_a_boolean_off() -> None:
+    """A flag turns off a setting that the environment turns on."""
     environ = {"DRAFTGATE_EXACT": "true"}
     assert effective_config({}, environ).config.exact is True
     assert effective_config({"exact": False}, environ).config.exact is False
@@ -205,19 +207,19 @@ def test_flag_can_switch_a_boolean_off_again() -> None:
     ],
 )
 def test_unknown_draftgate_variable_is_an_error(variable: str, message: str) -> None:
-    """The error suggests the nearest variable."""
+    """The error for an unknown `DRAFTGATE_` variable suggests the nearest variable."""
     with pytest.raises(ConfigError) as caught:
         effective_config({}, {variable: "1"})
     assert str(caught.value).startswith(f"unknown variable {variable!r}; {message}")
 
 
 def test_the_variable_of_the_instruction_set_is_known() -> None:
-    """`DRAFTGATE_CPU_ISA` is no setting, and no error: the engine reads it."""
+    """The settings accept `DRAFTGATE_CPU_ISA`, which only the engine reads."""
     assert effective_config({}, {"DRAFTGATE_CPU_ISA": "avx2"}).config == ServeConfig()
 
 
 def test_service_variables_of_kubernetes_are_ignored() -> None:
-    """A service called `draftgate` does not keep a pod from starting."""
+    """The settings ignore the variables that Kubernetes sets for a service called `draftgate`."""
     environ = {
         "DRAFTGATE_SERVICE_HOST": "10.0.0.1",
         "DRAFTGATE_SERVICE_PORT": "80",
@@ -248,19 +250,19 @@ def test_service_variables_of_kubernetes_are_ignored() -> None:
     ],
 )
 def test_list_is_a_text_with_commas_or_a_list(given: object, found: tuple[str, ...]) -> None:
-    """Both give the same value, and entries of a list are not split."""
+    """A setting reads a text with commas and a list alike, and does not split list entries."""
     assert PEERS.read(given, "x") == found
 
 
 @pytest.mark.parametrize("given", ["a,,b", ",", [1], 5, [["a"]], {"a": 1}])
 def test_value_that_is_not_a_list_of_texts_is_rejected(given: object) -> None:
-    """The types of entries are checked too."""
+    """A list setting rejects empty entries and entries that are not texts."""
     with pytest.raises(ConfigError, match=r"^--peers: expected"):
         PEERS.read(given, "--peers")
 
 
 def test_secret_is_never_shown() -> None:
-    """Listings and error messages mask it."""
+    """Listings and error messages mask a secret."""
     assert KEY.shown("hush-hush-hush") == KEY.public("hush-hush-hush") == "********"
     assert KEY.shown(None) == "-"
     with pytest.raises(ConfigError) as caught:
@@ -270,12 +272,12 @@ def test_secret_is_never_shown() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_reference_pages_are_current(name: str) -> None:
-    """The committed pages equal the generated ones."""
+    """Each committed reference page equals the generated page."""
     assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == PAGES[name]()
 
 
 def test_every_default_is_a_valid_value() -> None:
-    """Defaults satisfy the bounds, choices and types of their settings."""
+    """Every default satisfies the bounds, choices and type of its setting."""
     for setting in settings():
         if setting.default is not None:
             given = ",".join(map(str, setting.default)) if setting.kind == "indices" else None
@@ -283,7 +285,7 @@ def test_every_default_is_a_valid_value() -> None:
 
 
 def test_each_upstream_becomes_a_worker(tmp_path: Path) -> None:
-    """Repeated flags, a list in the file and commas in the environment give the same."""
+    """Each upstream becomes a worker, whether a flag, the file or the environment names it."""
     file = tmp_path / "node.yaml"
     file.write_text("upstream: [http://a:1/v1, https://b]\n")
     expected = ("http://a:1/v1", "https://b")
@@ -313,26 +315,26 @@ def test_each_upstream_becomes_a_worker(tmp_path: Path) -> None:
     ],
 )
 def test_password_of_the_store_is_never_shown(address: str, shown: str) -> None:
-    """The rest of the address is shown, in text and in JSON."""
+    """Listings mask the password of the store and show the rest of the address."""
     effective = effective_config({"join": address}, {})
     assert effective.config.join == address
-    for told in (config_as_text(effective), config_as_json(effective)):
-        assert shown in told
-        assert "hush" not in told
+    for listing in (config_as_text(effective), config_as_json(effective)):
+        assert shown in listing
+        assert "hush" not in listing
 
 
 @pytest.mark.parametrize(
     "address", ["http://:hush@h", "redis://:hu@sh/hush@h/x", ":hush@h", "redis://:hush@h:port/0"]
 )
 def test_bad_address_of_the_store_is_masked_in_the_error(address: str) -> None:
-    """The message names the setting and what was expected, without the password."""
+    """The error for a bad store address names the setting and masks the password."""
     with pytest.raises(ConfigError, match="--join: expected the address of a Redis") as caught:
         effective_config({"join": address}, {})
     assert "hu" not in str(caught.value).partition("given:")[2]
 
 
 def test_pool_names_have_only_plain_characters() -> None:
-    """A name becomes part of Redis keys, between braces."""
+    """The setting rejects pool names with characters that Redis keys cannot contain."""
     assert effective_config({"pool": "eu-1.blue_2"}, {}).config.pool == "eu-1.blue_2"
     for name in ("", "a b", "a{b}", "a:b", "x" * 65):
         with pytest.raises(ConfigError, match="--pool: expected a name of letters"):

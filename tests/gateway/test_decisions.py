@@ -1,4 +1,4 @@
-"""Recorded decisions: kept in memory, written to a file, replayed."""
+"""Tests of recorded decisions: memory, files and replays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOAD = WorkerLoad(3, 1, 5, 8, 0.2, 0.7, ("ngram",))
 
 
 def decide(decisions: Decisions, count: int, policy: str = "auto") -> None:
-    """Let a policy decide for different requests, and record the decisions."""
+    """Record the decisions of a policy for `count` different requests."""
     decider, modes = speculation_policy(policy), list(SpeculationMode)[:3]
     for index in range(count):
         view = RequestView(10 + index, 20, 0.5, modes[index % 3], None)
@@ -47,7 +47,7 @@ def decide(decisions: Decisions, count: int, policy: str = "auto") -> None:
 
 
 def test_latest_decisions_are_kept_newest_first() -> None:
-    """Memory holds a bounded number of decisions."""
+    """The recorder keeps the latest `KEPT` decisions in memory and lists the newest first."""
     decisions = Decisions(None, lambda: 7.0)
     decide(decisions, KEPT + 5)
     latest = decisions.latest(3)
@@ -58,7 +58,7 @@ def test_latest_decisions_are_kept_newest_first() -> None:
 
 
 def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> None:
-    """The same policy decides the same again."""
+    """A replay of the recorded decisions with the same policy gives the same plans."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     for _ in range(2):
@@ -71,11 +71,11 @@ def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> Non
 
 
 def test_decisions_wait_for_a_failing_disk(tmp_path: Path) -> None:
-    """They are written in order once the disk works again."""
-    path = tmp_path / "there" / "decisions.jsonl"
+    """The recorder keeps decisions while the disk fails and writes them in order afterwards."""
+    path = tmp_path / "folder" / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 3)
-    with pytest.raises(OSError, match="there"):
+    with pytest.raises(OSError, match="folder"):
         decisions.write()
     decide(decisions, 1)
     path.parent.mkdir()
@@ -84,7 +84,7 @@ def test_decisions_wait_for_a_failing_disk(tmp_path: Path) -> None:
 
 
 def test_damaged_file_is_reported_with_its_line(tmp_path: Path) -> None:
-    """The error names file and line."""
+    """The reader names the file and the line of a damaged record."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 1)
@@ -95,7 +95,7 @@ def test_damaged_file_is_reported_with_its_line(tmp_path: Path) -> None:
 
 
 async def test_dispatcher_records_the_inputs_of_each_decision(scripted: ScriptedBackend) -> None:
-    """There is one decision per prompt, without its text."""
+    """The dispatcher records one decision with its inputs for each prompt."""
     config = ServeConfig(speculation="fixed:4")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -105,7 +105,7 @@ async def test_dispatcher_records_the_inputs_of_each_decision(scripted: Scripted
     second, first = node.decisions.latest(9)
     assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
     assert (first.request.repetition, second.request.repetition) == (None, 0.5)
-    assert [first.plan, second.plan] == [one.request.speculation for one in placements]
+    assert [first.plan, second.plan] == [placement.request.speculation for placement in placements]
     assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
 
 
@@ -118,7 +118,7 @@ OLD_LINE = """{"request_id": "r", "decided_s": 7.0, "worker_id": "w",
 
 
 def test_decision_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Missing inputs count as unknown, and a replay uses the others."""
+    """The reader accepts records of an older version and treats missing inputs as unknown."""
     path = tmp_path / "decisions.jsonl"
     path.write_text(OLD_LINE.replace("\n", " ") + "\n")
     (decision,) = read_decisions(path)
@@ -129,7 +129,7 @@ def test_decision_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 
 async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: object) -> None:
-    """Run a job; the worker ends its choices with these outcomes."""
+    """Run a job whose choices end with these outcomes."""
     async with node.dispatcher.run(job) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
         request = await scripted.submitted.get()
@@ -144,7 +144,8 @@ async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: obj
 async def test_outcomes_of_a_tenant_are_inputs_of_its_next_decision(
     scripted: ScriptedBackend,
 ) -> None:
-    """They are counted by temperature."""
+    """The outcomes of a tenant's requests are inputs of its next decision at the same
+    temperature."""
     config = ServeConfig(speculation="auto")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -167,7 +168,8 @@ async def test_outcomes_of_a_tenant_are_inputs_of_its_next_decision(
 
 
 async def test_forced_tokens_are_not_counted_as_accepted_drafts(scripted: ScriptedBackend) -> None:
-    """They are accepted whatever is drafted."""
+    """The statistics exclude tokens that a grammar forces, because any draft of them is
+    accepted."""
     config = ServeConfig(speculation="auto")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
@@ -179,14 +181,14 @@ async def test_forced_tokens_are_not_counted_as_accepted_drafts(scripted: Script
 
 
 async def test_listed_decision_has_all_inputs_and_no_text() -> None:
-    """Targets, repetition and counts are listed; prompt and output are not."""
+    """The listing contains targets, repetition and draft counts, but no prompt and no output."""
     text = "alpha beta gamma delta " * 30
     headers = {"x-slo-tpot-ms": "5"}
-    async with running(speculation="auto") as where, client(where) as http:
+    async with running(speculation="auto") as gateway, client(gateway) as http:
         body = {"prompt": text, "max_tokens": 200, "priority": -1, "ignore_eos": True}
         for _ in range(2):
-            answer = await http.post("/v1/completions", json=body, headers=headers)
-            assert answer.status_code == 200
+            response = await http.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200
         listed = await http.get("/decisions")
     second = listed.json()["decisions"][0]
     assert second["request"]["service"] == {"ttft_s": None, "tpot_s": 0.005, "priority": -1}
@@ -195,14 +197,14 @@ async def test_listed_decision_has_all_inputs_and_no_text() -> None:
     assert second["load"]["step_cost_error"] > 0.0
     assert "repetition" in second["plan"]["reason"]
     assert "alpha" not in listed.text
-    assert answer.json()["choices"][0]["text"] not in listed.text
+    assert response.json()["choices"][0]["text"] not in listed.text
 
 
 async def test_decisions_are_listed_newest_first() -> None:
-    """An invalid limit is named."""
-    async with running(speculation="auto") as where, client(where) as http:
+    """The server lists the newest decision first and rejects an invalid limit."""
+    async with running(speculation="auto") as gateway, client(gateway) as http:
         for tokens in (3, 4):
-            body = {"model": where.node.served.name, "prompt": "x", "max_tokens": tokens}
+            body = {"model": gateway.node.served.name, "prompt": "x", "max_tokens": tokens}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         found = (await http.get("/decisions", params={"limit": 2})).json()["decisions"]
         assert [decision["request"]["max_tokens"] for decision in found] == [4, 3]
@@ -212,7 +214,7 @@ async def test_decisions_are_listed_newest_first() -> None:
 
 
 def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
-    """The command shows the decisions and what another policy would decide."""
+    """The command `explain` shows recorded decisions and the plans of another policy."""
     path = tmp_path / "decisions.jsonl"
     decisions = Decisions(path, lambda: 7.0)
     decide(decisions, 3)
@@ -220,15 +222,15 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     shown = draftgate("explain", str(path), "--policy", "fixed:9").stdout
     assert "auto: up to" in shown
     assert "fixed:9: up to 9 by ngram" in shown
-    assert "fixed:9 would decide differently in 2 of 3" in shown  # one asked for none
-    one = json.loads(draftgate("explain", str(path), "--request", "1", "--json").stdout)
-    assert one["decision"]["request_id"] == "1"
-    assert one["replayed"] is None
-    knowing = decisions.latest(1)[0].request
-    knowing = replace(knowing, service=ServiceLevel(1.0, 0.02, 3), repetition=0.4)
-    knowing = replace(knowing, tenant_drafts=DraftCounts(30, 10))
-    plan = speculation_policy("auto").decide(knowing, LOAD)
-    decisions.record("k", "w", knowing, LOAD, plan)
+    assert "fixed:9 would decide differently in 2 of 3" in shown  # one request disables speculation
+    record = json.loads(draftgate("explain", str(path), "--request", "1", "--json").stdout)
+    assert record["decision"]["request_id"] == "1"
+    assert record["replayed"] is None
+    request = decisions.latest(1)[0].request
+    request = replace(request, service=ServiceLevel(1.0, 0.02, 3), repetition=0.4)
+    request = replace(request, tenant_drafts=DraftCounts(30, 10))
+    plan = speculation_policy("auto").decide(request, LOAD)
+    decisions.record("k", "w", request, LOAD, plan)
     decisions.write()
     known = draftgate("explain", str(path), "--request", "k").stdout
     assert "TTFT within 1000 ms, TPOT within 20 ms, priority 3" in known
@@ -241,19 +243,19 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
 
 
 async def test_explain_reads_the_decisions_of_a_server() -> None:
-    """Given an address, the command shows the server's decisions, oldest first."""
-    async with running(speculation="auto", api_keys=("k",)) as where:
-        async with client(where) as http:
+    """The command `explain` with an address shows the server's decisions from oldest to newest."""
+    async with running(speculation="auto", api_keys=("k",)) as gateway:
+        async with client(gateway) as http:
             http.headers["authorization"] = "Bearer k"
             for tokens in (3, 4):
-                body = {"model": where.node.served.name, "prompt": "x", "max_tokens": tokens}
+                body = {"model": gateway.node.served.name, "prompt": "x", "max_tokens": tokens}
                 assert (await http.post("/v1/completions", json=body)).status_code == 200
-        ask = ("explain", where.url)
-        shown = await asyncio.to_thread(draftgate, *ask, "--api-key", "k")
+        arguments = ("explain", gateway.url)
+        shown = await asyncio.to_thread(draftgate, *arguments, "--api-key", "k")
         assert shown.stdout.index("up to 3 new") < shown.stdout.index("up to 4 new")
-        refused = await asyncio.to_thread(draftgate, *ask)
+        refused = await asyncio.to_thread(draftgate, *arguments)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "requires an API key" in refused.stderr
-    gone = await asyncio.to_thread(draftgate, *ask)
-    assert gone.stderr.startswith(f"draftgate: cannot reach {where.url}: ")
+    gone = await asyncio.to_thread(draftgate, *arguments)
+    assert gone.stderr.startswith(f"draftgate: cannot reach {gateway.url}: ")
     assert gone.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""A client that leaves frees what its request holds: streaming or not, queued or decoding."""
+"""Tests of disconnects: the gateway frees everything that the request of a lost client holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_disconnect_while_decoding_frees_the_kv(sim: Listening, stream: bool, n: int) -> None:
-    """The KV blocks of every choice are freed."""
+    """A disconnect during decoding frees the KV blocks of every choice."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": stream, "n": n})
     await until(lambda: load_of(sim.node).running == n)
     assert not is_idle(sim.node)
@@ -34,22 +34,22 @@ async def test_disconnect_while_decoding_frees_the_kv(sim: Listening, stream: bo
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_disconnect_while_queued_removes_the_request(stream: bool) -> None:
-    """A request that never ran is removed as well."""
-    async with running(max_num_seqs=1) as where:
-        _, first = await post_raw(where, "/v1/completions", LONG)
-        await until(lambda: load_of(where.node).running == 1)
-        _, second = await post_raw(where, "/v1/completions", {**LONG, "stream": stream})
-        queue = where.node.dispatcher.queue
+    """A disconnect removes a queued request that never ran."""
+    async with running(max_num_seqs=1) as gateway:
+        _, first = await post_raw(gateway, "/v1/completions", LONG)
+        await until(lambda: load_of(gateway.node).running == 1)
+        _, second = await post_raw(gateway, "/v1/completions", {**LONG, "stream": stream})
+        queue = gateway.node.dispatcher.queue
         await until(lambda: len(queue) == 1)
         second.close()
         await until(lambda: len(queue) == 0)
-        assert load_of(where.node).running == 1
+        assert load_of(gateway.node).running == 1
         first.close()
-        await until(lambda: is_idle(where.node))
+        await until(lambda: is_idle(gateway.node))
 
 
 async def test_disconnect_cancels_all_prompts(sim: Listening) -> None:
-    """Every prompt of a list is cancelled."""
+    """A disconnect cancels every prompt of a list."""
     body = {**LONG, "prompt": ["a", "b", "c"], "stream": True}
     _, writer = await post_raw(sim, "/v1/completions", body)
     await until(lambda: load_of(sim.node).running == 3)
@@ -58,7 +58,7 @@ async def test_disconnect_cancels_all_prompts(sim: Listening) -> None:
 
 
 async def test_connection_reset_frees_the_request(sim: Listening) -> None:
-    """A reset counts as a disconnect."""
+    """A connection reset frees the request like a normal disconnect."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
     await until(lambda: load_of(sim.node).running == 1)
     writer.transport.abort()
@@ -66,7 +66,7 @@ async def test_connection_reset_frees_the_request(sim: Listening) -> None:
 
 
 async def test_disconnect_releases_the_lease(sim: Listening) -> None:
-    """The store releases what it reserved for the request."""
+    """A disconnect releases the request's lease in the store."""
     node = sim.node
     await node.heartbeat.beat()
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
@@ -78,10 +78,10 @@ async def test_disconnect_releases_the_lease(sim: Listening) -> None:
 
 
 async def test_disconnect_is_noticed_without_a_write(scripted: ScriptedBackend) -> None:
-    """The worker is cancelled although nothing was sent on the stream."""
-    async with running(backends=[scripted]) as where:
+    """The gateway cancels the request after a disconnect even if the stream has sent nothing."""
+    async with running(backends=[scripted]) as gateway:
         body = {"prompt": "x", "stream": True}
-        _, writer = await post_raw(where, "/v1/completions", body)
+        _, writer = await post_raw(gateway, "/v1/completions", body)
         request = await scripted.submitted.get()
         writer.close()
         async with asyncio.timeout(10):
@@ -91,19 +91,20 @@ async def test_disconnect_is_noticed_without_a_write(scripted: ScriptedBackend) 
 async def test_write_to_a_departed_client_is_not_an_error(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The request is freed, and no traceback is logged."""
+    """The gateway frees the request and logs no traceback when a write to a closed connection
+    fails."""
 
     async def fail(_stream: EventStream, _events: bytes) -> None:
         raise ConnectionResetError("Cannot write to closing transport")
 
-    async with running(backends=[scripted]) as where:
+    async with running(backends=[scripted]) as gateway:
         body = {"prompt": "x", "stream": True}
-        _, writer = await post_raw(where, "/v1/completions", body)
+        _, writer = await post_raw(gateway, "/v1/completions", body)
         request = await scripted.submitted.get()
         monkeypatch.setattr(EventStream, "write", fail)
         scripted.emit(request, "gone")
         async with asyncio.timeout(10):
             assert await scripted.abandoned.get() == request.request_id
-        await until(lambda: where.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.dispatcher.in_flight == 0)
         writer.close()
     assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []

@@ -1,4 +1,4 @@
-"""The dispatcher: defaults, wishes that cannot be met, leases."""
+"""Tests of the dispatcher: defaults, unavailable options and leases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def node(scripted: ScriptedBackend) -> Node:
 
 
 def job(prompt_tokens: int = 10, **fields: object) -> Job:
-    """A job of one prompt."""
+    """Return a job with a single prompt."""
     values = {"max_tokens": 5, **fields}
     return Job("r", ((1,) * prompt_tokens,), SamplingParams(1, 0), **values)
 
@@ -38,7 +38,8 @@ def job(prompt_tokens: int = 10, **fields: object) -> Job:
 async def test_without_max_tokens_the_context_is_filled(
     node: Node, scripted: ScriptedBackend
 ) -> None:
-    """The default limit is the rest of the context, or of the KV pool if that is smaller."""
+    """The default of `max_tokens` is the free part of the context or of the KV pool, whichever is
+    smaller."""
     scripted.kv_tokens = 5000
     assert (await placed(node, job(max_tokens=None)))[0].request.sampling.max_tokens == 990
     scripted.kv_tokens = 500
@@ -46,29 +47,29 @@ async def test_without_max_tokens_the_context_is_filled(
 
 
 async def test_a_prompt_that_fills_the_context_is_rejected(node: Node) -> None:
-    """A prompt that fills the context or the pool is rejected even without `max_tokens`."""
+    """The dispatcher rejects a prompt that fills the context or the KV pool."""
     with pytest.raises(RequestRejected):
         await placed(node, job(500, max_tokens=None))
     with pytest.raises(RequestRejected):
         await placed(node, job(2000, max_tokens=None))
 
 
-async def test_the_plan_honours_the_clients_cap(node: Node) -> None:
-    """`max_draft_tokens` limits the plan, and the reason says so."""
+async def test_the_plan_respects_the_clients_cap(node: Node) -> None:
+    """The client's `max_draft_tokens` limits the draft length of the plan."""
     plan = (await placed(node, job(max_draft_tokens=2)))[0].request.speculation
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
     assert plan.reason
 
 
-async def test_a_missing_proposer_is_refused_with_the_available_ones(node: Node) -> None:
-    """Asking for a missing proposer is the client's error, and the message lists the others."""
+async def test_a_missing_proposer_is_rejected_with_the_available_proposers(node: Node) -> None:
+    """The dispatcher rejects a request for a missing proposer and lists the available proposers."""
     with pytest.raises(InvalidRequest, match="can draft with: ngram") as caught:
         await placed(node, job(mode=SpeculationMode.DRAFT_MODEL))
     assert caught.value.param == "speculation.mode"
 
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
-    """Tokens of prompt and output are leased exactly while the request runs."""
+    """The dispatcher leases the prompt and output tokens exactly while the request runs."""
     await node.heartbeat.beat()
     async with node.dispatcher.run(job()) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
@@ -82,7 +83,7 @@ async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: Script
 async def test_the_heartbeat_survives_a_store_error(
     node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heartbeat continues after an error of the store."""
+    """The heartbeat continues after a store error."""
     monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     calls: list[str] = []
     published = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Stopping a node: open streams end, new requests are refused, the exit is clean."""
+"""Tests of stopping a node: open streams end, new requests are refused, the exit is clean."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def breaks(self, plan):
     return execute(self, plan)
 SimExecutor.execute = breaks
 """
-"""Fails every simulated worker that reaches token 200 of a request."""
+"""Code that fails every simulated worker that reaches token 200 of a request."""
 
 
-async def test_draining_finishes_open_streams_and_refuses_new_ones(
+async def test_draining_finishes_open_streams_and_refuses_new_requests(
     scripted: ScriptedBackend,
 ) -> None:
-    """While draining, open streams run to their end, and new requests get 503 with Retry-After."""
-    async with running(backends=[scripted]) as where, client(where) as http:
+    """A draining node finishes open streams and responds to new requests with 503 and
+    Retry-After."""
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         request = await scripted.submitted.get()
-        draining = asyncio.create_task(drain(where.node, 60))
-        await until(lambda: where.node.state is NodeState.DRAINING)
+        draining = asyncio.create_task(drain(gateway.node, 60))
+        await until(lambda: gateway.node.state is NodeState.DRAINING)
         refused = await http.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) > 0
@@ -55,26 +56,26 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(
 
 
 async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) -> None:
-    """A stream that never ends gets one error event after the timeout."""
-    async with running(backends=[scripted]) as where, client(where) as http:
+    """A stream that never ends gets one error event after the drain timeout."""
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         scripted.emit(await scripted.submitted.get(), "begun")
-        assert not await drain(where.node, 0.05)
+        assert not await drain(gateway.node, 0.05)
         await scripted.stop()
         assert events((await open_stream).text)[-1]["error"]["code"] == "worker_failed"
 
 
 async def test_a_late_reader_is_still_in_flight(scripted: ScriptedBackend) -> None:
-    """A whole answer counts as in flight until its bytes have been sent."""
-    async with running(backends=[scripted]) as where, client(where) as http:
+    """A draining node waits until the last byte of a whole response has been sent."""
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
         whole = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": False}))
         scripted.emit(await scripted.submitted.get(), "all", last=True)
-        assert await drain(where.node, 60)
+        assert await drain(gateway.node, 60)
         assert (await whole).json()["choices"][0]["text"] == "all"
 
 
 def test_states_follow_the_table() -> None:
-    """A transition outside the table raises an error."""
+    """A forbidden change of the node's state raises an error."""
     node = Lifecycle()
     node.move_to(NodeState.DRAINING)
     with pytest.raises(RuntimeError, match="draining cannot become ready"):
@@ -101,12 +102,12 @@ def _stream(url: str, max_tokens: int):
 
 
 def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[str], str]) -> None:
-    """An open stream gets its `[DONE]`, then the process exits with 0."""
+    """The server finishes an open stream after SIGTERM and exits with status 0."""
     process, url = served
-    with _stream(url, 600) as answer:
-        begun = answer.readline().decode()
+    with _stream(url, 600) as response:
+        begun = response.readline().decode()
         process.send_signal(signal.SIGTERM)
-        found = events(begun + answer.read().decode())
+        found = events(begun + response.read().decode())
     assert found[-1] == "[DONE]"
     assert found[-2]["choices"][0]["finish_reason"] == "length"
     _, log = process.communicate(timeout=30)
@@ -116,21 +117,21 @@ def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[st
     assert log.rstrip().endswith("stopped")
 
 
-def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]) -> None:
-    """A second signal ends the stream with an error event and exits the process."""
+def test_a_second_signal_ends_open_streams(served: tuple[subprocess.Popen[str], str]) -> None:
+    """A second signal ends the open stream with an error event and stops the server."""
     process, url = served
-    with _stream(url, 8000) as answer:
-        begun = answer.readline().decode()
+    with _stream(url, 8000) as response:
+        begun = response.readline().decode()
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        found = events(begun + answer.read().decode())
+        found = events(begun + response.read().decode())
     assert found[-1]["error"]["code"] == "worker_failed"
     process.communicate(timeout=30)
     assert process.returncode == 0
 
 
 def test_sigterm_while_loading_exits_0() -> None:
-    """A loading node stops as cleanly as a serving one."""
+    """A loading node stops on SIGTERM with status 0 and without a traceback."""
     command = [*COMMAND[:4], "--port", "0", "--backend", "sim", "--config", "/dev/null"]
     slow = "import draftgate.gateway.app as l, time; f = l.backend_factory\n"
     slow += "def load(name):\n    print('loading', flush=True); time.sleep(0.3); return f(name)\n"
@@ -146,8 +147,8 @@ def test_sigterm_while_loading_exits_0() -> None:
 
 
 def test_a_node_exits_with_its_last_worker() -> None:
-    """Streams continue while a worker is left, then end in one error event, and the exit status is
-    1."""
+    """A stream survives the first lost worker, and the node exits with status 1 after the
+    second."""
     command = [*COMMAND, "--devices", "0,1"]
     command[2] = POISON + command[2]
     with subprocess.Popen(
@@ -157,8 +158,8 @@ def test_a_node_exits_with_its_last_worker() -> None:
         while "/v1" not in url:
             url = process.stdout.readline()
             assert url, process.stderr.read()
-        with _stream(url[url.index("http") : url.index("/v1")], 600) as answer:
-            found = events(answer.read().decode())
+        with _stream(url[url.index("http") : url.index("/v1")], 600) as response:
+            found = events(response.read().decode())
         _, log = process.communicate(timeout=30)
     assert len(found) > 20
     assert found[-1]["error"]["code"] == "worker_failed"

@@ -1,4 +1,4 @@
-"""Streams end exactly once: with all finish reasons and `[DONE]`, or with one error."""
+"""Tests of stream endings: all finish reasons and `[DONE]`, or exactly one error."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ BODY = {"prompt": "x", "max_tokens": 400}
 
 @pytest.fixture
 async def node(scripted: ScriptedBackend) -> AsyncIterator[Listening]:
-    """A node with a worker that the test plays."""
-    async with running(backends=[scripted]) as where:
-        yield where
+    """A node with a scripted worker."""
+    async with running(backends=[scripted]) as gateway:
+        yield gateway
 
 
 @pytest.fixture
 async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it."""
+    """A plain HTTP client of `node`."""
     async with client(node) as opened:
         yield opened
 
 
-def ask(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Response]:
+def send_request(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Response]:
     """Send a request in the background."""
     return asyncio.create_task(http.post("/v1/completions", json={**BODY, **fields}))
 
@@ -42,7 +42,7 @@ def ask(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Respons
 async def streaming(
     http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
 ) -> AsyncIterator[AsyncIterator[str]]:
-    """Send a streaming request; yields the lines of its answer."""
+    """Send a streaming request and yield the lines of its response."""
 
     async def lines() -> AsyncIterator[str]:
         async for line in (await opening).aiter_lines():
@@ -60,34 +60,34 @@ async def streaming(
 async def test_tokens_of_one_step_are_one_event(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """A step of several tokens is one event."""
-    answer = ask(http, stream=True)
+    """The server sends the tokens of one step as one event."""
+    response = send_request(http, stream=True)
     request = await scripted.submitted.get()
     scripted.emit(request, "return self.value\n", last=True)
-    chunk, done = events((await answer).text)
+    chunk, done = events((await response).text)
     assert chunk["choices"][0]["text"] == "return self.value\n"
     assert (chunk["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
-    assert (await answer).headers["x-accel-buffering"] == "no"
-    assert (await answer).headers["cache-control"] == "no-cache"
+    assert (await response).headers["x-accel-buffering"] == "no"
+    assert (await response).headers["cache-control"] == "no-cache"
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
 async def test_each_step_is_one_chunk_with_the_usage_so_far(
     scripted: ScriptedBackend, http: httpx.AsyncClient, chat: bool
 ) -> None:
-    """Steps of 1, 5 and 3 tokens are three chunks whose usage counts each token."""
+    """The server sends one chunk per step, and its usage counts all tokens so far."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    path, ask = "/v1/completions", {"prompt": "x"}
+    path, body = "/v1/completions", {"prompt": "x"}
     if chat:
-        path, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
     steps = ["one ", "five are in this step ", "and three more"]
     chunks = []
-    async with streaming(http, path, **ask, stream_options=options) as lines:
+    async with streaming(http, path, **body, stream_options=options) as lines:
         request = await scripted.submitted.get()
         for step in steps:
             scripted.emit(request, step, last=step is steps[-1])
             chunks += events(await anext(lines))
-            await anext(lines)  # the empty line behind an event
+            await anext(lines)  # the empty line after an event
         last, done = events("\n".join([line async for line in lines]))
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [c["delta"]["content"] if chat else c["text"] for c in choices] == steps
@@ -98,7 +98,8 @@ async def test_each_step_is_one_chunk_with_the_usage_so_far(
 async def test_failure_after_first_byte_sends_one_error_event(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """The stream has no `[DONE]`, so clients do not take it for complete."""
+    """The server sends one error event and no `[DONE]` when the worker fails after the first
+    byte."""
     async with streaming(http) as lines:
         request = await scripted.submitted.get()
         scripted.emit(request, "half an ans")
@@ -113,14 +114,14 @@ async def test_failure_after_first_byte_sends_one_error_event(
 async def test_cached_tokens_count_the_first_choice_of_each_prompt(
     scripted: ScriptedBackend, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The other choices share its KV."""
+    """The usage counts cached tokens only for the first choice of each prompt."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    answer = ask(http, prompt=["x", "y"], n=2, max_tokens=50, **options)
+    response = send_request(http, prompt=["x", "y"], n=2, max_tokens=50, **options)
     for cached in (16, 32):
         request = await scripted.submitted.get()
         scripted.emit(request, "second", last=True, choice=1, cached_tokens=500)
         scripted.emit(request, "first", last=True, cached_tokens=cached)
-    body = events((await answer).text)[-2] if stream else (await answer).json()
+    body = events((await response).text)[-2] if stream else (await response).json()
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
     metrics = (await http.get("/metrics")).text
     assert 'draftgate_cached_prompt_tokens_total{model_name="scripted"} 48.0' in metrics
@@ -129,7 +130,7 @@ async def test_cached_tokens_count_the_first_choice_of_each_prompt(
 async def test_openais_client_raises_on_the_error_event(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """The chunks before the error event are delivered first."""
+    """OpenAI's client yields the chunks before the error event and then raises the error."""
     async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x", max_retries=0) as api:
         opening = asyncio.create_task(
             api.completions.create(model="scripted", prompt="x", stream=True)
@@ -146,37 +147,38 @@ async def test_openais_client_raises_on_the_error_event(
 async def test_failed_node_reports_the_reason_and_refuses_requests(
     scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """`/health` has the reason, and requests get 503."""
+    """A failed node reports the reason on `/health` and responds to requests with 503."""
     scripted.crash("device lost")
     health = await http.get("/health")
     assert (health.status_code, health.json()["reason"]) == (503, "device lost")
     assert (await http.get("/ready")).status_code == 503
-    answer = await http.post("/v1/completions", json=BODY)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_failed")
-    assert "retry-after" in answer.headers
+    response = await http.post("/v1/completions", json=BODY)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_failed")
+    assert "retry-after" in response.headers
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {}, {"prompt": ["x", "y"]}])
 async def test_failure_before_the_first_token_is_an_http_error(
     scripted: ScriptedBackend, http: httpx.AsyncClient, fields: dict[str, object]
 ) -> None:
-    """The same holds for streams."""
-    answer = ask(http, **fields)
+    """The server responds with 503 when the worker fails before the first token, even to a
+    stream."""
+    response = send_request(http, **fields)
     await scripted.submitted.get()
     scripted.crash("device lost")
-    assert (await answer).status_code == 503
-    assert (await answer).json()["error"]["code"] == "worker_failed"
+    assert (await response).status_code == 503
+    assert (await response).json()["error"]["code"] == "worker_failed"
 
 
 async def test_failing_prompt_cancels_the_other_prompts(
     node: Listening, scripted: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """The answer has one error."""
+    """A failing prompt cancels the other prompts and sends one error event."""
     async with streaming(http, prompt=["x", "y"]) as lines:
         first, second = await scripted.submitted.get(), await scripted.submitted.get()
         scripted.emit(first, "one")
         assert '"index":0' in await anext(lines)
-        await anext(lines)  # the empty line behind an event
+        await anext(lines)  # the empty line after an event
         scripted.emit(second, "two")
         assert '"index":1' in await anext(lines)
         await anext(lines)
@@ -191,14 +193,14 @@ async def test_failing_prompt_cancels_the_other_prompts(
 async def test_slow_reader_gets_merged_deltas_and_all_text(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Deltas merge into few large chunks while the client does not read."""
+    """The server merges deltas into fewer chunks while the client does not read."""
     reader, writer = await post_raw(node, "/v1/completions", {**BODY, "stream": True})
     request = await scripted.submitted.get()
     piece = "x" * 20_000
     steps = 1000
     for _ in range(steps):
         scripted.emit(request, piece)
-        await asyncio.sleep(0)  # one turn of the loop is all the writer gets
+        await asyncio.sleep(0)  # the writer gets a single iteration of the loop
     scripted.emit(request, "end", last=True)
     data = await _read_all(reader)
     writer.close()
@@ -208,7 +210,6 @@ async def test_slow_reader_gets_merged_deltas_and_all_text(
 
 
 async def _read_all(reader: asyncio.StreamReader) -> str:
-    """Return the body of a chunked response without its framing."""
     await reader.readuntil(b"\r\n\r\n")
     body = bytearray()
     while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -220,7 +221,7 @@ async def _read_all(reader: asyncio.StreamReader) -> str:
 async def test_queued_stream_gets_comments(
     scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients ignore comments, which keep the connection open."""
+    """The server sends comments to a queued stream to keep the connection open."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     async with streaming(http) as lines:
         assert await anext(lines) == ": waiting"
@@ -232,12 +233,12 @@ async def test_queued_stream_gets_comments(
 async def test_missing_finish_reason_is_an_error(
     scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no `[DONE]` unless every choice has a finish reason."""
+    """The server responds with 503 if a choice has no finish reason."""
 
     async def short(_request: object):
         for _ in ():
             yield
 
     monkeypatch.setattr(scripted, "generate", short)
-    answer = await http.post("/v1/completions", json={**BODY, "stream": True})
-    assert answer.status_code == 503
+    response = await http.post("/v1/completions", json={**BODY, "stream": True})
+    assert response.status_code == 503

@@ -1,4 +1,4 @@
-"""Long work runs beside the event loop."""
+"""Tests that long work runs in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.gateway.harness import ScriptedBackend, client, post_raw, running
 MEGABYTE = 1 << 20
 TEXT = ("def f(x):\n    return x + 1\n" * (MEGABYTE // 26))[:MEGABYTE]
 LONG = MEGABYTE // 8
-"""Least size, in characters, bytes or tokens, of work that counts as large here."""
+"""Least size of work that counts as large, in characters, bytes or tokens."""
 
 
 class ThreadWatch:
-    """Records the size of the work of wrapped functions, and the thread it ran in."""
+    """Records the size of the work of wrapped functions and the threads that run the functions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -51,7 +51,13 @@ class ThreadWatch:
         self.large: list[tuple[str, int]] = []
 
     def wrap(self, owner: Any, name: str, size: Callable[..., int]) -> None:
-        """Watch a function; `size` gets its arguments and, last, its result."""
+        """Record the large calls of a function.
+
+        Args:
+            owner: the object or module that owns the function.
+            name: the name of the function.
+            size: returns the size of a call from its arguments and, last, its result.
+        """
         wrapped = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +69,8 @@ class ThreadWatch:
         self._monkeypatch.setattr(owner, name, watched)
 
     def names(self) -> set[str]:
-        """Return the functions that did large work; fails if any of it ran in the loop's thread."""
+        """Return the functions that did large work, and assert that none ran in the loop's
+        thread."""
         assert self.loop not in {thread for _, thread in self.large}, self.large
         return {name for name, _ in self.large}
 
@@ -74,7 +81,7 @@ def _size(value: Any) -> int:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> ThreadWatch:
-    """Watch everything that may take long between a body and its answer."""
+    """A watch of all functions between a body and its response that may take long."""
     found = ThreadWatch(monkeypatch)
     largest = lambda *values: max(map(_size, values))  # noqa: E731 - as short as its meaning
     for owner, name in (
@@ -98,7 +105,7 @@ IDS = [1000 + n % 1000 for n in range(MEGABYTE // 6)]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "worked"),
+    ("path", "body", "large_work"),
     [
         ("/v1/chat/completions", CHAT, {"decode", "render_chat", "encode"}),
         ("/v1/chat/completions", {**CHAT, "stream": True}, {"decode", "render_chat", "encode"}),
@@ -110,20 +117,23 @@ IDS = [1000 + n % 1000 for n in range(MEGABYTE // 6)]
     ],
 )
 async def test_megabyte_body_is_processed_in_other_threads(
-    watch: ThreadWatch, sim: Listening, http: httpx.AsyncClient, path, body, worked
+    watch: ThreadWatch, sim: Listening, http: httpx.AsyncClient, path, body, large_work
 ) -> None:
-    """Parsing, templates, tokenising and rendering run in other threads."""
-    answer = await http.post(path, json=body)
-    assert answer.status_code in {200, 400}  # too long a prompt is refused, but only once counted
-    assert worked <= watch.names()
+    """The server parses, tokenises and renders a body of a megabyte in other threads."""
+    response = await http.post(path, json=body)
+    assert response.status_code in {
+        200,
+        400,
+    }  # the server counts the tokens before it rejects a long prompt
+    assert large_work <= watch.names()
 
 
 class CallCount:
     """Counts the Python and C functions that each callback of this thread's loop calls.
 
     Attributes:
-        most: calls of the longest callback.
-        last: the function that the longest callback called when its count became the highest.
+        most: the number of calls of the longest callback.
+        last: the function in which the longest callback reached its highest count.
     """
 
     def __init__(self) -> None:
@@ -133,13 +143,13 @@ class CallCount:
     @contextmanager
     def counting(self) -> Iterator[None]:
         before = sys.getprofile()
-        sys.setprofile(self._see)
+        sys.setprofile(self._count_call)
         try:
             yield
         finally:
             sys.setprofile(before)
 
-    def _see(self, frame: Any, event: str, _argument: Any) -> None:
+    def _count_call(self, frame: Any, event: str, _argument: Any) -> None:
         if frame.f_code is Handle._run.__code__ and event in {"call", "return"}:
             self._calls = 0
         elif event in {"call", "c_call"}:
@@ -149,8 +159,11 @@ class CallCount:
 
 
 MOST_CALLS = 5_000
-"""Of a callback: some 0.2 us each, with the work between them, make a millisecond. There are 1,700,
-in a step that computes 512 blocks; blocks that were hashed and freed one by one made 220,000."""
+"""Limit of the calls in one callback. At about 0.2 us per call, the limit is one millisecond.
+
+A step that computes 512 blocks makes 1,700 calls. Hashing and freeing each block separately made
+220,000 calls.
+"""
 
 STREAMS = 8
 
@@ -167,35 +180,36 @@ STREAMS = 8
         ("/detokenize", {"tokens": IDS}),
     ],
 )
-async def test_megabyte_body_beside_streams_makes_no_long_callback(
+async def test_megabyte_body_makes_no_long_callback_during_streams(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """New or cached, a request of a megabyte keeps each callback of the loop short.
+    """A request of a megabyte keeps each callback of the loop short while streams run.
 
-    The test counts calls, because their number does not depend on the machine. The other tests
-    here check the work within single calls of C functions.
+    The test sends each request twice, because the second request uses the prefix cache. The number
+    of calls does not depend on the machine, so the test counts calls. The other tests of this
+    module check the work within single calls of C functions.
     """
-    counted = CallCount()
+    call_count = CallCount()
     settings = {"model": str(long_model(tmp_path)), "profile": str(paced_profile(tmp_path))}
     config = {**settings, "max_model_len": CONTEXT, "kv_bytes": KV_BYTES, "speculation": "off"}
     live = {"prompt": "a", "max_tokens": 10_000, "stream": True}
-    async with running(**config, max_step_tokens=STEP_TOKENS) as where, client(where) as http:
-        streams = [await post_raw(where, "/v1/completions", live) for _ in range(STREAMS)]
+    async with running(**config, max_step_tokens=STEP_TOKENS) as gateway, client(gateway) as http:
+        streams = [await post_raw(gateway, "/v1/completions", live) for _ in range(STREAMS)]
         for reader, _ in streams:
             await reader.readuntil(b"data:")
-        with counted.counting():
+        with call_count.counting():
             for _ in range(2):
-                answer = await http.post(path, json=body)
-                assert answer.status_code == 200
+                response = await http.post(path, json=body)
+                assert response.status_code == 200
         for _, writer in streams:
             writer.close()
-    assert counted.most < MOST_CALLS, counted.last
+    assert call_count.most < MOST_CALLS, call_count.last
 
 
 async def test_small_bodies_are_parsed_in_the_loop(
     monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
 ) -> None:
-    """A thread would add latency."""
+    """The server parses a small body in the loop's thread, because a thread would add latency."""
     seen: list[int] = []
     decode = validation.decode
 
@@ -212,45 +226,45 @@ async def test_small_bodies_are_parsed_in_the_loop(
 async def test_long_prompts_are_checked_and_hashed_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks, fingerprint and block hashes run in a thread; the blocks are hashed once."""
+    """The server checks and hashes a long prompt in a thread, and hashes each block once."""
     found = ThreadWatch(monkeypatch)
     found.wrap(placement, "extend_chain", lambda *values: len(values[2]))
     found.wrap(context, "fingerprint", lambda _tenant, body, _result: len(body))
     backend = ScriptedBackend()
     backend.check = lambda _request: None
     found.wrap(backend, "check", lambda request, _result: len(request.prompt_ids))
-    async with running(backends=[backend]) as where, client(where) as http:
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
         body = {"prompt": IDS, "max_tokens": 1}
-        answer = asyncio.create_task(http.post("/v1/completions", json=body))
+        response = asyncio.create_task(http.post("/v1/completions", json=body))
         request = await backend.submitted.get()
         backend.emit(request, "a", last=True)
-        assert (await answer).status_code == 200
+        assert (await response).status_code == 200
     assert found.names() == {"check", "extend_chain", "fingerprint"}
     assert len(request.block_hashes) == len(IDS) // backend.load().kv_block_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_with_many_logprobs_are_rendered_in_a_thread(
+async def test_responses_with_many_logprobs_are_rendered_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """The test has 500 tokens with 20 alternatives each, whole and merged."""
+    """The server renders a response with 500 tokens and 20 alternatives per token in a thread."""
     found = ThreadWatch(monkeypatch)
     found.wrap(rendering, "encode", lambda *values: LONG * (_size(values[-1]) > 100_000))
     backend = ScriptedBackend()
     top = tuple((token, -1.0) for token in range(20))
     logprobs = tuple(TokenLogprob(token, -1.0, top) for token in range(500))
     delta = Delta(0, tuple(range(500)), "a", logprobs, FinishReason.LENGTH, SpeculationOutcome())
-    async with running(backends=[backend]) as where, client(where) as http:
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
         body = {"prompt": "a", "max_tokens": 400, "logprobs": 20, "stream": stream}
-        answer = asyncio.create_task(http.post("/v1/completions", json=body))
+        response = asyncio.create_task(http.post("/v1/completions", json=body))
         request = await backend.submitted.get()
         backend.streams.deliver([(request.request_id, delta)])
-        assert len((await answer).content) > 100_000
+        assert len((await response).content) > 100_000
     assert found.names() == {"encode"}
 
 
 async def test_grammars_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema with hundreds of fields is only looked up in the loop's thread."""
+    """The server compiles a schema with hundreds of fields in a thread."""
     pytest.importorskip("llguidance")
     found = ThreadWatch(monkeypatch)
     found.wrap(grammar.LlGrammars, "_compile", lambda *_: LONG)
@@ -265,17 +279,17 @@ async def test_grammars_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch
 
     backend.check = check
     schema = {"type": "object", "properties": {f"f{n}": {"type": "integer"} for n in range(500)}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    async with running(backends=[backend]) as where, client(where) as http:
-        body = {"prompt": "a", "stream": True, "response_format": wanted}
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
+        body = {"prompt": "a", "stream": True, "response_format": response_format}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
             backend.emit(await backend.submitted.get(), "{}", last=True)
-            await answer.aread()
+            await response.aread()
     assert found.names() == {"_compile"}
 
 
-async def test_garbage_collection_skips_objects_of_the_start(sim: Listening) -> None:
-    """Modules, vocabularies and models are frozen."""
+async def test_garbage_collection_skips_startup_objects(sim: Listening) -> None:
+    """The server freezes modules, vocabularies and models, so garbage collection skips them."""
     thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     try:
         settle_interpreter()

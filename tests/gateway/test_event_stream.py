@@ -1,4 +1,4 @@
-"""Framing and back-pressure of event streams."""
+"""Tests of framing and back-pressure of event streams."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, events, port_of, post_raw, running
 
 DELTAS, CHARACTERS = 128, 1 << 18
-"""32 MB: several times what the sockets of both ends hold."""
+"""Text of 32 MB, which exceeds the socket buffers of both ends several times."""
 
 
 async def test_http_1_0_client_gets_events_without_chunks(sim: Listening) -> None:
-    """The end of the connection ends the stream."""
+    """The server sends an HTTP/1.0 client events without chunks and closes the connection at the
+    end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
     body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
     writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -26,11 +27,11 @@ async def test_http_1_0_client_gets_events_without_chunks(sim: Listening) -> Non
 
 
 async def test_stopped_reader_loses_nothing() -> None:
-    """Its deltas are merged and sent once it reads again."""
+    """The server merges deltas while a client stops reading and sends all of them later."""
     backend = ScriptedBackend()
-    async with running(backends=[backend]) as where:
-        asked = {"prompt": "a", "max_tokens": 400, "stream": True}
-        reader, writer = await post_raw(where, "/v1/completions", asked)
+    async with running(backends=[backend]) as gateway:
+        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        reader, writer = await post_raw(gateway, "/v1/completions", body)
         request = await backend.submitted.get()
         for number in range(DELTAS):
             last = number == DELTAS - 1
@@ -45,10 +46,10 @@ async def test_stopped_reader_loses_nothing() -> None:
             backend.streams.deliver([(request.request_id, delta)])
             for _ in range(5):
                 await asyncio.sleep(0)
-        got = await _all(reader)
+        data = await _read_to_end(reader)
         writer.close()
-    assert got.count(b"data: ") < DELTAS  # some waited for it, and were merged
-    chunks = [event for event in events(_body(got)) if event != "[DONE]"]
+    assert data.count(b"data: ") < DELTAS  # the server merged the deltas that waited for the client
+    chunks = [event for event in events(_decode_chunks(data)) if event != "[DONE]"]
     texts = (choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert "".join(texts) == "".join(map(_text, range(DELTAS)))
 
@@ -57,9 +58,8 @@ def _text(number: int) -> str:
     return chr(ord("a") + number % 26) * CHARACTERS
 
 
-def _body(got: bytes) -> str:
-    """Return the content of the chunks of an answer."""
-    left, body = got.partition(b"\r\n\r\n")[2], b""
+def _decode_chunks(data: bytes) -> str:
+    left, body = data.partition(b"\r\n\r\n")[2], b""
     while left:
         size, _, left = left.partition(b"\r\n")
         length = int(size, 16)
@@ -67,9 +67,8 @@ def _body(got: bytes) -> str:
     return body.decode()
 
 
-async def _all(reader: asyncio.StreamReader) -> bytes:
-    """Read up to the last chunk."""
-    got = bytearray()
-    while not got.endswith(b"\r\n0\r\n\r\n"):
-        got += await reader.read(1 << 20)
-    return bytes(got)
+async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\r\n0\r\n\r\n"):
+        data += await reader.read(1 << 20)
+    return bytes(data)

@@ -1,4 +1,5 @@
-"""Failover: a request that loses its worker continues elsewhere, invisibly to the client."""
+"""Tests of failover: a request that loses its worker continues elsewhere, invisibly to the
+client."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ from draftgate.policies.types import SpeculationMode
 from tests.gateway.troubles import (
     DEVICE_ERROR,
     Choice,
+    DeviceFault,
     Dispatched,
-    Look,
-    Told,
-    Trouble,
-    answer,
-    behind,
+    RecordingWatch,
+    StepCondition,
+    after_tokens,
     dispatching,
     in_step,
-    play,
     quick_starts,
-    read,
+    read_rest,
+    run_job,
+    run_scenario,
     simulated,
     texts,
 )
 
 KV_BYTES = 200 * 16 * load_profile("cpu-demo").kv_token_bytes
-"""KV memory of 200 blocks of a simulated worker."""
+"""KV memory of a simulated worker with 200 blocks, in bytes."""
 
 CONFIG = WorkerConfig(kv_bytes=KV_BYTES, speculation="fixed:3")
 PROMPTS = ("def area(r):\n    return", "import os\n")
@@ -50,14 +51,14 @@ MOST_TOKENS = 24
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """Start workers quickly, because tests here start many."""
+def _quick_starts() -> Iterator[None]:
+    """Start workers faster with one shared tokenizer."""
     with quick_starts():
         yield
 
 
-def job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:
-    """A job whose choices have `MOST_TOKENS` tokens each, unless a stop text ends them."""
+def make_job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:
+    """Return a job whose choices have `MOST_TOKENS` tokens each, or fewer with a stop text."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
     ids = tuple(compact(tokenizer.encode(prompt)) for prompt in PROMPTS[:prompts])
     params = SamplingParams(1, **{"seed": 7, **sampling})
@@ -66,37 +67,41 @@ def job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:
 
 @dataclass
 class Outcome:
-    """The result of a job for its client, account and observer, and what is left of it."""
+    """The results of a job for the client, the account and the observer."""
 
     choices: list[Choice]
     totals: Totals
-    told: Told
+    watch: RecordingWatch
     lost: list[str]
 
 
-def outcome(
-    one: Job, *breaks: Look, workers: int = 3, config: WorkerConfig = CONFIG, **settings: object
+def run_with_faults(
+    job: Job,
+    *breaks: StepCondition,
+    workers: int = 3,
+    config: WorkerConfig = CONFIG,
+    **settings: object,
 ) -> Outcome:
-    """Run a job; worker n fails where the n-th condition says so."""
+    """Run a job whose n-th worker fails at the n-th condition."""
 
     async def scenario() -> Outcome:
-        troubles = {index: Trouble(look) for index, look in enumerate(breaks)}
-        factory = simulated(troubles)
-        async with dispatching(factory, workers, config=config, **settings) as there:
-            told = Told()
-            choices = await answer(there.dispatcher, one, told)
-            assert await there.is_idle()
-            lost = [w.worker_id for w in there.fleet.workers if w.backend.failure is not None]
-            return Outcome(choices, there.dispatcher.admission.ledger.totals(""), told, lost)
+        faults = {index: DeviceFault(condition) for index, condition in enumerate(breaks)}
+        factory = simulated(faults)
+        async with dispatching(factory, workers, config=config, **settings) as dispatched:
+            watch = RecordingWatch()
+            choices = await run_job(dispatched.dispatcher, job, watch)
+            assert await dispatched.is_idle()
+            lost = [w.worker_id for w in dispatched.fleet.workers if w.backend.failure is not None]
+            return Outcome(choices, dispatched.dispatcher.admission.ledger.totals(""), watch, lost)
 
-    return play(scenario())
+    return run_scenario(scenario())
 
 
-def stopped_at(one: Job, at: int, length: int) -> Job:
-    """The job with a stop text that its first choice will generate."""
-    text = outcome(one).choices[0].text
+def stopped_at(job: Job, at: int, length: int) -> Job:
+    """Return the job with a stop text from the output of its first choice."""
+    text = run_with_faults(job).choices[0].text
     stop = text[at % len(text) :][:length]
-    return replace(one, sampling=replace(one.sampling, stop=(stop,)))
+    return replace(job, sampling=replace(job.sampling, stop=(stop,)))
 
 
 @settings(max_examples=60)
@@ -113,7 +118,7 @@ def stopped_at(one: Job, at: int, length: int) -> Job:
 )
 @example(0, 0, 1, 1, 7, "off", None, None, 0)
 @example(0, MOST_TOKENS - 1, 2, 3, 7, "fixed:3", 1, (40, 6), 0)
-def test_the_answer_is_the_same_wherever_workers_fail(
+def test_the_response_is_the_same_wherever_workers_fail(
     first: int,
     second: int,
     prompts: int,
@@ -124,109 +129,114 @@ def test_the_answer_is_the_same_wherever_workers_fail(
     stop: tuple[int, int] | None,
     min_tokens: int,
 ) -> None:
-    """Tokens, texts, log probabilities, endings and charges equal those of an undisturbed run."""
-    one = job(prompts, n, seed=seed, logprobs=logprobs, min_tokens=min_tokens)
+    """The choices and charges of a job equal those of an undisturbed run, wherever workers fail."""
+    job = make_job(prompts, n, seed=seed, logprobs=logprobs, min_tokens=min_tokens)
     if stop is not None:
-        one = stopped_at(one, *stop)
+        job = stopped_at(job, *stop)
     config = structs.replace(CONFIG, speculation=speculation)
-    plain = outcome(one, config=config)
-    broken = outcome(one, behind(first), behind(second), workers=4, config=config)
+    plain = run_with_faults(job, config=config)
+    broken = run_with_faults(
+        job, after_tokens(first), after_tokens(second), workers=4, config=config
+    )
     assert broken.choices == plain.choices
     assert broken.totals == plain.totals
     assert broken.totals.reserved == broken.totals.settled + broken.totals.released
-    assert not plain.told.resumes
-    losses = [(resume.index, resume.lost.worker.worker_id) for resume in broken.told.resumes]
+    assert not plain.watch.resumes
+    losses = [(resume.index, resume.lost.worker.worker_id) for resume in broken.watch.resumes]
     assert len(set(losses)) == len(losses), "a prompt lost the same worker twice"
     assert {worker for _, worker in losses} == set(broken.lost)
-    assert all(resume.same_numerics_class for resume in broken.told.resumes)
+    assert all(resume.same_numerics_class for resume in broken.watch.resumes)
 
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
 def test_a_request_resumes_from_any_token(speculation: str) -> None:
-    """A resume at any position of an output keeps the output and continues it identically."""
+    """A resume at any token keeps the output so far and continues with identical tokens."""
     config = structs.replace(CONFIG, speculation=speculation)
-    plain = outcome(job(), config=config)
+    plain = run_with_faults(make_job(), config=config)
     at_once = 1 if speculation == "off" else 4  # maximum tokens of a step
     for position in range(MOST_TOKENS + 1 - at_once):
-        broken = outcome(job(), behind(position), workers=2, config=config)
+        broken = run_with_faults(make_job(), after_tokens(position), workers=2, config=config)
         assert broken.choices == plain.choices
-        (resume,) = broken.told.resumes
+        (resume,) = broken.watch.resumes
         assert position <= resume.kept_tokens < position + at_once
         assert resume.cause is Cause.FAILED
         assert DEVICE_ERROR in resume.reason
 
 
 def test_unread_output_of_a_lost_worker_is_kept() -> None:
-    """A slow reader gets the unread output of the lost worker, and then the rest."""
+    """A slow reader receives the unread output of the lost worker and then the remaining output."""
 
     async def scenario() -> None:
-        async with dispatching(simulated({0: Trouble(behind(12))}), 2, config=CONFIG) as there:
-            told = Told()
-            async with there.dispatcher.run(job(), watch=told) as run:
+        async with dispatching(
+            simulated({0: DeviceFault(after_tokens(12))}), 2, config=CONFIG
+        ) as dispatched:
+            watch = RecordingWatch()
+            async with dispatched.dispatcher.run(make_job(), watch=watch) as run:
                 first = await anext(run.deltas)
-                await asyncio.sleep(1.0)  # in which the worker continues, and then fails
-                assert there.fleet.workers[0].backend.failure is not None
+                await asyncio.sleep(1.0)  # the worker continues and then fails
+                assert dispatched.fleet.workers[0].backend.failure is not None
                 rest = Choice()
-                await read(run, [rest])
+                await read_rest(run, [rest])
             whole = [*first.token_ids, *rest.token_ids]
             assert whole == outcome_tokens
-            assert told.resumes[0].kept_tokens >= 12
+            assert watch.resumes[0].kept_tokens >= 12
 
-    outcome_tokens = outcome(job()).choices[0].token_ids
-    play(scenario())
+    outcome_tokens = run_with_faults(make_job()).choices[0].token_ids
+    run_scenario(scenario())
 
 
 def test_a_resumed_request_gets_a_new_plan() -> None:
-    """The new worker gets a plan for its own load, within the client's limits."""
-    one = replace(job(), mode=SpeculationMode.NGRAM, max_draft_tokens=2)
-    (resume,) = outcome(one, behind(5)).told.resumes
+    """A resumed request gets a plan for its new worker within the client's limits."""
+    job = replace(make_job(), mode=SpeculationMode.NGRAM, max_draft_tokens=2)
+    (resume,) = run_with_faults(job, after_tokens(5)).watch.resumes
     view, plan = resume.placed.view, resume.placed.request.speculation
-    assert view.prompt_tokens == len(one.prompts[0]) + resume.kept_tokens
+    assert view.prompt_tokens == len(job.prompts[0]) + resume.kept_tokens
     assert view.max_tokens == MOST_TOKENS - resume.kept_tokens
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
 
 
 def test_a_resume_in_another_numerics_class_is_reported() -> None:
-    """A resume on a worker of another numerics class is reported as such."""
+    """The observer learns that a request resumed on a worker of another numerics class."""
 
     async def scenario() -> None:
-        factory = simulated({0: Trouble(behind(5))}, {1: "h100-8b"})
-        async with dispatching(factory, 2) as there:
-            told = Told()
-            await answer(there.dispatcher, job(), told)
-            (resume,) = told.resumes
+        factory = simulated({0: DeviceFault(after_tokens(5))}, {1: "h100-8b"})
+        async with dispatching(factory, 2) as dispatched:
+            watch = RecordingWatch()
+            await run_job(dispatched.dispatcher, make_job(), watch)
+            (resume,) = watch.resumes
             assert not resume.same_numerics_class
-            classes = [worker.backend.card.numerics_class for worker in there.fleet.workers]
+            classes = [worker.backend.card.numerics_class for worker in dispatched.fleet.workers]
             assert classes == ["sim:cpu-demo", "sim:h100-8b"]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_the_last_worker_ends_its_streams_with_its_own_error() -> None:
-    """Without another worker, there is one error, and everything is settled and free."""
+    """The stream of the last worker ends with the worker's error and leaves no resources or
+    quota."""
 
     async def scenario() -> None:
-        factory, told = simulated({0: Trouble(behind(5))}), Told()
-        async with dispatching(factory, 1, config=CONFIG) as there:
-            async with there.dispatcher.run(job(), watch=told) as run:
+        factory, watch = simulated({0: DeviceFault(after_tokens(5))}), RecordingWatch()
+        async with dispatching(factory, 1, config=CONFIG) as dispatched:
+            async with dispatched.dispatcher.run(make_job(), watch=watch) as run:
                 choices = [Choice()]
                 with pytest.raises(BackendFailed, match=DEVICE_ERROR):
-                    await read(run, choices)
+                    await read_rest(run, choices)
             tokens = len(choices[0].token_ids)
             assert tokens >= 5
-            assert await there.is_idle()
-            totals = there.dispatcher.admission.ledger.totals("")
-            assert (totals.settled, totals.open) == (len(job().prompts[0]) + tokens, 0)
-        assert told.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
+            assert await dispatched.is_idle()
+            totals = dispatched.dispatcher.admission.ledger.totals("")
+            assert (totals.settled, totals.open) == (len(make_job().prompts[0]) + tokens, 0)
+        assert watch.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-def poisonous(tokens: int) -> Look:
-    """Any step in which the request of the first prompt has this many tokens."""
-    poison = job().prompts[0]
+def poisonous_step(tokens: int) -> StepCondition:
+    """Select the steps in which the request of the first prompt has at least this many tokens."""
+    poison = make_job().prompts[0]
 
-    def look(plan: StepPlan) -> bool:
+    def condition(plan: StepPlan) -> bool:
         return any(
             work.samples
             and work.sequence.request.prompt_ids == poison
@@ -234,13 +244,13 @@ def poisonous(tokens: int) -> Look:
             for work in plan.work
         )
 
-    return look
+    return condition
 
 
-async def poisoned(there: Dispatched, told: Told) -> str:
-    """Send the poisonous request, and return its error."""
+async def send_poisonous_request(dispatched: Dispatched, watch: RecordingWatch) -> str:
+    """Send the poisonous request and return its error."""
     with pytest.raises(BackendFailed) as caught:
-        await answer(there.dispatcher, job(), told)
+        await run_job(dispatched.dispatcher, make_job(), watch)
     return str(caught.value)
 
 
@@ -260,76 +270,79 @@ async def poisoned(there: Dispatched, told: Told) -> str:
 def test_a_poisonous_request_is_given_up_before_it_breaks_all_workers(
     tokens: int, workers: int, most_resumes: int, taken: int, why: GivenUp
 ) -> None:
-    """It breaks a limited number of workers, never the last of three, and gets one error."""
+    """The dispatcher gives up a request that breaks workers before it breaks the last of three."""
 
     async def scenario() -> None:
-        told, troubles = Told(), {w: Trouble(poisonous(tokens)) for w in range(workers)}
+        watch = RecordingWatch()
+        faults = {w: DeviceFault(poisonous_step(tokens)) for w in range(workers)}
         async with dispatching(
-            simulated(troubles), workers, config=CONFIG, most_resumes=most_resumes
-        ) as there:
-            error = await poisoned(there, told)
+            simulated(faults), workers, config=CONFIG, most_resumes=most_resumes
+        ) as dispatched:
+            error = await send_poisonous_request(dispatched, watch)
             assert DEVICE_ERROR in error
-            assert len(there.fleet.serving) == workers - taken
-            assert told.losses == [(Cause.FAILED, why)]
-            assert len(told.resumes) == taken - 1
-            assert await there.is_idle()
-            totals = there.dispatcher.admission.ledger.totals("")
+            assert len(dispatched.fleet.serving) == workers - taken
+            assert watch.losses == [(Cause.FAILED, why)]
+            assert len(watch.resumes) == taken - 1
+            assert await dispatched.is_idle()
+            totals = dispatched.dispatcher.admission.ledger.totals("")
             assert totals.open == 0
             assert totals.reserved == totals.settled + totals.released
-            if there.fleet.serving:
-                other = replace(job(2), prompts=job(2).prompts[1:], request_id="other")
-                assert all(texts(await answer(there.dispatcher, other)))
+            if dispatched.fleet.serving:
+                other = replace(make_job(2), prompts=make_job(2).prompts[1:], request_id="other")
+                assert all(texts(await run_job(dispatched.dispatcher, other)))
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-def test_requests_beside_a_poisonous_one_survive() -> None:
-    """Other requests lose workers to it as well, but no tokens."""
-    other = replace(job(2), prompts=job(2).prompts[1:])
-    plain = outcome(other).choices
+def test_other_requests_survive_a_poisonous_request() -> None:
+    """Other requests lose workers to the poisonous request, but no tokens."""
+    other = replace(make_job(2), prompts=make_job(2).prompts[1:])
+    plain = run_with_faults(other).choices
 
     async def scenario() -> None:
-        troubles = {worker: Trouble(poisonous(9)) for worker in range(6)}
-        async with dispatching(simulated(troubles), 6, config=CONFIG) as there:
+        faults = {worker: DeviceFault(poisonous_step(9)) for worker in range(6)}
+        async with dispatching(simulated(faults), 6, config=CONFIG) as dispatched:
             bystanders = [
                 asyncio.create_task(
-                    answer(there.dispatcher, replace(other, request_id=f"other-{index}"))
+                    run_job(dispatched.dispatcher, replace(other, request_id=f"other-{index}"))
                 )
                 for index in range(12)
             ]
-            await poisoned(there, Told())
+            await send_poisonous_request(dispatched, RecordingWatch())
             assert await asyncio.gather(*bystanders) == [plain] * 12
-            assert len(there.fleet.serving) == 3
+            assert len(dispatched.fleet.serving) == 3
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_resumed_request_is_charged_once() -> None:
-    """A quota for exactly one request is enough for one that runs twice."""
-    one = replace(job(), tenant="t")
-    most = len(one.prompts[0]) + MOST_TOKENS
+    """A quota for exactly one request covers a request that runs twice."""
+    job = replace(make_job(), tenant="t")
+    most = len(job.prompts[0]) + MOST_TOKENS
 
     async def scenario() -> None:
         quotas = {"t": Quota(requests_per_minute=1, tokens_per_minute=most)}
-        factory = simulated({0: Trouble(behind(9))})
-        async with dispatching(factory, 2, config=CONFIG, quotas=quotas) as there:
-            (choice,) = await answer(there.dispatcher, one)
+        factory = simulated({0: DeviceFault(after_tokens(9))})
+        async with dispatching(factory, 2, config=CONFIG, quotas=quotas) as dispatched:
+            (choice,) = await run_job(dispatched.dispatcher, job)
             assert choice.finish_reason is FinishReason.LENGTH
-            assert there.dispatcher.admission.ledger.totals("t") == Totals(most, most, 0, 0)
+            assert dispatched.dispatcher.admission.ledger.totals("t") == Totals(most, most, 0, 0)
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_requests_after_a_failure_use_the_other_workers() -> None:
-    """Requests after the failure go to the other workers at once."""
+    """The dispatcher sends requests after a failure directly to the other workers."""
 
     async def scenario() -> None:
-        async with dispatching(simulated({0: Trouble(in_step(0))}), 2, config=CONFIG) as there:
-            told = [Told() for _ in range(3)]
-            for index, watch in enumerate(told):
-                one = replace(job(), request_id=f"r{index}")
-                await answer(there.dispatcher, one, watch)
-            assert [len(watch.resumes) for watch in told] == [1, 0, 0]
-            assert [watch.workers for watch in told] == [["w-0"], ["w-1"], ["w-1"]]
+        async with dispatching(
+            simulated({0: DeviceFault(in_step(0))}), 2, config=CONFIG
+        ) as dispatched:
+            watches = [RecordingWatch() for _ in range(3)]
+            for index, watch in enumerate(watches):
+                job = replace(make_job(), request_id=f"r{index}")
+                await run_job(dispatched.dispatcher, job, watch)
+            assert [len(watch.resumes) for watch in watches] == [1, 0, 0]
+            assert [watch.workers for watch in watches] == [["w-0"], ["w-1"], ["w-1"]]
 
-    play(scenario())
+    run_scenario(scenario())

@@ -1,4 +1,4 @@
-"""The details of a resume, with workers whose steps the test decides."""
+"""Tests of resume details with workers whose steps the test decides."""
 
 from __future__ import annotations
 
@@ -24,277 +24,303 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend
-from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, read, texts
+from tests.gateway.troubles import (
+    Choice,
+    Dispatched,
+    RecordingWatch,
+    dispatching,
+    read_rest,
+    run_job,
+    run_scenario,
+    texts,
+)
 
 
 def job(name: str = "r", n: int = 1, **fields: object) -> Job:
     return Job(name, (compact([1, 2, 3, 4, 5]),), SamplingParams(1, 0), 10, n, **fields)
 
 
-async def settled() -> None:
-    """Run the loop until nothing more can happen now."""
+async def settle() -> None:
+    """Run the loop until no callback is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 def serving(*backends: ScriptedBackend, **settings: object):
-    """A dispatcher of these workers."""
+    """Start a dispatcher with the given workers."""
     return dispatching(lambda config: backends[config.device_index], len(backends), **settings)
 
 
-async def asked(
-    there: Dispatched, backend: ScriptedBackend, one: Job, watch: Told | None = None
+async def send_job(
+    dispatched: Dispatched,
+    backend: ScriptedBackend,
+    first_worker: Job,
+    watch: RecordingWatch | None = None,
 ) -> tuple[asyncio.Task, GenerationRequest]:
-    """Send a job to this worker; return its pending answer and the submitted request."""
-    answering = asyncio.create_task(answer(there.dispatcher, one, watch or Told()))
-    return answering, await backend.submitted.get()
+    """Send a job to a worker and return its pending result and the submitted request."""
+    result = asyncio.create_task(
+        run_job(dispatched.dispatcher, first_worker, watch or RecordingWatch())
+    )
+    return result, await backend.submitted.get()
 
 
 def test_only_unfinished_choices_are_resumed() -> None:
-    """Of a finished, a started and an untouched choice, the resumed request has the last two, with
-    their numbers."""
+    """The resumed request contains the started and the untouched choice, but not the finished
+    choice."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        async with serving(one, other) as there:
-            answering, request = await asked(there, one, job(n=3))
-            one.emit(request, "it ends", last=True)
-            one.emit(request, "it goes ", choice=1)
-            await settled()
-            one.emit(request, "on ", choice=1)
-            one.crash("device lost")
-            rest = await other.submitted.get()
-            assert rest.resumed == (ResumedChoice(1, (0, 1, 0)), ResumedChoice(2, ()))
-            same = replace(rest, request_id=request.request_id, resumed=())
-            assert same == replace(request, speculation=rest.speculation)
-            assert rest.request_id != request.request_id
-            worker = there.fleet.workers[1]
-            assert worker.reserved_tokens == rest.most_tokens == 2 * (5 + 10)
-            (view,) = [v for v in (await there.store.snapshot()).workers if v.worker_id == "w-1"]
-            assert view.leased_tokens == rest.most_tokens
-            other.emit(rest, "begins late", last=True, choice=2)
-            other.emit(rest, "to its end", last=True, choice=1)
-            assert texts(await answering) == ["it ends", "it goes on to its end", "begins late"]
-            assert await there.is_idle()
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        async with serving(first_worker, second_worker) as dispatched:
+            result, request = await send_job(dispatched, first_worker, job(n=3))
+            first_worker.emit(request, "it ends", last=True)
+            first_worker.emit(request, "it goes ", choice=1)
+            await settle()
+            first_worker.emit(request, "on ", choice=1)
+            first_worker.crash("device lost")
+            resumed_request = await second_worker.submitted.get()
+            assert resumed_request.resumed == (ResumedChoice(1, (0, 1, 0)), ResumedChoice(2, ()))
+            same = replace(resumed_request, request_id=request.request_id, resumed=())
+            assert same == replace(request, speculation=resumed_request.speculation)
+            assert resumed_request.request_id != request.request_id
+            worker = dispatched.fleet.workers[1]
+            assert worker.reserved_tokens == resumed_request.most_tokens == 2 * (5 + 10)
+            (view,) = [
+                v for v in (await dispatched.store.snapshot()).workers if v.worker_id == "w-1"
+            ]
+            assert view.leased_tokens == resumed_request.most_tokens
+            second_worker.emit(resumed_request, "begins late", last=True, choice=2)
+            second_worker.emit(resumed_request, "to its end", last=True, choice=1)
+            assert texts(await result) == ["it ends", "it goes on to its end", "begins late"]
+            assert await dispatched.is_idle()
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_request_without_output_starts_again() -> None:
-    """A request without a token is sent again unchanged, also to workers that cannot resume."""
+    """The dispatcher sends a request without output again unchanged, even to workers that cannot
+    resume."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        for backend in (one, other):
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        for backend in (first_worker, second_worker):
             backend.card = replace(backend.card, capabilities=Capabilities(resume=False))
-        async with serving(one, other) as there:
-            answering, _ = await asked(there, one, job(n=2))
-            one.crash("device lost")
-            again = await other.submitted.get()
+        async with serving(first_worker, second_worker) as dispatched:
+            result, _ = await send_job(dispatched, first_worker, job(n=2))
+            first_worker.crash("device lost")
+            again = await second_worker.submitted.get()
             assert (again.resumed, again.n) == ((), 2)
             for choice in range(2):
-                other.emit(again, "all", last=True, choice=choice)
-            assert texts(await answering) == ["all", "all"]
+                second_worker.emit(again, "all", last=True, choice=choice)
+            assert texts(await result) == ["all", "all"]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_stream_ends_if_workers_cannot_resume() -> None:
-    """On workers that cannot resume, a stream with tokens ends with its error."""
+    """A stream with tokens ends with the worker's error if no worker can resume."""
 
     async def scenario() -> None:
-        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
-        for backend in (one, other):
+        first_worker, second_worker, watch = ScriptedBackend(), ScriptedBackend(), RecordingWatch()
+        for backend in (first_worker, second_worker):
             backend.card = replace(backend.card, capabilities=Capabilities(resume=False))
-        async with serving(one, other) as there:
-            answering, request = await asked(there, one, job(), told)
-            one.emit(request, "half")
-            await settled()
-            one.crash("device lost")
+        async with serving(first_worker, second_worker) as dispatched:
+            result, request = await send_job(dispatched, first_worker, job(), watch)
+            first_worker.emit(request, "half")
+            await settle()
+            first_worker.crash("device lost")
             with pytest.raises(BackendFailed, match=r"^device lost$"):
-                await answering
-            assert other.submitted.empty()
-        assert told.losses == [(Cause.FAILED, GivenUp.UNABLE)]
+                await result
+            assert second_worker.submitted.empty()
+        assert watch.losses == [(Cause.FAILED, GivenUp.UNABLE)]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_truncated_stream_is_resumed() -> None:
-    """A stream that ends before its choices is resumed on another worker."""
+    """The dispatcher resumes a stream that ends before its choices end."""
 
     async def scenario() -> None:
-        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
+        first_worker, second_worker, watch = ScriptedBackend(), ScriptedBackend(), RecordingWatch()
 
         async def short(request: GenerationRequest):
             yield Delta(0, (7, 8), "cut ")
 
-        one.generate = short
-        async with serving(one, other) as there:
-            answering = asyncio.create_task(answer(there.dispatcher, job(), told))
-            rest = await other.submitted.get()
-            assert rest.resumed == (ResumedChoice(0, (7, 8)),)
-            other.emit(rest, "off", last=True)
-            assert texts(await answering) == ["cut off"]
-            assert "before its choices had ended" in told.resumes[0].reason
+        first_worker.generate = short
+        async with serving(first_worker, second_worker) as dispatched:
+            result = asyncio.create_task(run_job(dispatched.dispatcher, job(), watch))
+            resumed_request = await second_worker.submitted.get()
+            assert resumed_request.resumed == (ResumedChoice(0, (7, 8)),)
+            second_worker.emit(resumed_request, "off", last=True)
+            assert texts(await result) == ["cut off"]
+            assert "before its choices had ended" in watch.resumes[0].reason
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_healthy_worker_is_used_again_if_no_other_is_left() -> None:
-    """After a broken connection, other workers are preferred, then the same one is used again."""
+    """The dispatcher prefers other workers after a broken connection, then uses the same worker
+    again."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        async with serving(one, other) as there:
-            answering, request = await asked(there, one, job())
-            beside, busy = await asked(there, other, job("beside"))
-            one.streams.fail("connection reset")  # the worker works, and is idle
-            again = await other.submitted.get()
-            other.emit(busy, "done", last=True)
-            await beside
-            other.emit(again, "then ")
-            other.crash("device lost")
-            third = await one.submitted.get()
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        async with serving(first_worker, second_worker) as dispatched:
+            result, request = await send_job(dispatched, first_worker, job())
+            other_result, busy = await send_job(dispatched, second_worker, job("beside"))
+            first_worker.streams.fail(
+                "connection reset"
+            )  # the connection fails, but the worker stays healthy
+            again = await second_worker.submitted.get()
+            second_worker.emit(busy, "done", last=True)
+            await other_result
+            second_worker.emit(again, "then ")
+            second_worker.crash("device lost")
+            third = await first_worker.submitted.get()
             assert len({request.request_id, again.request_id, third.request_id}) == 3
-            one.emit(third, "at last", last=True)
-            assert texts(await answering) == ["then at last"]
+            first_worker.emit(third, "at last", last=True)
+            assert texts(await result) == ["then at last"]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_workers_without_a_numerics_class_never_match() -> None:
-    """Workers without a numerics class are never of the same class."""
+    """Two workers without a numerics class do not count as the same class."""
 
     async def scenario() -> None:
-        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
-        for backend in (one, other):
+        first_worker, second_worker, watch = ScriptedBackend(), ScriptedBackend(), RecordingWatch()
+        for backend in (first_worker, second_worker):
             backend.card = replace(backend.card, numerics_class=None)
-        async with serving(one, other) as there:
-            answering, _ = await asked(there, one, job(), told)
-            one.crash("device lost")
-            other.emit(await other.submitted.get(), "all", last=True)
-            await answering
-        assert [resume.same_numerics_class for resume in told.resumes] == [False]
+        async with serving(first_worker, second_worker) as dispatched:
+            result, _ = await send_job(dispatched, first_worker, job(), watch)
+            first_worker.crash("device lost")
+            second_worker.emit(await second_worker.submitted.get(), "all", last=True)
+            await result
+        assert [resume.same_numerics_class for resume in watch.resumes] == [False]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_resumed_request_goes_to_the_head_of_the_queue() -> None:
-    """A resumed request precedes all requests that wait for their first worker, however urgent."""
+    """A resumed request precedes all requests that wait for their first worker, even urgent
+    ones."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        one.max_sequences = other.max_sequences = 1
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        first_worker.max_sequences = second_worker.max_sequences = 1
         urgent = {"service": ServiceLevel(ttft_s=0.1, priority=-5)}
-        async with serving(one, other) as there:
-            first, request = await asked(there, one, job("a"))
-            second, beside = await asked(there, other, job("b"))
-            waiting = asyncio.create_task(answer(there.dispatcher, job("c", **urgent)))
-            await settled()
-            one.emit(request, "half ")
-            await settled()
-            one.crash("device lost")
-            await settled()
-            assert len(there.dispatcher.queue) == 2
-            other.emit(beside, "done", last=True)
-            rest = await other.submitted.get()
-            assert rest.resumed == (ResumedChoice(0, (0,)),)
-            other.emit(rest, "whole", last=True)
-            other.emit(await other.submitted.get(), "late", last=True)
+        async with serving(first_worker, second_worker) as dispatched:
+            first, request = await send_job(dispatched, first_worker, job("a"))
+            second, other_result = await send_job(dispatched, second_worker, job("b"))
+            waiting = asyncio.create_task(run_job(dispatched.dispatcher, job("c", **urgent)))
+            await settle()
+            first_worker.emit(request, "half ")
+            await settle()
+            first_worker.crash("device lost")
+            await settle()
+            assert len(dispatched.dispatcher.queue) == 2
+            second_worker.emit(other_result, "done", last=True)
+            resumed_request = await second_worker.submitted.get()
+            assert resumed_request.resumed == (ResumedChoice(0, (0,)),)
+            second_worker.emit(resumed_request, "whole", last=True)
+            second_worker.emit(await second_worker.submitted.get(), "late", last=True)
             assert [texts(await task) for task in (first, second, waiting)] == [
                 ["half whole"],
                 ["done"],
                 ["late"],
             ]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_resume_without_capacity_ends_with_the_loss() -> None:
-    """The error names the lost worker and the missing capacity; it is not a 429."""
+    """The error of a resume without capacity names the lost worker and the missing capacity."""
 
     async def scenario() -> None:
-        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
-        one.max_sequences = other.max_sequences = 1
-        async with serving(one, other, timeout_s=5.0) as there:
-            answering, _ = await asked(there, one, job("a"), told)
-            beside, request = await asked(there, other, job("b"))
-            one.crash("device lost")
+        first_worker, second_worker, watch = ScriptedBackend(), ScriptedBackend(), RecordingWatch()
+        first_worker.max_sequences = second_worker.max_sequences = 1
+        async with serving(first_worker, second_worker, timeout_s=5.0) as dispatched:
+            result, _ = await send_job(dispatched, first_worker, job("a"), watch)
+            other_result, request = await send_job(dispatched, second_worker, job("b"))
+            first_worker.crash("device lost")
             with pytest.raises(BackendFailed, match=r"^device lost; afterwards: no worker had"):
-                await answering
+                await result
             assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-            other.emit(request, "done", last=True)
-            await beside
-            assert await there.is_idle()
-        assert told.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
+            second_worker.emit(request, "done", last=True)
+            await other_result
+            assert await dispatched.is_idle()
+        assert watch.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_disconnect_between_two_workers_frees_everything() -> None:
-    """A client that disconnects between two workers frees its place, quota and lease."""
+    """A client that disconnects between two workers releases its place, quota and lease."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        one.max_sequences = other.max_sequences = 1
-        async with serving(one, other) as there:
-            leaving, request = await asked(there, one, job("a"))
-            beside, running = await asked(there, other, job("b"))
-            one.emit(request, "half ")
-            await settled()
-            one.crash("device lost")
-            await settled()
-            assert len(there.dispatcher.queue) == 1
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        first_worker.max_sequences = second_worker.max_sequences = 1
+        async with serving(first_worker, second_worker) as dispatched:
+            leaving, request = await send_job(dispatched, first_worker, job("a"))
+            other_result, running = await send_job(dispatched, second_worker, job("b"))
+            first_worker.emit(request, "half ")
+            await settle()
+            first_worker.crash("device lost")
+            await settle()
+            assert len(dispatched.dispatcher.queue) == 1
             leaving.cancel()
             await asyncio.wait({leaving})
-            other.emit(running, "done", last=True)
-            await beside
-            assert await there.is_idle()
-            assert there.dispatcher.admission.ledger.totals("").open == 0
-            assert other.submitted.empty()
+            second_worker.emit(running, "done", last=True)
+            await other_result
+            assert await dispatched.is_idle()
+            assert dispatched.dispatcher.admission.ledger.totals("").open == 0
+            assert second_worker.submitted.empty()
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_the_pace_of_a_slow_reader_is_kept() -> None:
-    """The new worker gets the pace of a slow reader at once."""
+    """The new worker of a resumed request receives the pace of the slow reader."""
 
     async def scenario() -> None:
-        one, other = ScriptedBackend(), ScriptedBackend()
-        async with serving(one, other) as there, there.dispatcher.run(job()) as run:
+        first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
+        async with (
+            serving(first_worker, second_worker) as dispatched,
+            dispatched.dispatcher.run(job()) as run,
+        ):
             choice = Choice()
-            reading = asyncio.create_task(read(run, [choice]))
-            await one.submitted.get()
+            reading = asyncio.create_task(read_rest(run, [choice]))
+            await first_worker.submitted.get()
             run.set_pace(Pace.SPARING)
-            one.crash("device lost")
-            rest = await other.submitted.get()
-            await settled()
-            assert other.paces == [(rest.request_id, Pace.SPARING)]
-            other.emit(rest, "slowly", last=True)
+            first_worker.crash("device lost")
+            resumed_request = await second_worker.submitted.get()
+            await settle()
+            assert second_worker.paces == [(resumed_request.request_id, Pace.SPARING)]
+            second_worker.emit(resumed_request, "slowly", last=True)
             await reading
             assert choice.text == "slowly"
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_an_embedding_starts_again() -> None:
-    """It has no tokens and is computed again, as often as a request may be resumed."""
+    """The dispatcher restarts an embedding as often as a request may resume."""
 
     async def scenario() -> None:
         backends = [ScriptedBackend() for _ in range(4)]
         state = b"\0\0\x80?" * 4
         for backend in backends:
-            able = Capabilities(embeddings=True, embedding_size=4)
-            backend.card = ModelCard("m", "m", 1000, "test", 1, able)
-        async with serving(*backends) as there:
-            one = replace(job(), max_tokens=0, sampling=SamplingParams(0, 0), task=Task.EMBED)
-            async with there.dispatcher.run(one) as run:
+            capabilities = Capabilities(embeddings=True, embedding_size=4)
+            backend.card = ModelCard("m", "m", 1000, "test", 1, capabilities)
+        async with serving(*backends) as dispatched:
+            first_worker = replace(
+                job(), max_tokens=0, sampling=SamplingParams(0, 0), task=Task.EMBED
+            )
+            async with dispatched.dispatcher.run(first_worker) as run:
                 reading = asyncio.ensure_future(anext(run.deltas))
                 for _ in range(2):
-                    await settled()
+                    await settle()
                     (chosen,) = (backend for backend in backends if len(backend.streams))
                     chosen.crash("device lost")
-                await settled()
+                await settle()
                 (chosen,) = (backend for backend in backends if len(backend.streams))
                 request = await chosen.submitted.get()
                 assert (request.task, request.resumed) == (Task.EMBED, ())
@@ -302,6 +328,6 @@ def test_an_embedding_starts_again() -> None:
                 chosen.streams.deliver([(request.request_id, done)])
                 assert (await reading).embedding == state
                 assert [delta async for delta in run.deltas] == []
-            assert there.dispatcher.admission.ledger.totals("").settled == 5
+            assert dispatched.dispatcher.admission.ledger.totals("").settled == 5
 
-    play(scenario())
+    run_scenario(scenario())

@@ -1,4 +1,5 @@
-"""Failover between engines with the shipped model: injected errors and killed processes."""
+"""Tests of failover between engines with the shipped model: injected errors and killed
+processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TWO: dict[str, Any] = {
     "kv_bytes": 16 << 20,
     "max_model_len": 512,
 }
-"""Two engines on one CPU."""
+"""Settings of a node with two engines on one CPU."""
 
 PROMPT = "def area(width, height):\n    "
 CHAT = [{"role": "user", "content": "Describe the function add(a, b)."}]
@@ -53,7 +54,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA, "strict": True}}
 
 TEXT = {"prompt": PROMPT, "max_tokens": 64, "seed": 5}
-ASKS: dict[str, tuple[str, dict[str, Any]]] = {
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("/v1/completions", {**TEXT, "temperature": 0}),
     "seeded": ("/v1/completions", {**TEXT, "temperature": 0.9, "top_p": 0.95}),
     "drafted": ("/v1/completions", {**TEXT, "temperature": 0, "speculation": {"mode": "ngram"}}),
@@ -68,32 +69,33 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "embedding": ("/v1/embeddings", {"input": [PROMPT * 8, "import os\n" * 20]}),
 }
-"""One of each kind."""
+"""Path and body of one request of each kind."""
 
 SEQUENCES = {"several": 4, "embedding": 2}
-"""Kinds of requests with more than one answer."""
+"""Number of sequences of each kind of request with several sequences."""
 
 
 @dataclass
 class StickyError:
-    """A device that fails for good, like a CUDA context: every later call fails as well.
+    """A permanent device error, like that of a CUDA context: every later call fails too.
 
     Attributes:
-        after_steps: number of steps of each runner before the error, by the order of their first
-            steps; runners without a number do not fail.
-        goes_on: while it is not set, no step runs.
+        after_steps: the number of steps before the error, for each runner in the order of their
+            first steps. Runners without a number do not fail.
+        left: the remaining steps of each runner by its id, or None if the runner does not fail.
+        may_run: an event that is set while steps may run.
     """
 
     after_steps: list[int] = field(default_factory=list)
     left: dict[int, int | None] = field(default_factory=dict)
-    goes_on: threading.Event = field(default_factory=threading.Event)
+    may_run: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.goes_on.set()
+        self.may_run.set()
 
     def check(self, runner: object) -> None:
-        """Raise if the runner has failed."""
-        assert self.goes_on.wait(60)
+        """Wait until steps may run, and raise an error if the runner has failed."""
+        assert self.may_run.wait(60)
         if not self.after_steps and not self.left:
             return
         if id(runner) not in self.left:
@@ -108,7 +110,7 @@ class StickyError:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
-    """Controls the devices of this process's engines."""
+    """The device errors of this process's engines."""
     from draftgate.backends.engine.runner import Runner
 
     sticky, execute = StickyError(), Runner.execute
@@ -121,26 +123,28 @@ def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
     return sticky
 
 
-def told(answer: dict[str, Any]) -> Any:
-    """The part of an answer that clients can compare."""
-    kept = {key: value for key, value in answer.items() if key not in {"id", "created", "metrics"}}
+def comparable(response: dict[str, Any]) -> Any:
+    """Return the fields of a response that must not depend on workers."""
+    kept = {
+        key: value for key, value in response.items() if key not in {"id", "created", "metrics"}
+    }
     kept["usage"].pop("prompt_tokens_details", None)  # cached tokens may differ
     return kept
 
 
-async def ask(http: httpx.AsyncClient, kind: str) -> dict[str, Any]:
-    """The answer to one kind of request."""
-    path, body = ASKS[kind]
-    answer = await http.post(path, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+async def send_request(http: httpx.AsyncClient, kind: str) -> dict[str, Any]:
+    """Send a request of this kind and return its response."""
+    path, body = REQUESTS[kind]
+    response = await http.post(path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 @asynccontextmanager
 async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
-    """A node of two engines and a client of it."""
-    async with running(**{**TWO, **settings}) as where, client(where) as http:
-        yield where, http
+    """Run a node with two engines and yield the node and its client."""
+    async with running(**{**TWO, **settings}) as gateway, client(gateway) as http:
+        yield gateway, http
 
 
 @pytest.mark.parametrize(
@@ -149,52 +153,52 @@ async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.A
 async def test_every_kind_of_request_survives_its_engine(
     device: StickyError, steps: int, undisturbed: set[str]
 ) -> None:
-    """An engine fails with every kind of request on it; all answers are bit-identical."""
-    kinds = [kind for kind in ASKS for _ in range(2)]  # one on each engine
-    async with two_engines(routing="round_robin") as (where, http):
-        dispatcher = where.node.dispatcher
-        plain = {kind: told(await ask(http, kind)) for kind in ASKS}
+    """All responses stay bit-identical when an engine with every kind of request fails."""
+    kinds = [kind for kind in REQUESTS for _ in range(2)]  # each engine gets every kind
+    async with two_engines(routing="round_robin") as (gateway, http):
+        dispatcher = gateway.node.dispatcher
+        plain = {kind: comparable(await send_request(http, kind)) for kind in REQUESTS}
         await until(lambda: dispatcher.in_flight == 0)
-        device.goes_on.clear()
-        asking = []
+        device.may_run.clear()
+        pending = []
         for kind in kinds:
-            asking.append(asyncio.create_task(ask(http, kind)))
-            sequences = sum(SEQUENCES.get(one, 1) for one in kinds[: len(asking)])
-            await until(partial(is_placed, where, sequences))
+            pending.append(asyncio.create_task(send_request(http, kind)))
+            sequences = sum(SEQUENCES.get(name, 1) for name in kinds[: len(pending)])
+            await until(partial(is_placed, gateway, sequences))
         device.after_steps = [steps]
-        device.goes_on.set()
-        answers = await asyncio.gather(*asking)
-        for kind, answer in zip(kinds, answers, strict=True):
-            assert told(answer) == plain[kind], kind
-        lost = [worker.backend.failure for worker in where.node.fleet.workers]
+        device.may_run.set()
+        responses = await asyncio.gather(*pending)
+        for kind, response in zip(kinds, responses, strict=True):
+            assert comparable(response) == plain[kind], kind
+        lost = [worker.backend.failure for worker in gateway.node.fleet.workers]
         assert lost.count(None) == 1
-        assert where.node.state is NodeState.READY
-        resumes = [answer.get("metrics", {}).get("resumes", []) for answer in answers]
+        assert gateway.node.state is NodeState.READY
+        resumes = [response.get("metrics", {}).get("resumes", []) for response in responses]
         disturbed = {kind for kind, found in zip(kinds, resumes, strict=True) if found}
-        counted = where.node.metrics.scalar(metric.RESUMES, "failed", "same_class").value
+        counted = gateway.node.metrics.scalar(metric.RESUMES, "failed", "same_class").value
         if counted > sum(map(len, resumes)):
-            disturbed.add("embedding")  # an answer without metrics
-        assert disturbed >= set(ASKS) - undisturbed
+            disturbed.add("embedding")  # the response of an embedding has no metrics
+        assert disturbed >= set(REQUESTS) - undisturbed
         await until(lambda: dispatcher.in_flight == 0)
 
 
-def is_placed(where: Listening, sequences: int) -> bool:
-    """Whether this many sequences are on workers."""
-    workers = where.node.fleet.workers
+def is_placed(gateway: Listening, sequences: int) -> bool:
+    """Return whether exactly this many sequences run on workers."""
+    workers = gateway.node.fleet.workers
     return sum(worker.usage.sequences for worker in workers) == sequences
 
 
 async def test_the_node_fails_with_its_second_engine(device: StickyError) -> None:
     """A stream that loses both engines ends with one error event, and the node fails."""
-    async with two_engines() as (where, http):
+    async with two_engines() as (gateway, http):
         device.after_steps = [5, 5]
-        answer = await http.post("/v1/completions", json={**TEXT, "stream": True}, timeout=60)
-        found = events(answer.text)
+        response = await http.post("/v1/completions", json={**TEXT, "stream": True}, timeout=60)
+        found = events(response.text)
         assert found[-1]["error"]["code"] == "worker_failed"
         assert "illegal memory access" in found[-1]["error"]["message"]
         assert sum("error" in event for event in found) == 1
         assert len(found) > 5
-        assert where.node.state is NodeState.FAILED
+        assert gateway.node.state is NodeState.FAILED
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 503
 
 
@@ -202,20 +206,20 @@ async def test_the_node_fails_with_its_second_engine(device: StickyError) -> Non
 async def test_streams_survive_their_engine_process(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine process is killed or paused during its streams; both texts are unchanged."""
+    """The texts of two streams stay the same when one engine process is killed or paused."""
     if how is signal.SIGSTOP:
         monkeypatch.setattr(liveness, "LEAST_PATIENCE_S", 4.0)
     before = child_pids()
     body = {**TEXT, "max_tokens": 400, "stream": True, "ignore_eos": True}
-    async with two_engines(own_process=True) as (where, http):
+    async with two_engines(own_process=True) as (gateway, http):
         alone = await http.post("/v1/completions", json=body, timeout=60)
         first, _second = sorted(child_pids() - before)
         pieces: list[str] = []
 
         async def stream() -> list[Any]:
             lines = []
-            async with http.stream("POST", "/v1/completions", json=body, timeout=60) as answer:
-                async for line in answer.aiter_lines():
+            async with http.stream("POST", "/v1/completions", json=body, timeout=60) as response:
+                async for line in response.aiter_lines():
                     lines.append(line)
                     pieces.append(line)
             return events("\n".join(lines))
@@ -229,15 +233,15 @@ async def test_streams_survive_their_engine_process(
             if how is signal.SIGSTOP:
                 os.kill(first, signal.SIGCONT)
         expected = text_of(events(alone.text))
-        assert [text_of(one) for one in found] == [expected] * 2
-        assert [one[-1] for one in found] == ["[DONE]"] * 2
-        resumes = [one[-2]["metrics"].get("resumes", []) for one in found]
+        assert [text_of(stream_events) for stream_events in found] == [expected] * 2
+        assert [stream_events[-1] for stream_events in found] == ["[DONE]"] * 2
+        resumes = [stream_events[-2]["metrics"].get("resumes", []) for stream_events in found]
         assert sorted(map(len, resumes)) == [0, 1]
         if how is signal.SIGSTOP:
-            await until(lambda: not any(worker.hung for worker in where.node.fleet.workers))
-            await until(lambda: is_idle(where.node))
+            await until(lambda: not any(worker.hung for worker in gateway.node.fleet.workers))
+            await until(lambda: is_idle(gateway.node))
 
 
 def text_of(found: list[Any]) -> str:
-    """The text of a completion's events."""
+    """Return the text of a completion's events."""
     return "".join(event["choices"][0]["text"] for event in found[:-1])

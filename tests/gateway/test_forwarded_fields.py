@@ -1,4 +1,4 @@
-"""What is read from forwarded bodies, and what the upstream gets."""
+"""Tests of the fields that the gateway reads from forwarded bodies and changes for the upstream."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.gateway.upstreams import (
     LAST,
     TOKEN,
     USAGE,
-    Answering,
+    Handler,
     cut_after,
-    in_front,
+    forwarding,
     refusal,
     stream_of,
     upstream,
@@ -39,14 +39,14 @@ KEY = {"Authorization": "Bearer k"}
 
 
 def keys_file(tmp_path: Path, **bounds: Any) -> str:
-    """Write a file with one key, `k`."""
+    """Write a keys file with the single key `k` and return its path."""
     path = tmp_path / "keys.yaml"
     path.write_text(json.dumps({"keys": [{"name": "slow", "key": "k", **bounds}]}))
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("sent_fields", "expected"),
     [
         ({}, DEFAULT_OUTPUT_TOKENS),
         ({"max_tokens": -5}, DEFAULT_OUTPUT_TOKENS),
@@ -59,21 +59,24 @@ def keys_file(tmp_path: Path, **bounds: Any) -> str:
         ({"max_output_tokens": 9}, 9),
     ],
 )
-def test_max_tokens_is_bounded(said: dict[str, object], believed: int) -> None:
-    """Invalid values are ignored, and the limit is the model's context."""
-    body = json.dumps(said).encode()
-    assert read_fields(body).max_tokens == believed
-    assert read_fields(body, 99).max_tokens == min(believed, 99)
-
-
-@pytest.mark.parametrize(("said", "believed"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)])
-def test_choices_are_bounded(said: int, believed: int) -> None:
-    """A request cannot reserve more sequences than it may have choices."""
-    assert read_fields(json.dumps({"n": said}).encode()).n == believed
+def test_max_tokens_is_bounded(sent_fields: dict[str, object], expected: int) -> None:
+    """The gateway ignores invalid limits and bounds `max_tokens` by the model's context."""
+    body = json.dumps(sent_fields).encode()
+    assert read_fields(body).max_tokens == expected
+    assert read_fields(body, 99).max_tokens == min(expected, 99)
 
 
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("sent_fields", "expected"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)]
+)
+def test_choices_are_bounded(sent_fields: int, expected: int) -> None:
+    """The gateway bounds `n`, so a request cannot reserve more sequences than it may have
+    choices."""
+    assert read_fields(json.dumps({"n": sent_fields}).encode()).n == expected
+
+
+@pytest.mark.parametrize(
+    ("sent_fields", "expected"),
     [
         ({}, (SpeculationMode.AUTO, None, 1.0)),
         ({"temperature": 0, "speculation": {"mode": "off"}}, (SpeculationMode.OFF, None, 0.0)),
@@ -93,22 +96,22 @@ def test_choices_are_bounded(said: int, believed: int) -> None:
     ],
 )
 def test_speculation_fields_are_read(
-    said: dict[str, Any], believed: tuple[SpeculationMode, int | None, float]
+    sent_fields: dict[str, Any], expected: tuple[SpeculationMode, int | None, float]
 ) -> None:
-    """Invalid values are ignored, since rejecting them is up to the upstream."""
-    wishes = read_fields(json.dumps(said).encode())
-    assert (wishes.mode, wishes.max_draft_tokens, wishes.temperature) == believed
+    """The gateway ignores invalid speculation fields, because the upstream may reject them."""
+    fields = read_fields(json.dumps(sent_fields).encode())
+    assert (fields.mode, fields.max_draft_tokens, fields.temperature) == expected
 
 
 def test_priorities_are_bounded() -> None:
-    """They fit into any message."""
-    for said in (-(10**12), 10**12):
-        body = json.dumps({"priority": said}).encode()
+    """The gateway bounds the priority of a request."""
+    for sent_fields in (-(10**12), 10**12):
+        body = json.dumps({"priority": sent_fields}).encode()
         assert abs(read_fields(body).priority) == MAX_PRIORITY
 
 
 @pytest.mark.parametrize(
-    ("said", "sent"),
+    ("sent_fields", "sent"),
     [
         (b'{"x":1.50}', b'{"x":1.50,"priority":2}'),
         (b'{"priority":-3,"x":1.50}', b'{"priority":2,"x":1.50}'),
@@ -117,50 +120,53 @@ def test_priorities_are_bounded() -> None:
         (b'{ "priority": 7 }', b'{ "priority": 7 }'),
     ],
 )
-def test_priority_is_capped_by_the_account(said: bytes, sent: bytes) -> None:
-    """Only that value changes, and only if it is better than allowed."""
-    found = changed_fields(read_fields(said), (None, "theirs"), CAPPED)
-    assert rewrite_body(said, found) == sent
-    assert not changed_fields(read_fields(said), (None, "theirs"), ANONYMOUS)
-
-
-@pytest.mark.parametrize("said", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}'])
-def test_unreadable_priority_of_a_capped_account_is_refused(said: bytes) -> None:
-    """The upstream might understand it, which would bypass the cap."""
-    with pytest.raises(InvalidRequest):
-        changed_fields(read_fields(said), (None, "theirs"), CAPPED)
-
-
-async def test_account_caps_apply_at_the_upstream(tmp_path: Path) -> None:
-    """It gets the targets and the priority that the account may have."""
-    bounds = {"first_priority": 0, "least_ttft_ms": 500, "least_tpot_ms": 20}
-    slo = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "30"}
-    async with (
-        upstream(whole) as there,
-        in_front(there, api_keys_file=keys_file(tmp_path, **bounds)) as where,
-        client(where) as http,
-    ):
-        body = {"prompt": "x", "priority": -9}
-        await http.post("/v1/completions", json=body, headers={**KEY, **slo})
-        assert json.loads(there.bodies[0]) == {"prompt": "x", "priority": 0}
-        headers = there.requests[0].headers
-        assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("500", "30")
-
-
-@pytest.mark.parametrize("wish", [{"max_tokens": -1}, {"max_tokens": 10**15}, {"n": 10**9}])
-async def test_invalid_bodies_pass_to_the_upstream(wish: dict[str, int]) -> None:
-    """They pass unchanged, and leave nothing behind here."""
-    async with (
-        upstream(refusal(400, b'{"error": {}}')) as there,
-        in_front(there) as where,
-        client(where) as http,
-    ):
-        assert (await http.post("/v1/completions", json=wish)).status_code == 400
-        assert json.loads(there.bodies[0]) == wish
+def test_priority_is_capped_by_the_account(sent_fields: bytes, sent: bytes) -> None:
+    """The gateway changes only the priority, and only if the account does not permit the value."""
+    found = changed_fields(read_fields(sent_fields), (None, "theirs"), CAPPED)
+    assert rewrite_body(sent_fields, found) == sent
+    assert not changed_fields(read_fields(sent_fields), (None, "theirs"), ANONYMOUS)
 
 
 @pytest.mark.parametrize(
-    ("answer", "used"),
+    "sent_fields", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}']
+)
+def test_unreadable_priority_of_a_capped_account_is_rejected(sent_fields: bytes) -> None:
+    """The gateway rejects a priority that it cannot read, because the upstream might accept the
+    value."""
+    with pytest.raises(InvalidRequest):
+        changed_fields(read_fields(sent_fields), (None, "theirs"), CAPPED)
+
+
+async def test_account_caps_apply_at_the_upstream(tmp_path: Path) -> None:
+    """The upstream receives the targets and the priority that the account permits."""
+    bounds = {"first_priority": 0, "least_ttft_ms": 500, "least_tpot_ms": 20}
+    slo = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "30"}
+    async with (
+        upstream(whole) as engine,
+        forwarding(engine, api_keys_file=keys_file(tmp_path, **bounds)) as gateway,
+        client(gateway) as http,
+    ):
+        body = {"prompt": "x", "priority": -9}
+        await http.post("/v1/completions", json=body, headers={**KEY, **slo})
+        assert json.loads(engine.bodies[0]) == {"prompt": "x", "priority": 0}
+        headers = engine.requests[0].headers
+        assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("500", "30")
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": -1}, {"max_tokens": 10**15}, {"n": 10**9}])
+async def test_invalid_bodies_pass_to_the_upstream(fields: dict[str, int]) -> None:
+    """The gateway forwards invalid values to the upstream unchanged."""
+    async with (
+        upstream(refusal(400, b'{"error": {}}')) as engine,
+        forwarding(engine) as gateway,
+        client(gateway) as http,
+    ):
+        assert (await http.post("/v1/completions", json=fields)).status_code == 400
+        assert json.loads(engine.bodies[0]) == fields
+
+
+@pytest.mark.parametrize(
+    ("handler", "used"),
     [
         (stream_of(TOKEN, LAST, USAGE, DONE), 10),
         (stream_of(TOKEN, LAST, DONE), 40 + 2),
@@ -175,21 +181,23 @@ async def test_invalid_bodies_pass_to_the_upstream(wish: dict[str, int]) -> None
     ids=["usage", "no-usage", "cut", "whole", "whole-no-usage", "no-answer", "400", "429", "503"],
 )
 async def test_quota_is_used_without_reported_usage(
-    tmp_path: Path, answer: Answering, used: int
+    tmp_path: Path, handler: Handler, used: int
 ) -> None:
-    """The prompt is booked by estimate and each event as a token.
+    """The gateway charges an estimated prompt and one token per event if the upstream reports no
+    usage.
 
-    A whole answer is booked with its maximum, and a refusal with nothing.
+    The gateway charges the maximum for a whole response without usage, and nothing for an error
+    response.
     """
     limits = {"tokens_per_minute": 100, "first_priority": None}
     body = {"prompt": "x" * 200, "max_tokens": 8, "stream": True}
     body["prompt"] = "x" * (160 - len(json.dumps({**body, "prompt": ""}, separators=(",", ":"))))
     async with (
-        upstream(answer) as there,
-        in_front(there, api_keys_file=keys_file(tmp_path, **limits)) as where,
-        client(where) as http,
+        upstream(handler) as engine,
+        forwarding(engine, api_keys_file=keys_file(tmp_path, **limits)) as gateway,
+        client(gateway) as http,
     ):
         await http.post("/v1/completions", json=body, headers=KEY)
-        ledger = where.node.dispatcher.admission.ledger
+        ledger = gateway.node.dispatcher.admission.ledger
         assert ledger.totals("slow").settled == used
         assert ledger.totals("slow").open == 0

@@ -1,4 +1,7 @@
-"""A guarded store answers in time, whatever the remote store does. All in virtual time."""
+"""Tests of the guarded store, which responds in time whatever the remote store does.
+
+All tests run in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
 
 BACK_S = 2 * PATIENCE.longest_pause_s
-"""Time after which a recovered server has been noticed."""
+"""Time in which the guard notices a recovered server, in seconds."""
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time, where waiting takes no real time."""
+    """Run a test in virtual time, in which waiting takes no real time."""
 
     @wraps(test)
     def run(**given: Any) -> None:
@@ -33,11 +36,11 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 
 @asynccontextmanager
-async def pair(**told: Any) -> AsyncIterator[tuple[FlakyStore, GuardedStore]]:
-    """A store and its guard; one worker has reported."""
+async def pair(**fields: Any) -> AsyncIterator[tuple[FlakyStore, GuardedStore]]:
+    """Yield a store and its guard after one worker has reported."""
     remote = FlakyStore()
     store = guarded(remote)
-    await store.publish(report(**told))
+    await store.publish(report(**fields))
     yield remote, store
     await store.close()
 
@@ -47,13 +50,13 @@ def now_s() -> float:
 
 
 async def duration_s(call: Awaitable[object]) -> float:
-    """The duration of a call."""
+    """Return the duration of a call in seconds."""
     begin_s = now_s()
     await call
     return now_s() - begin_s
 
 
-async def broken(remote: FlakyStore, store: GuardedStore, failure: str = "refused") -> None:
+async def open_breaker(remote: FlakyStore, store: GuardedStore, failure: str = "refused") -> None:
     """Let the store fail until the guard opens its breaker."""
     remote.failure = failure
     for _ in range(PATIENCE.failures):
@@ -62,8 +65,8 @@ async def broken(remote: FlakyStore, store: GuardedStore, failure: str = "refuse
 
 
 @in_virtual_time
-async def test_answers_of_a_working_store_pass_unchanged() -> None:
-    """A working store's answers pass unchanged and are not degraded."""
+async def test_results_of_a_working_store_pass_unchanged() -> None:
+    """The guard returns the results of a working store unchanged and not degraded."""
     async with pair() as (remote, store):
         found = await reserve(store, "r", 100)
         assert found.lease is not None
@@ -76,7 +79,8 @@ async def test_answers_of_a_working_store_pass_unchanged() -> None:
 
 @in_virtual_time
 async def test_no_call_waits_longer_than_the_deadline() -> None:
-    """A slow store costs each call the deadline, and this gateway answers alone."""
+    """Each call to a slow store takes at most the deadline, and the guard returns a degraded
+    result."""
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         for call in (
@@ -95,19 +99,19 @@ async def test_no_call_waits_longer_than_the_deadline() -> None:
 
 
 @in_virtual_time
-async def test_a_dead_store_is_not_asked_until_it_is_back() -> None:
-    """After several failures no call waits, probes become rarer, and the first answer ends the
+async def test_an_open_breaker_sends_only_probes() -> None:
+    """The guard sends only increasingly rare probes to a dead store, and a reply ends the
     outage."""
     async with pair() as (remote, store):
-        await broken(remote, store)
-        begin_s, asked = now_s(), remote.calls.total()
+        await open_breaker(remote, store)
+        begin_s, calls_before = now_s(), remote.calls.total()
         for index in range(50):
             found = await reserve(store, f"r{index}", 10)
             assert found.lease is not None
             assert found.degraded
-        assert (now_s(), remote.calls.total()) == (begin_s, asked)
+        assert (now_s(), remote.calls.total()) == (begin_s, calls_before)
         await asyncio.sleep(60.0)
-        probes = remote.calls.total() - asked
+        probes = remote.calls.total() - calls_before
         assert 60.0 / PATIENCE.longest_pause_s <= probes < 20
         remote.failure = None
         await asyncio.sleep(BACK_S)
@@ -118,17 +122,18 @@ async def test_a_dead_store_is_not_asked_until_it_is_back() -> None:
 
 @in_virtual_time
 async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has one line at its start and one at its end, none per request."""
+    """The guard logs one line at the start and one at the end of an outage, but none per
+    request."""
     caplog.set_level(logging.DEBUG, "draftgate")
     async with pair() as (remote, store):
-        await broken(remote, store)
+        await open_breaker(remote, store)
         for index in range(100):
             await reserve(store, f"r{index}")
         await asyncio.sleep(30.0)
         remote.failure = None
         await asyncio.sleep(BACK_S)
-        told = [(record.levelname, record.message) for record in caplog.records]
-        assert told == [
+        messages = [(record.levelname, record.message) for record in caplog.records]
+        assert messages == [
             ("WARNING", "state store is unavailable"),
             ("INFO", "state store recovered"),
         ]
@@ -137,7 +142,8 @@ async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> No
 
 @in_virtual_time
 async def test_timeouts_open_the_breaker_only_after_two_seconds() -> None:
-    """Short slowness is no outage, however many calls it delays; two seconds of it are."""
+    """The guard opens its breaker only after two seconds of timeouts, however many calls are
+    slow."""
     async with pair() as (remote, store):
         remote.delay_s = 0.1
         while now_s() < PATIENCE.timeouts_span_s - 0.1:
@@ -150,7 +156,7 @@ async def test_timeouts_open_the_breaker_only_after_two_seconds() -> None:
 
 @in_virtual_time
 async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
-    """An answer that arrived during the stall is used, and does not count as a failure."""
+    """The guard uses a reply that arrives during a stall of the event loop."""
     async with pair() as (remote, store):
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
@@ -165,7 +171,7 @@ async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
 
 @in_virtual_time
 async def test_repeated_stalls_do_not_open_the_breaker() -> None:
-    """Repeated stalls do not open the breaker, because the store may be fast."""
+    """Repeated stalls of the event loop do not open the breaker, because the store may be fast."""
     async with pair() as (remote, store):
         loop = asyncio.get_running_loop()
         remote.delay_s = 10.0
@@ -180,16 +186,16 @@ async def test_repeated_stalls_do_not_open_the_breaker() -> None:
 
 
 @in_virtual_time
-async def test_living_leases_are_restored_after_an_outage() -> None:
-    """Living leases from before and during the outage are restored; ended ones are not."""
+async def test_active_leases_are_restored_after_an_outage() -> None:
+    """The guard restores active leases after an outage, but no released leases."""
     async with pair(capacity_tokens=10**6) as (remote, store):
         before = await granted(store, "before", 1)
-        await granted(store, "ended meanwhile", 10)
+        await granted(store, "ended", 10)
         await asyncio.sleep(0.1)
-        await broken(remote, store)
+        await open_breaker(remote, store)
         taken = await granted(store, "taken", 100)
         await granted(store, "short", 1000)
-        await store.release(("ended meanwhile", "short"))
+        await store.release(("ended", "short"))
         await asyncio.sleep(5.0)
         await store.renew((before, taken), 30.0)
         remote.forget()
@@ -202,17 +208,18 @@ async def test_living_leases_are_restored_after_an_outage() -> None:
 
 @in_virtual_time
 async def test_releases_of_an_outage_are_sent_afterwards() -> None:
-    """Capacity is freed before the leases expire, and no release is pending for ever."""
+    """The guard sends the releases of an outage afterwards and bounds the number of pending
+    releases."""
     async with pair() as (remote, store):
         for index in range(5):
             await granted(store, f"r{index}", 100)
         await asyncio.sleep(0.1)
-        await broken(remote, store)
+        await open_breaker(remote, store)
         await store.release([f"r{index}" for index in range(4)])
         remote.failure = None
         await asyncio.sleep(PATIENCE.first_pause_s + 0.1)
         assert [lease.request_id for lease in remote.inner.leases()] == ["r4"]
-        await broken(remote, store)
+        await open_breaker(remote, store)
         for index in range(1000):
             await store.release((f"s{index}",))
             await asyncio.sleep(1.0)
@@ -221,7 +228,7 @@ async def test_releases_of_an_outage_are_sent_afterwards() -> None:
 
 @in_virtual_time
 async def test_a_late_lease_is_released() -> None:
-    """A lease that arrives after its request has ended is released."""
+    """The guard releases a lease that arrives after the end of its request."""
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         assert (await reserve(store, "r", 100)).degraded
@@ -232,8 +239,8 @@ async def test_a_late_lease_is_released() -> None:
 
 
 @in_virtual_time
-async def test_a_cancelled_reservation_leaves_nothing() -> None:
-    """A client that disconnects during the reservation holds no capacity afterwards."""
+async def test_a_cancelled_reservation_leaves_no_lease() -> None:
+    """A client that disconnects during a reservation leaves no lease."""
     async with pair() as (remote, store):
         for ticks in range(8):
             remote.delay_s = 0.0 if ticks % 2 else 0.01
@@ -249,7 +256,7 @@ async def test_a_cancelled_reservation_leaves_nothing() -> None:
 
 @in_virtual_time
 async def test_a_pending_release_does_not_end_a_newer_lease() -> None:
-    """A request that starts again keeps its new lease, although the old release is pending."""
+    """A restarted request keeps its new lease while the release of its old lease is pending."""
     async with pair() as (remote, store):
         await granted(store, "r", 100)
         remote.failure = "refused"
@@ -264,7 +271,7 @@ async def test_a_pending_release_does_not_end_a_newer_lease() -> None:
 
 @in_virtual_time
 async def test_a_renewal_does_not_restore_a_released_lease() -> None:
-    """A lease released during its renewal ends, in whatever order the calls arrive."""
+    """A lease that is released during its renewal ends in either order of the calls."""
     async with pair() as (remote, store):
         lease = await granted(store, "r", 100)
         remote.delay_s = 0.01
@@ -278,13 +285,13 @@ async def test_a_renewal_does_not_restore_a_released_lease() -> None:
 
 
 @in_virtual_time
-async def test_alone_each_gateway_takes_its_share() -> None:
-    """During an outage a gateway uses its share of shared workers, and all of its own."""
+async def test_a_gateway_uses_its_share_during_an_outage() -> None:
+    """A gateway uses its share of shared workers and all of its own workers during an outage."""
     async with pair(capacity_tokens=1000) as (remote, store):
         await store.publish(report("own", capacity_tokens=1000, address=""))
         remote.gateways = 4
         await store.snapshot()
-        await broken(remote, store)
+        await open_breaker(remote, store)
         for index in range(25):
             await granted(store, f"r{index}", 10)
         refused = await reserve(store, "more", 10)
@@ -296,7 +303,7 @@ async def test_alone_each_gateway_takes_its_share() -> None:
 
 @in_virtual_time
 async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
-    """Gateways together lease less than twice the capacity during an outage."""
+    """All gateways together lease less than twice the capacity during an outage."""
     remote = FlakyStore()
     gateways = [guarded(remote) for _ in range(4)]
     await gateways[0].publish(report(capacity_tokens=1000))
@@ -308,7 +315,7 @@ async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
         held += 10
     assert held == 1000
     for number, store in enumerate(gateways):
-        await broken(remote, store)
+        await open_breaker(remote, store)
         index = 0
         while (await reserve(store, f"{number}-{index}", 10)).lease is not None:
             index += 1
@@ -320,21 +327,22 @@ async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
 
 @in_virtual_time
 async def test_a_stuck_store_has_bounded_calls() -> None:
-    """The number of calls in flight is bounded, and no caller waits long."""
+    """The guard bounds the calls in flight to a stuck store, and no caller waits beyond the
+    deadline."""
     async with pair(capacity_tokens=0) as (remote, store):
         remote.delay_s = 1000.0
-        asked = remote.calls["reserve"]
+        calls_before = remote.calls["reserve"]
         begin_s = now_s()
         calls = [reserve(store, f"r{index}") for index in range(20 * MOST_CALLS)]
         found = await asyncio.gather(*calls)
-        assert all(one.lease is not None and one.degraded for one in found)
-        assert remote.calls["reserve"] - asked == MOST_CALLS
+        assert all(reservation.lease is not None and reservation.degraded for reservation in found)
+        assert remote.calls["reserve"] - calls_before == MOST_CALLS
         assert now_s() - begin_s == pytest.approx(DEADLINE_S)
 
 
 @in_virtual_time
 async def test_a_store_without_memory_refuses_no_request() -> None:
-    """Until workers report again, this gateway decides by its own knowledge."""
+    """The guard grants degraded leases after a memory loss until workers report again."""
     async with pair() as (remote, store):
         lease = await granted(store, "held", 100)
         remote.forget()
@@ -350,7 +358,7 @@ async def test_a_store_without_memory_refuses_no_request() -> None:
 
 @in_virtual_time
 async def test_a_store_without_memory_hides_no_worker() -> None:
-    """Missing workers stay listed for as long as they could be silent."""
+    """The guard lists missing workers for `STALE_S` after a memory loss of the store."""
     async with pair() as (remote, store):
         await store.snapshot()
         remote.forget()
@@ -361,8 +369,8 @@ async def test_a_store_without_memory_hides_no_worker() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_that_left_is_gone_at_once() -> None:
-    """A withdrawal in the store is effective at once."""
+async def test_a_withdrawn_worker_is_gone_immediately() -> None:
+    """The guard refuses leases of a withdrawn worker immediately."""
     async with pair() as (remote, store):
         await remote.withdraw("w", "1", 1)
         found = await reserve(store, "r")
@@ -373,11 +381,11 @@ async def test_a_worker_that_left_is_gone_at_once() -> None:
 
 @in_virtual_time
 async def test_reports_age_during_an_outage() -> None:
-    """During an outage, reports have their true age and only this gateway's leases."""
+    """Reports have their true age and only this gateway's leases during an outage."""
     async with pair() as (remote, store):
         await granted(store, "r", 100)
         await store.snapshot()
-        await broken(remote, store)
+        await open_breaker(remote, store)
         await asyncio.sleep(20.0)
         found = await store.snapshot()
         assert found.degraded
@@ -390,7 +398,7 @@ async def test_reports_age_during_an_outage() -> None:
 
 @in_virtual_time
 async def test_releases_are_batched() -> None:
-    """Releases at the same time share one or two calls, and no caller waits."""
+    """The guard sends simultaneous releases in at most two calls, and no caller waits."""
     async with pair() as (remote, store):
         remote.delay_s = 0.001
         for index in range(50):
@@ -406,13 +414,13 @@ async def test_releases_are_batched() -> None:
 
 @in_virtual_time
 async def test_many_leases_take_many_calls() -> None:
-    """Each call fits the deadline, and all leases are restored after an outage."""
+    """The guard splits many leases into several calls, so that each call meets the deadline."""
     async with pair(capacity_tokens=0) as (remote, store):
         leases = [await granted(store, f"r{index}", 1) for index in range(5 * AT_ONCE + 1)]
-        asked = remote.calls["renew"]
+        calls_before = remote.calls["renew"]
         await store.renew(leases, 30.0)
-        assert remote.calls["renew"] - asked == 6
-        await broken(remote, store)
+        assert remote.calls["renew"] - calls_before == 6
+        await open_breaker(remote, store)
         remote.forget()
         remote.failure = None
         await asyncio.sleep(BACK_S)
@@ -425,7 +433,7 @@ async def test_many_leases_take_many_calls() -> None:
 
 @in_virtual_time
 async def test_close_sends_pending_releases_and_ends_all_calls() -> None:
-    """Pending releases are sent first, and nothing keeps running, also during an outage."""
+    """The guard sends pending releases and ends all calls when it closes, even during an outage."""
     async with pair() as (remote, store):
         await granted(store, "r", 1)
         await store.release(("r",))
@@ -433,7 +441,7 @@ async def test_close_sends_pending_releases_and_ends_all_calls() -> None:
         assert remote.inner.leases() == []
     remote = FlakyStore()
     store = guarded(remote)
-    await broken(remote, store)
+    await open_breaker(remote, store)
     remote.failure, remote.delay_s = None, 1000.0
     await asyncio.sleep(1.0)
     await store.close()

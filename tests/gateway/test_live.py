@@ -1,4 +1,4 @@
-"""`/live`: samples of the node, values of the last minute, and the files of the page."""
+"""Tests of `/live`: samples of the node, values of the last minute and the files of the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = WorkerLoad(3, 2, 6, 8, 0.2, 0.5, ("ngram",))
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that the test sets, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -39,17 +39,17 @@ def live_of(loads: Sequence[WorkerLoad | None], recent: Recent | None = None) ->
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_nearest_ranks(values: list[float]) -> None:
-    """Each percentile is a value of the list with at least its share at or below it."""
+    """Each percentile is the smallest value of the list with at least its share at or below."""
     found = percentiles(values)
     assert found is not None
     for share, value in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99)):
         assert value in values
-        assert sum(one <= value for one in values) >= share * len(values)
-        assert sum(one < value for one in values) < share * len(values)
+        assert sum(other <= value for other in values) >= share * len(values)
+        assert sum(other < value for other in values) < share * len(values)
 
 
 def test_old_values_are_dropped() -> None:
-    """After a minute there is no value rather than a zero."""
+    """The window has no values, rather than zeros, a minute after the last value."""
     clock = Clock()
     recent = Recent(clock)
     recent.add_ttft(0.5)
@@ -61,7 +61,7 @@ def test_old_values_are_dropped() -> None:
 
 
 def test_number_of_kept_values_is_bounded() -> None:
-    """The latest values are kept."""
+    """The window keeps only the latest `MOST_KEPT` values."""
     recent = Recent(Clock())
     for value in range(3 * MOST_KEPT):
         recent.add_ttft(value)
@@ -69,7 +69,7 @@ def test_number_of_kept_values_is_bounded() -> None:
 
 
 async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
-    """Failed workers are left out."""
+    """A sample contains the summed counts and the mean prices of all working workers."""
     other = WorkerLoad(1, 0, 2, 8, 0.4, 0.7, ())
     live = live_of([LOAD, None, other])
     live.take()
@@ -83,7 +83,7 @@ async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
 
 
 async def test_rates_are_over_the_last_seconds() -> None:
-    """Tokens and requests count over the last five samples."""
+    """The rates of tokens and requests cover the last five samples."""
     clock, recent = Clock(), Recent()
     live = Live(lambda: [LOAD], recent, now_s=clock)
     for second in range(8):
@@ -96,8 +96,8 @@ async def test_rates_are_over_the_last_seconds() -> None:
     assert json.loads(samples[-1])["requests_per_s"] == 1.0
 
 
-async def test_reader_gets_kept_samples_then_each_new_one() -> None:
-    """No sample is sent twice; a reader that fell behind gets those still kept."""
+async def test_reader_gets_kept_samples_then_each_new_sample() -> None:
+    """A reader receives the kept samples first and then each new sample once."""
     live = live_of([LOAD])
     for _ in range(KEPT + 5):
         live.take()
@@ -112,7 +112,7 @@ async def test_reader_gets_kept_samples_then_each_new_one() -> None:
 
 
 async def test_readers_end_with_the_node() -> None:
-    """Waiting readers get an empty list."""
+    """A waiting reader gets an empty list when the node closes."""
     live = live_of([LOAD])
     waiting = asyncio.ensure_future(live.after(0))
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_readers_end_with_the_node() -> None:
 
 
 async def test_no_sample_is_taken_without_a_worker() -> None:
-    """This holds for a node that loads, and for one whose workers have failed."""
+    """A node without a working worker takes no samples."""
     live = live_of([None])
     live.take()
     live.close()
@@ -130,9 +130,9 @@ async def test_no_sample_is_taken_without_a_worker() -> None:
 
 @pytest.mark.parametrize(("interval", "expected"), [(1, 4), (2, 2)])
 async def test_stream_begins_with_the_kept_samples(interval: int, expected: int) -> None:
-    """With an interval, only every Nth of them is sent."""
-    async with running() as where, client(where) as http:
-        live = where.node.live
+    """The stream of `/live` begins with every Nth of the kept samples."""
+    async with running() as gateway, client(gateway) as http:
+        live = gateway.node.live
         await until(lambda: live._taken >= 1)
         while live._taken < 4:
             live.take()
@@ -148,21 +148,21 @@ async def test_stream_begins_with_the_kept_samples(interval: int, expected: int)
 
 
 async def test_open_page_does_not_delay_the_shutdown() -> None:
-    """The stream of samples ends in order."""
-    async with running() as where, client(where) as http:
+    """The stream of samples ends normally when the node closes."""
+    async with running() as gateway, client(gateway) as http:
         request = http.build_request("GET", "/live")
         response = await http.send(request, stream=True)
         reading = asyncio.ensure_future(response.aread())
-        where.node.live.close()
+        gateway.node.live.close()
         await reading
     assert response.status_code == 200
 
 
 @pytest.mark.parametrize("interval", ["0", "61", "x", "-1", "1.5", "9999999999"])
-async def test_invalid_interval_is_refused_and_named(
+async def test_invalid_interval_is_rejected_and_named(
     http: httpx.AsyncClient, interval: str
 ) -> None:
-    """The error names the parameter."""
+    """The server rejects an invalid interval with 400 and names the parameter."""
     response = await http.get("/live", params={"interval": interval})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "interval"
@@ -174,7 +174,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 
 @pytest.mark.parametrize("name", sorted(FILES))
 async def test_page_files_have_type_policy_and_etag(http: httpx.AsyncClient, name: str) -> None:
-    """The policy allows the node's own resources only."""
+    """The server sends each page file with its type, a content policy and an ETag."""
     url = "/" if name == "index.html" else f"/web/{name}"
     response = await http.get(url)
     assert response.status_code == 200
@@ -187,12 +187,12 @@ async def test_page_files_have_type_policy_and_etag(http: httpx.AsyncClient, nam
 
 @pytest.mark.parametrize("name", ["missing.js", "..%2Fapp.py", "%2e%2e%2fapp.py", "app.py", "."])
 async def test_other_names_below_web_are_404(http: httpx.AsyncClient, name: str) -> None:
-    """Names lead to the page's own files only."""
+    """The server responds with 404 to every name below `/web/` that is not a page file."""
     assert (await http.get(f"/web/{name}")).status_code == 404
 
 
 def test_page_has_no_foreign_addresses_and_no_inline_code() -> None:
-    """This holds for every file of the page."""
+    """No file of the page contains foreign addresses, inline scripts or inline styles."""
     for path in WEB.iterdir():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"(?:src|href|from|url\(|import\()\s*=?\s*[\"']?(?:https?:)?//", text)
@@ -201,11 +201,11 @@ def test_page_has_no_foreign_addresses_and_no_inline_code() -> None:
 
 
 async def test_request_appears_in_the_next_sample(sim: Listening, http: httpx.AsyncClient) -> None:
-    """The sample has its latencies, tokens and drafts."""
+    """The next sample contains the latencies, tokens and drafts of a request."""
     live = sim.node.live
     live.take()
-    answer = await http.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 8})
-    assert answer.status_code == 200
+    response = await http.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 8})
+    assert response.status_code == 200
     live.take()
     _, samples = await live.after(0)
     sample = json.loads(samples[-1])

@@ -1,4 +1,4 @@
-"""llama.cpp's server as an upstream, plain and speculating."""
+"""Tests with llama.cpp's server as an upstream, with and without speculation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECULATING = ("--spec-type", "draft-simple", "--spec-draft-n-max", "3")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with random weights."""
+    """A model file with random weights."""
     path = tmp_path_factory.mktemp("gguf") / "random.gguf"
     write_random_gguf(path)
     return path
@@ -34,42 +34,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[LlamaServer]:
-    """Yield a server that never drafts."""
+    """A server that never drafts."""
     with llama_server(model) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Path) -> Iterator[LlamaServer]:
-    """Yield a server that drafts with the model itself, so that most drafts are accepted."""
+    """A server that drafts with its own model, so most drafts are accepted."""
     with llama_server(model, *SPECULATING, "--spec-draft-model", str(model)) as server:
         yield server
 
 
 @pytest.fixture
-async def where(plain: LlamaServer) -> AsyncIterator[Listening]:
-    """Yield a node in front of the plain server, without work from other tests."""
-    await plain.settled()
+async def gateway(plain: LlamaServer) -> AsyncIterator[Listening]:
+    """A node with the plain server as its upstream, idle at the start."""
+    await plain.wait_idle()
     async with running(backend="openai", upstream=(plain.url,)) as listening:
         yield listening
 
 
 @pytest.fixture
-async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """Yield OpenAI's client for the node."""
-    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of the node."""
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 async def test_upstream_passes_conformance_suite(plain: LlamaServer) -> None:
-    """The suite runs against llama.cpp's server."""
+    """The backend of llama.cpp's server passes the conformance suite."""
     await check_upstream(OpenAIUpstream(WorkerConfig(upstream=plain.url), poll_s=3600.0))
 
 
-async def test_whole_and_streamed_texts_are_equal(where: Listening, api: AsyncOpenAI) -> None:
-    """Completions and chat give the same text and usage in both forms."""
-    assert where.node.model_name.endswith("random.gguf")
-    common = {"model": where.node.model_name, "max_tokens": 24, "temperature": 0.0}
+async def test_whole_and_streamed_texts_are_equal(gateway: Listening, api: AsyncOpenAI) -> None:
+    """Completions and chats have the same text and usage as whole responses and as streams."""
+    assert gateway.node.model_name.endswith("random.gguf")
+    common = {"model": gateway.node.model_name, "max_tokens": 24, "temperature": 0.0}
     options = {"include_usage": True}
     whole = await api.completions.create(**common, prompt="def f(x):")
     stream = await api.completions.create(
@@ -80,109 +80,111 @@ async def test_whole_and_streamed_texts_are_equal(where: Listening, api: AsyncOp
     assert text == whole.choices[0].text != ""
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
     messages = [{"role": "user", "content": "say it"}]
-    answer = await api.chat.completions.create(**common, messages=messages)
+    response = await api.chat.completions.create(**common, messages=messages)
     stream = await api.chat.completions.create(**common, messages=messages, stream=True)
     pieces = [c.choices[0].delta.content or "" async for c in stream if c.choices]
-    assert "".join(pieces) == answer.choices[0].message.content != ""
+    assert "".join(pieces) == response.choices[0].message.content != ""
 
 
 async def test_closed_stream_frees_its_slot(
-    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+    gateway: Listening, api: AsyncOpenAI, plain: LlamaServer
 ) -> None:
-    """The engine stops long before the end, and the gateway holds nothing."""
+    """A closed stream stops the generation on the server and frees the gateway's request."""
     before = plain.metric("tokens_predicted_total")
     stream = await api.completions.create(
-        model=where.node.model_name, prompt="x", stream=True, **ENDLESS
+        model=gateway.node.model_name, prompt="x", stream=True, **ENDLESS
     )
     await anext(aiter(stream))
     assert plain.metric("requests_processing") == 1
     await stream.close()
-    await plain.settled()
-    await until(lambda: where.node.dispatcher.in_flight == 0)
+    await plain.wait_idle()
+    await until(lambda: gateway.node.dispatcher.in_flight == 0)
     assert plain.metric("tokens_predicted_total") - before < ENDLESS["max_tokens"]
 
 
-async def test_abandoned_whole_answer_frees_its_slot(
-    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+async def test_abandoned_whole_response_frees_its_slot(
+    gateway: Listening, api: AsyncOpenAI, plain: LlamaServer
 ) -> None:
-    """The client leaves before anything has arrived."""
+    """The server stops a whole response when its client disconnects before the response arrives."""
     before = plain.metric("tokens_predicted_total")
-    asking = asyncio.create_task(
-        api.completions.create(model=where.node.model_name, prompt="x", **ENDLESS)
+    pending = asyncio.create_task(
+        api.completions.create(model=gateway.node.model_name, prompt="x", **ENDLESS)
     )
     await until(lambda: plain.metric("requests_processing") == 1)
-    asking.cancel()
-    await plain.settled()
-    await until(lambda: where.node.dispatcher.in_flight == 0)
+    pending.cancel()
+    await plain.wait_idle()
+    await until(lambda: gateway.node.dispatcher.in_flight == 0)
     assert plain.metric("tokens_predicted_total") - before < ENDLESS["max_tokens"]
 
 
-async def test_server_errors_reach_the_client(where: Listening, api: AsyncOpenAI) -> None:
-    """An invalid field and a prompt that is too long give the server's own messages."""
-    ask = {"model": where.node.model_name, "max_tokens": 4}
+async def test_server_errors_reach_the_client(gateway: Listening, api: AsyncOpenAI) -> None:
+    """The client receives the server's own error messages for invalid requests."""
+    request = {"model": gateway.node.model_name, "max_tokens": 4}
     with pytest.raises(openai.BadRequestError, match="must be number"):
-        await api.completions.create(**ask, prompt="x", temperature="hot")
+        await api.completions.create(**request, prompt="x", temperature="hot")
     with pytest.raises(openai.BadRequestError, match="context size"):
-        await api.completions.create(**ask, prompt="x y " * SLOT_TOKENS)
-    assert where.node.fleet.outage is None
+        await api.completions.create(**request, prompt="x y " * SLOT_TOKENS)
+    assert gateway.node.fleet.outage is None
 
 
 async def test_slots_and_load_are_read(
-    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+    gateway: Listening, api: AsyncOpenAI, plain: LlamaServer
 ) -> None:
-    """Slots and context need no setting, and the work of other clients shows."""
-    worker = where.node.fleet.workers[0].backend
+    """The gateway reads slots and context from the server and counts requests of other clients."""
+    worker = gateway.node.fleet.workers[0].backend
     assert (worker.load().max_sequences, worker.card.max_model_len) == (SLOTS, SLOT_TOKENS)
     assert worker.load().age_s is not None
     assert worker.load().proposers == ()
-    async with AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", max_retries=0) as past_us:
-        asks = [past_us.completions.create(model="m", prompt="x", **ENDLESS) for _ in range(3)]
-        asking = [asyncio.create_task(ask) for ask in asks]
+    async with AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", max_retries=0) as direct_api:
+        requests = [
+            direct_api.completions.create(model="m", prompt="x", **ENDLESS) for _ in range(3)
+        ]
+        pending = [asyncio.create_task(request) for request in requests]
         await until(lambda: plain.metric("requests_deferred") == 1)
         await worker.poll()
         load = worker.load()
         assert (load.running, load.waiting, load.others) == (SLOTS, 1, SLOTS + 1)
-        for task in asking:
+        for task in pending:
             task.cancel()
-        await plain.settled()
+        await plain.wait_idle()
     await worker.poll()
     assert worker.load().others == 0
 
 
 async def test_requests_without_a_slot_wait_in_the_gateway(
-    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+    gateway: Listening, api: AsyncOpenAI, plain: LlamaServer
 ) -> None:
-    """None waits at the engine."""
-    ask = {"model": where.node.model_name, "prompt": "x", **ENDLESS}
-    streams = [await api.completions.create(**ask, stream=True) for _ in range(SLOTS)]
-    waiting = asyncio.create_task(api.completions.create(**{**ask, "max_tokens": 3}))
-    await until(lambda: len(where.node.dispatcher.queue) == 1)
+    """Requests without a free slot wait in the gateway and not on the server."""
+    request = {"model": gateway.node.model_name, "prompt": "x", **ENDLESS}
+    streams = [await api.completions.create(**request, stream=True) for _ in range(SLOTS)]
+    waiting = asyncio.create_task(api.completions.create(**{**request, "max_tokens": 3}))
+    await until(lambda: len(gateway.node.dispatcher.queue) == 1)
     assert plain.metric("requests_deferred") == 0
     await streams[0].close()
     assert (await waiting).usage.completion_tokens == 3
     await streams[1].close()
-    await plain.settled()
+    await plain.wait_idle()
 
 
 async def test_speculation_chooses_the_server(plain: LlamaServer, drafting: LlamaServer) -> None:
-    """Counters show which server drafts; wishes are kept, and texts are the same."""
+    """The gateway sends a request to the plain or the drafting server by its speculation mode."""
     upstreams = (plain.url, drafting.url)
-    async with running(backend="openai", upstream=upstreams) as where, client(where) as http:
-        ask = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0.0}
-        for worker in where.node.fleet.workers:  # its counters are 0 before the first draft
-            await http.post("/v1/completions", json=ask)
+    async with running(backend="openai", upstream=upstreams) as gateway, client(gateway) as http:
+        request = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0.0}
+        for worker in gateway.node.fleet.workers:  # a counter is 0 before the first draft
+            await http.post("/v1/completions", json=request)
             await worker.backend.poll()
-        answers = {}
+        responses = {}
         for mode, pool in (("off", "plain"), ("auto", "speculating")):
             drafts = drafting.metric("spec_decode_num_drafts_total")
-            body = {**ask, "speculation": {"mode": mode}}
-            answer = await http.post("/v1/completions", json=body)
-            assert answer.headers["x-speculation-pool"] == pool
+            body = {**request, "speculation": {"mode": mode}}
+            response = await http.post("/v1/completions", json=body)
+            assert response.headers["x-speculation-pool"] == pool
             drafted = drafting.metric("spec_decode_num_drafts_total") > drafts
             assert drafted == (mode == "auto")
-            answers[mode] = answer.json()["choices"][0]["text"]
-        assert answers["off"] == answers["auto"] != ""
-        worker = where.node.fleet.workers[1].backend
+            responses[mode] = response.json()["choices"][0]["text"]
+        assert responses["off"] == responses["auto"] != ""
+        worker = gateway.node.fleet.workers[1].backend
         await worker.poll()
         load = worker.load()
     assert load.proposers == ("upstream",)
@@ -191,12 +193,12 @@ async def test_speculation_chooses_the_server(plain: LlamaServer, drafting: Llam
 
 
 async def test_restarted_server_serves_again(model: Path) -> None:
-    """Its stream ends with one error event, the next request gets 503, later ones a text."""
+    """Requests fail while the server is down and succeed after its restart."""
     with llama_server(model) as first:
         worker = OpenAIUpstream(WorkerConfig(upstream=first.url), probe_s=0.05)
         async with (
-            running(backends=[worker]) as where,
-            AsyncOpenAI(base_url=f"{where.url}/v1", api_key="x", max_retries=0) as api,
+            running(backends=[worker]) as gateway,
+            AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as api,
         ):
             stream = await api.completions.create(model="m", prompt="x", stream=True, **ENDLESS)
             chunks = aiter(stream)
@@ -206,11 +208,11 @@ async def test_restarted_server_serves_again(model: Path) -> None:
             with pytest.raises(openai.APIError, match="the upstream failed"):
                 async for _ in chunks:
                     pass
-            await until(lambda: where.node.fleet.outage is not None)
+            await until(lambda: gateway.node.fleet.outage is not None)
             with pytest.raises(openai.InternalServerError) as failed:
                 await api.completions.create(model="m", prompt="x", max_tokens=2)
             assert failed.value.code == "upstream_unavailable"
             with llama_server(model, port=int(first.url.rpartition(":")[2])):
-                await until(lambda: where.node.fleet.outage is None)
-                answer = await api.completions.create(model="m", prompt="x", max_tokens=2)
-                assert answer.usage.completion_tokens == 2
+                await until(lambda: gateway.node.fleet.outage is None)
+                response = await api.completions.create(model="m", prompt="x", max_tokens=2)
+                assert response.usage.completion_tokens == 2

@@ -1,4 +1,4 @@
-"""What an operator sees while the workers load."""
+"""Tests of the progress bar and the log lines during the loading of workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = ServeConfig(model="/models/[m]")
 
 
 class Terminal(io.StringIO):
-    """A terminal's screen."""
+    """An in-memory terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
-    """A console on a terminal."""
+    """A console with a terminal."""
     monkeypatch.setattr(loading, "REFRESH_S", 0.001)
     environ = {"TERM": "xterm", "COLUMNS": "100"}
     return Console(file=Terminal(), force_terminal=True, _environ={**os.environ, **environ})
@@ -36,7 +36,8 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Console:
 async def test_a_terminal_gets_a_bar_that_follows_the_workers(
     console: Console, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bar shows the share that is done, names the model as it is, and is gone at the end."""
+    """The terminal shows a bar with the progress and the model name, and clears the bar at the
+    end."""
     monkeypatch.setattr(loading, "BAR_DELAY_S", 0.0)
     fleet = scripted_fleet(CONFIG, [scripted])
     await fleet.start()
@@ -52,17 +53,17 @@ async def test_a_terminal_gets_a_bar_that_follows_the_workers(
 
 
 async def test_quick_loading_shows_nothing(console: Console, scripted: ScriptedBackend) -> None:
-    """A bar that would only flicker is not drawn."""
+    """The console shows no bar if the workers load quickly."""
     async with loading_shown(scripted_fleet(CONFIG, [scripted]), CONFIG, console):
         await asyncio.sleep(0)
     assert console.file.getvalue() == ""
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["loaded", "interrupted"])
-async def test_without_a_terminal_there_are_log_lines(
+async def test_loading_without_a_terminal_writes_log_lines(
     share: float, scripted: ScriptedBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line at the start, one with the seconds when it is done, and no escape codes."""
+    """The node logs one line at the start of loading and one line at the end without a terminal."""
     fleet = scripted_fleet(CONFIG, [scripted])
     console = Console(file=io.StringIO())
     with caplog.at_level(logging.INFO, logger="draftgate"):
@@ -76,10 +77,10 @@ async def test_without_a_terminal_there_are_log_lines(
     assert lines.get("loaded", {"seconds": 0})["seconds"] >= 0
 
 
-async def test_without_a_terminal_each_phase_is_one_log_line(
+async def test_loading_without_a_terminal_logs_each_phase_once(
     scripted: ScriptedBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading, compiling and measuring are logged when they begin, and only once."""
+    """The node logs each loading phase once, when the phase begins."""
     monkeypatch.setattr(loading, "REFRESH_S", 0.001)
     fleet = scripted_fleet(CONFIG, [scripted])
     scripted.progress = 0.0

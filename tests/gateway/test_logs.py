@@ -1,4 +1,4 @@
-"""Logs: one line per event, with the request's id and none of its text."""
+"""Tests of logs: one line per event with the request's id and none of its text."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from draftgate.gateway.telemetry.logs import (
 from draftgate.gateway.telemetry.otel import OtelTracing
 from tests.gateway.harness import ScriptedBackend, client, port_of, running
 
-BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
+BODY = {"prompt": "private prompt", "max_tokens": 20, "seed": 1}
 
 
 async def test_log_line_has_the_request_and_not_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each request has one line with its id and figures."""
+    """The server logs one line per request with its id and metrics, but without its text."""
     logger = logging.getLogger("draftgate")
     with caplog.at_level(logging.INFO, logger="draftgate"):
-        async with running() as where, client(where) as http:
+        async with running() as gateway, client(gateway) as http:
             headers = {"x-request-id": "id with space"}
-            answer = await http.post("/v1/completions", json=BODY, headers=headers)
-            worker = where.node.fleet.workers[0].worker_id
+            response = await http.post("/v1/completions", json=BODY, headers=headers)
+            worker = gateway.node.fleet.workers[0].worker_id
     assert logger.name == "draftgate"
     lines = [LineFormatter().format(record) for record in caplog.records]
     (line,) = [line for line in lines if " request " in line]
@@ -46,22 +46,22 @@ async def test_log_line_has_the_request_and_not_its_text(
         "output_tokens=20",
     ):
         assert part in line
-    assert "tell nobody" not in line
-    assert answer.json()["choices"][0]["text"] not in line
+    assert "private prompt" not in line
+    assert response.json()["choices"][0]["text"] not in line
     assert "\n" not in line
 
 
 async def test_refusal_is_logged_without_its_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log has the parameter and the error type, because the message quotes the request."""
-    body = {"messages": [{"role": "tell nobody", "content": "x"}]}
+    """The server logs the parameter and the type of an error, but not the message."""
+    body = {"messages": [{"role": "private prompt", "content": "x"}]}
     with caplog.at_level(logging.INFO, logger="draftgate"):
-        async with running() as where, client(where) as http:
-            answer = await http.post("/v1/chat/completions", json=body)
-    assert "tell nobody" in answer.json()["error"]["message"]
+        async with running() as gateway, client(gateway) as http:
+            response = await http.post("/v1/chat/completions", json=body)
+    assert "private prompt" in response.json()["error"]["message"]
     (line,) = [r for r in caplog.records if r.getMessage() == "request"]
-    assert "tell nobody" not in LineFormatter().format(line)
+    assert "private prompt" not in LineFormatter().format(line)
     assert line.draftgate_fields["param"] == "messages[0].role"
     assert line.draftgate_fields["error_type"] == "InvalidRequest"
 
@@ -74,38 +74,38 @@ def record_of(fields: dict[str, object], error: BaseException | None = None) -> 
 
 
 def test_values_cannot_forge_a_second_line() -> None:
-    """Quotes and line breaks are escaped."""
+    """The formatter escapes quotes and line breaks in values."""
     record = record_of({"a": 'x"\ny', "b": None, "c": 1.5})
     assert LineFormatter().format(record).endswith(r'INFO event a="x\"\ny" c=1.5')
 
 
 def test_json_line_is_one_object() -> None:
-    """Line breaks, infinite numbers, objects and tracebacks stay on one parsable line."""
+    """The JSON formatter writes any value and any traceback as one line of valid JSON."""
     fields = {"a": 'x"\ny\udc80', "b": None, "c": math.inf, "d": 1.5, "e": KeyError("k"), "f": True}
     line = JsonFormatter().format(record_of(fields, ValueError("two\nlines")))
     assert "\n" not in line
-    told = json.loads(line)
-    assert (told["level"], told["event"]) == ("INFO", "event")
-    assert told["time"].endswith("Z")
-    assert "ValueError: two\nlines" in told["traceback"]
-    assert {key: told.get(key) for key in "abcdef"} == {
+    parsed = json.loads(line)
+    assert (parsed["level"], parsed["event"]) == ("INFO", "event")
+    assert parsed["time"].endswith("Z")
+    assert "ValueError: two\nlines" in parsed["traceback"]
+    assert {key: parsed.get(key) for key in "abcdef"} == {
         "a": 'x"\ny\udc80', "b": None, "c": "inf", "d": 1.5, "e": "'k'", "f": True,
     }  # fmt: skip
 
 
 @pytest.fixture
-def own_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the logging configuration of a test."""
+def restored_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the logging configuration after a test."""
     for name in ("draftgate", "aiohttp", "asyncio", "opentelemetry"):
         logger = logging.getLogger(name)
         for attribute in ("handlers", "propagate", "level"):
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
 
 
-@pytest.mark.usefixtures("own_loggers")
+@pytest.mark.usefixtures("restored_loggers")
 @pytest.mark.parametrize("form", ["line", "json"])
 def test_log_format_applies_to_libraries_too(capsys: pytest.CaptureFixture[str], form: str) -> None:
-    """`--log-format` sets the format of all lines on stderr."""
+    """The setting `--log-format` applies to the log lines of libraries too."""
     configure("error", "line")
     configure("info", form)
     log(logging.INFO, "hello", a=1)
@@ -120,15 +120,15 @@ def test_log_format_applies_to_libraries_too(capsys: pytest.CaptureFixture[str],
         assert lines[1].endswith("WARNING no collector")
 
 
-@pytest.mark.usefixtures("own_loggers")
+@pytest.mark.usefixtures("restored_loggers")
 async def test_malformed_http_is_not_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The client gets a 400, and no traceback fills the log."""
-    async with running() as where:
+    """The server responds with 400 to malformed HTTP and logs nothing."""
+    async with running() as gateway:
         configure("info")
         for sent in (b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(where))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
             writer.write(sent)
             assert (await reader.readline()).split()[1] == b"400"
             writer.close()
@@ -136,7 +136,7 @@ async def test_malformed_http_is_not_logged(
 
 
 async def test_log_lines_of_a_request_have_its_id(caplog: pytest.LogCaptureFixture) -> None:
-    """Lines of its tasks have it too; lines of other requests do not."""
+    """Each log line of a request and its tasks contains the request's id."""
 
     async def request(name: str) -> None:
         with about_request(id=name):
@@ -151,22 +151,25 @@ async def test_log_lines_of_a_request_have_its_id(caplog: pytest.LogCaptureFixtu
         await asyncio.gather(request("a"), request("b"))
         add_about_request(tenant="nobody")
         log(logging.INFO, "event")
-    told = [record.draftgate_fields for record in caplog.records]
-    assert told == [{"id": "a", "tenant": "A"}, {"id": "b", "tenant": "B"}, {}]
+    parsed = [record.draftgate_fields for record in caplog.records]
+    assert parsed == [{"id": "a", "tenant": "A"}, {"id": "b", "tenant": "B"}, {}]
 
 
 async def test_log_lines_of_a_traced_request_have_the_trace_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The line at the end and the line of an error have it."""
+    """The log lines of a traced request contain its trace id, even the line of an internal
+    error."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     broken = ScriptedBackend()
     broken.check = None  # type: ignore[assignment]  # calling it is an error of ours
     with caplog.at_level(logging.INFO, logger="draftgate"):
-        async with running(backends=[broken], tracing=tracing) as where, client(where) as http:
-            answer = await http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
-    assert answer.status_code == 500
+        async with running(backends=[broken], tracing=tracing) as gateway, client(gateway) as http:
+            response = await http.post(
+                "/v1/completions", json=BODY, headers={"x-request-id": "mine"}
+            )
+    assert response.status_code == 500
     (span,) = (span for span in exporter.get_finished_spans() if span.parent is None)
     lines = {record.getMessage(): record.draftgate_fields for record in caplog.records}
     for event in ("request", "internal error"):

@@ -1,4 +1,4 @@
-"""Metrics: defined once, shown under several names, bounded in number."""
+"""Tests of metrics: definitions, aliases and the number of label values."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SEMCONV = {
         0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
     },
 }  # fmt: skip
-"""Bucket bounds of OpenTelemetry's GenAI conventions."""
+"""Bucket bounds of OpenTelemetry's GenAI conventions, in seconds."""
 
 
 class Clock:
-    """Time that a test sets."""
+    """A clock that the test sets, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -49,7 +49,7 @@ def metrics() -> Metrics:
 def samples(
     metrics: Metrics, accept: str = ""
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by name and labels, without the model's name."""
+    """Return every sample by name and labels, without the model's name."""
     write, content_type = metrics.page(accept)
     read: Any = read_openmetrics if "openmetrics" in content_type else read_text
     return {
@@ -66,7 +66,7 @@ def _labels(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def total(found: dict[Any, float], name: str, **labels: str) -> float:
-    """The sum of the samples of a name with these labels."""
+    """Return the sum of the samples with this name and these labels."""
     return sum(v for (n, has), v in found.items() if n == name and set(labels.items()) <= set(has))
 
 
@@ -75,29 +75,29 @@ def watched(metrics: Metrics, clock: Clock) -> RequestWatch:
 
 
 def test_every_name_is_defined_once_with_help_and_unit() -> None:
-    """No two metrics share a name."""
-    names = [name for figure in METRICS for name in (figure.name, *figure.aliases)]
+    """Every metric has a unique name, a help text and a unit."""
+    names = [name for definition in METRICS for name in (definition.name, *definition.aliases)]
     assert len(names) == len(set(names))
-    assert all(figure.text and figure.unit for figure in METRICS)
+    assert all(definition.text and definition.unit for definition in METRICS)
     assert all(f.name.startswith("draftgate_") for f in METRICS)
     assert all(bool(f.buckets) == (f.kind is Kind.HISTOGRAM) for f in METRICS)
     assert all(list(f.buckets) == sorted(set(f.buckets)) for f in METRICS)
 
 
 @pytest.mark.parametrize("name", SEMCONV)
-def test_buckets_include_those_of_the_conventions(name: str) -> None:
-    """Dashboards made for the conventions find their bounds."""
-    (figure,) = (figure for figure in METRICS if name in figure.aliases)
-    assert {round(bound, 9) for bound in SEMCONV[name]} <= set(figure.buckets)
+def test_buckets_include_the_bounds_of_the_conventions(name: str) -> None:
+    """The buckets of a metric include all bounds of OpenTelemetry's conventions."""
+    (definition,) = (definition for definition in METRICS if name in definition.aliases)
+    assert {round(bound, 9) for bound in SEMCONV[name]} <= set(definition.buckets)
 
 
 def test_text_and_openmetrics_have_the_same_samples(metrics: Metrics) -> None:
-    """Clients that accept OpenMetrics get valid OpenMetrics."""
-    for figure in METRICS:
-        if figure.of_worker is None:
-            values = ["x"] * len(figure.labels)
-            record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
-            record(figure, 2.0, *values)
+    """The text format and OpenMetrics contain the same samples."""
+    for definition in METRICS:
+        if definition.of_worker is None:
+            values = ["x"] * len(definition.labels)
+            record = metrics.observe if definition.kind is Kind.HISTOGRAM else metrics.add
+            record(definition, 2.0, *values)
     assert metrics.page("text/html")[1].startswith("text/plain; version=0.0.4")
     assert metrics.page(OPENMETRICS)[1].startswith("application/openmetrics-text; version=1.0.0")
     assert samples(metrics, OPENMETRICS) == samples(metrics)
@@ -105,26 +105,26 @@ def test_text_and_openmetrics_have_the_same_samples(metrics: Metrics) -> None:
 
 
 @pytest.mark.parametrize(
-    "figure", [f for f in METRICS if f.aliases and f.of_worker is None], ids=lambda f: f.name
+    "definition", [f for f in METRICS if f.aliases and f.of_worker is None], ids=lambda f: f.name
 )
-def test_alias_has_the_same_values(metrics: Metrics, figure: MetricDefinition) -> None:
+def test_alias_has_the_same_values(metrics: Metrics, definition: MetricDefinition) -> None:
     """A metric has the same values under each of its names."""
-    values = ["" if label == "error_type" else "x" for label in figure.labels]
-    if figure.kind is Kind.HISTOGRAM:
-        metrics.observe(figure, 3.0, *values)
+    values = ["" if label == "error_type" else "x" for label in definition.labels]
+    if definition.kind is Kind.HISTOGRAM:
+        metrics.observe(definition, 3.0, *values)
         suffixes = ["_count", "_sum"]
     else:
-        metrics.add(figure, 3.0, *values)
+        metrics.add(definition, 3.0, *values)
         suffixes = [""]
     found = samples(metrics)
-    for alias in figure.aliases:
+    for alias in definition.aliases:
         for suffix in suffixes:
-            own = total(found, shown_name(figure, figure.name) + suffix)
-            assert total(found, shown_name(figure, alias) + suffix) == own > 0
+            own = total(found, shown_name(definition, definition.name) + suffix)
+            assert total(found, shown_name(definition, alias) + suffix) == own > 0
 
 
-def test_label_values_are_bounded_and_none_is_lost(metrics: Metrics) -> None:
-    """Later values are counted as `other`."""
+def test_label_values_are_bounded_and_no_count_is_lost(metrics: Metrics) -> None:
+    """The metrics count further label values as `other` beyond a limit of `MOST_VALUES`."""
     for number in range(1000):
         for _ in range(2):
             metrics.add(metric.REQUESTS, 1, f"/{number}", "finished")
@@ -139,16 +139,16 @@ def test_label_values_are_bounded_and_none_is_lost(metrics: Metrics) -> None:
 
 
 def test_metric_without_labels_starts_at_zero(metrics: Metrics) -> None:
-    """Rates are right from the first event on."""
+    """A metric without labels has the value 0 before its first event."""
     found = samples(metrics)
-    for figure in METRICS:
-        if not figure.labels:
-            suffix = "_count" if figure.kind is Kind.HISTOGRAM else ""
-            assert found[shown_name(figure, figure.name) + suffix, ()] == 0
+    for definition in METRICS:
+        if not definition.labels:
+            suffix = "_count" if definition.kind is Kind.HISTOGRAM else ""
+            assert found[shown_name(definition, definition.name) + suffix, ()] == 0
 
 
 def test_inter_token_latency_is_between_deliveries_of_a_choice(metrics: Metrics) -> None:
-    """A delivery of several tokens ends one gap."""
+    """The inter-token latency is the gap between two deliveries to the same choice."""
     clock = Clock()
     watch = watched(metrics, clock)
     for choice, at_s in ((0, 101.0), (1, 101.5), (0, 102.0), (1, 104.5)):
@@ -163,7 +163,7 @@ def test_inter_token_latency_is_between_deliveries_of_a_choice(metrics: Metrics)
 
 
 def test_queue_prefill_and_decode_times_come_from_the_worker(metrics: Metrics) -> None:
-    """They are computed from the instants that the worker recorded."""
+    """The queue, prefill and decode times use the timestamps that the worker recorded."""
     clock = Clock()
     watch = watched(metrics, clock)
     phases = Phases(100.0, 100.25, ((101.0, 7),), 101.0)
@@ -178,21 +178,21 @@ def test_queue_prefill_and_decode_times_come_from_the_worker(metrics: Metrics) -
 
 
 async def test_time_to_worker_is_observed_for_every_prompt(scripted: ScriptedBackend) -> None:
-    """vLLM's name has the same values."""
+    """The server records the time to the worker for every prompt, also under vLLM's metric name."""
     body = {"prompt": ["a", "b"], "max_tokens": 5, "stream": True}
-    async with running(backends=[scripted]) as where:
-        _, writer = await post_raw(where, "/v1/completions", body)
+    async with running(backends=[scripted]) as gateway:
+        _, writer = await post_raw(gateway, "/v1/completions", body)
         for _ in range(2):
             await scripted.submitted.get()
-        found = samples(where.node.metrics)
+        found = samples(gateway.node.metrics)
         writer.close()
     for name in ("draftgate_time_to_worker_seconds", "vllm:request_queue_time_seconds"):
         assert total(found, name + "_count") == 2
         assert total(found, name + "_sum") > 0
 
 
-def test_failed_requests_have_durations_of_their_own(metrics: Metrics) -> None:
-    """Refusals within a millisecond do not improve the latencies of served requests."""
+def test_failed_requests_do_not_count_in_served_latencies(metrics: Metrics) -> None:
+    """The latencies of served requests exclude failed requests, which have an error type."""
     clock = Clock()
     served, broken = watched(metrics, clock), watched(metrics, clock)
     broken.end(Ending.FAILED, 500, KeyError("x"))
@@ -208,23 +208,23 @@ def test_failed_requests_have_durations_of_their_own(metrics: Metrics) -> None:
 
 
 async def test_choices_are_counted_by_finish_reason(scripted: ScriptedBackend) -> None:
-    """A choice whose client left counts as `abort`, as in vLLM."""
+    """The metrics count choices by finish reason, with `abort` for a disconnected client."""
     body = {"prompt": "x", "max_tokens": 5, "stream": True}
-    async with running(backends=[scripted]) as where, client(where) as http:
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
         for last in (True, False):
-            reader, writer = await post_raw(where, "/v1/completions", body)
+            reader, writer = await post_raw(gateway, "/v1/completions", body)
             request = await scripted.submitted.get()
             scripted.emit(request, "a", last=last)
             await reader.readuntil(b"data: ")
             if not last:
                 writer.close()
-            await until(lambda: where.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.dispatcher.in_flight == 0)
             writer.close()
-        answer = await http.get("/metrics", headers={"accept": OPENMETRICS})
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        response = await http.get("/metrics", headers={"accept": OPENMETRICS})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
     found = {
         sample.labels["finished_reason"]: sample.value
-        for family in read_openmetrics(answer.text)
+        for family in read_openmetrics(response.text)
         for sample in family.samples
         if sample.name == "vllm:request_success_total"
     }

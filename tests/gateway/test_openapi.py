@@ -1,4 +1,4 @@
-"""The OpenAPI document: complete, with the enforced bounds and working examples."""
+"""Tests of the OpenAPI document: paths, enforced bounds and working examples."""
 
 from __future__ import annotations
 
@@ -35,92 +35,97 @@ SHORT = {"ChatBody": {"max_tokens": 1}, "CompletionBody": {"max_tokens": 1},
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def where() -> AsyncIterator[Listening]:
-    """A node with a simulator that answers each request in a millisecond."""
+async def gateway() -> AsyncIterator[Listening]:
+    """A node with a simulator that needs a millisecond per request."""
     async with running(sim_service_ms=1.0) as listening:
         yield listening
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client of the node."""
-    async with client(where) as opened:
+async def http(gateway: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client of the node."""
+    async with client(gateway) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def told(http: httpx.AsyncClient) -> dict[str, Any]:
-    """The document as served."""
+async def served_document(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The OpenAPI document of the node."""
     return (await http.get("/openapi.json")).json()
 
 
-async def test_routes_and_operations_are_the_same(where: Listening) -> None:
-    """All served paths are documented, and the reverse."""
+async def test_routes_and_operations_are_the_same(gateway: Listening) -> None:
+    """The document describes all routes and no other paths."""
     routes = {
         (route.method, route.resource.canonical)
-        for route in build_app(where.node).router.routes()
+        for route in build_app(gateway.node).router.routes()
         if route.method != "HEAD" and not route.resource.canonical.startswith(PREFIX)
     }
-    documented = {(one.method, one.path) for one in OPERATIONS}
+    documented = {(operation.method, operation.path) for operation in OPERATIONS}
     assert {(m, p.replace("{model:.+}", "{model}")) for m, p in routes} == documented
-    assert len({one.name for one in OPERATIONS}) == len(OPERATIONS)
+    assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS)
 
 
-async def test_document_has_valid_schemas_and_references(told: dict[str, Any]) -> None:
-    """Every response has the `x-request-id` header."""
-    assert told["openapi"] == "3.1.0"
-    schemas = told["components"]["schemas"]
+async def test_document_has_valid_schemas_and_references(served_document: dict[str, Any]) -> None:
+    """The document has valid schemas and references, and every response has a request id header."""
+    assert served_document["openapi"] == "3.1.0"
+    schemas = served_document["components"]["schemas"]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    text = json.dumps(told)
+    text = json.dumps(served_document)
     named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert named <= set(schemas)
-    for path in told["paths"].values():
+    for path in served_document["paths"].values():
         for operation in path.values():
             for response in operation["responses"].values():
                 assert "x-request-id" in response["headers"]
 
 
-async def test_loaded_model_becomes_a_bound(told: dict[str, Any], where: Listening) -> None:
-    """Before, the document is the same without name and vocabulary."""
+async def test_loaded_model_becomes_a_bound(
+    served_document: dict[str, Any], gateway: Listening
+) -> None:
+    """The document of a loaded model contains the model's name and its vocabulary size as
+    bounds."""
     backend = ScriptedBackend()
     backend.gate.clear()
     async with running(backends=[backend], start=False) as starting, client(starting) as early:
         before = (await early.get("/openapi.json")).json()
     assert before == json.loads(document(None))
-    assert before["paths"].keys() == told["paths"].keys()
-    tokens = told["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]
-    assert tokens["items"]["maximum"] == where.node.served.tokenizer.vocab_size - 1
-    name = told["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]
-    assert name["enum"] == [where.node.served.name]
+    assert before["paths"].keys() == served_document["paths"].keys()
+    tokens = served_document["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]
+    assert tokens["items"]["maximum"] == gateway.node.served.tokenizer.vocab_size - 1
+    name = served_document["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]
+    assert name["enum"] == [gateway.node.served.name]
 
 
-async def test_every_example_works(http: httpx.AsyncClient, told: dict[str, Any]) -> None:
-    """Examples satisfy their schema, and their answers satisfy the reply's schema."""
-    schemas = {"components": told["components"]}
+async def test_every_example_works(
+    http: httpx.AsyncClient, served_document: dict[str, Any]
+) -> None:
+    """Each example satisfies its schema, and its response satisfies the schema of the response."""
+    schemas = {"components": served_document["components"]}
     count = 0
-    for path, methods in told["paths"].items():
+    for path, methods in served_document["paths"].items():
         for operation in methods.values():
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
             for example in (content or {"examples": {}})["examples"].values():
                 count += 1
                 body = example["value"]
                 jsonschema.validate(body, {**content["schema"], **schemas})
-                answer = await http.post(path, json=body)
-                assert answer.status_code == 200, (path, body, answer.text)
-                kind = answer.headers["content-type"].split(";")[0]
+                response = await http.post(path, json=body)
+                assert response.status_code == 200, (path, body, response.text)
+                kind = response.headers["content-type"].split(";")[0]
                 assert kind == ("text/event-stream" if body.get("stream") else "application/json")
                 reply = operation["responses"]["200"]["content"][kind]["schema"]
                 if kind == "application/json":
-                    jsonschema.validate(answer.json(), {**reply, **schemas})
+                    jsonschema.validate(response.json(), {**reply, **schemas})
                 else:
-                    check_events(path, answer.text, schemas)
+                    check_events(path, response.text, schemas)
     assert count >= 10
 
 
 def check_events(path: str, text: str, schemas: dict[str, Any]) -> None:
-    """Validate the data of every event against the operation's struct."""
-    (operation,) = (one for one in OPERATIONS if one.path == path)
+    """Validate the data of every event against the schema of the operation's events."""
+    (operation,) = (item for item in OPERATIONS if item.path == path)
     schema = {"$ref": f"#/components/schemas/{operation.events.__name__}", **schemas}
     found = [data for data in events(text) if data != "[DONE]"]
     assert found
@@ -133,18 +138,18 @@ def branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def probes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
-    """Values at each bound of a schema, and whether the bound allows them."""
+    """Yield values at each bound of a schema, and whether the bound permits the value."""
     integer = schema.get("type") == "integer"
 
-    def beyond(bound: float, way: int) -> float:
-        return bound + way if integer else math.nextafter(bound, way * math.inf)
+    def beyond(bound: float, direction: int) -> float:
+        return bound + direction if integer else math.nextafter(bound, direction * math.inf)
 
     if "minimum" in schema:
         yield schema["minimum"], True
         yield beyond(schema["minimum"], -1), False
     if "exclusiveMinimum" in schema:
         yield schema["exclusiveMinimum"], False
-        yield 1e-300, True  # next to nothing, in doubles that clients can write
+        yield 1e-300, True  # the smallest values above 0 that clients can write
     if "maximum" in schema:
         yield schema["maximum"], True
         yield beyond(schema["maximum"], 1), False
@@ -180,37 +185,39 @@ def _sizes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
 
 
 async def test_every_documented_bound_is_enforced(
-    http: httpx.AsyncClient, told: dict[str, Any]
+    http: httpx.AsyncClient, served_document: dict[str, Any]
 ) -> None:
-    """A value at the bound is accepted; a value beyond it is refused by name."""
+    """The server accepts a value at each documented bound and rejects a value beyond the bound."""
     wrong, count = [], 0
     for name, (path, least) in BODIES.items():
-        for field, schema in told["components"]["schemas"][name]["properties"].items():
+        for field, schema in served_document["components"]["schemas"][name]["properties"].items():
             found = [probe for branch in branches(schema) for probe in probes(branch)]
-            # What one branch refuses another one may take: [1] is no list of texts, but of ids.
+            # Another branch may accept the value: [1] is no list of texts, but a list of ids.
             for value, allowed in found:
                 if (value, True) in found and not allowed:
                     continue
                 count += 1
-                answer = await http.post(path, json={**SHORT.get(name, {}), **least, field: value})
-                blamed = (answer.json().get("error") or {}).get("param") or ""
-                refused = answer.status_code in {400, 404} and blamed.split("[")[0] == field
-                too_long = "context_length" in answer.text
+                response = await http.post(
+                    path, json={**SHORT.get(name, {}), **least, field: value}
+                )
+                error_param = (response.json().get("error") or {}).get("param") or ""
+                refused = response.status_code in {400, 404} and error_param.split("[")[0] == field
+                too_long = "context_length" in response.text
                 if not (allowed and too_long) and refused == allowed and not _needs(field, value):
-                    wrong.append((name, field, str(value)[:50], allowed, answer.text[:200]))
+                    wrong.append((name, field, str(value)[:50], allowed, response.text[:200]))
     assert wrong == []
     assert count > 400
 
 
 def _needs(field: str, value: Any) -> bool:
-    """Whether a value within its bounds is refused because another field is missing."""
+    """Return whether the server rejects a permitted value because another field is missing."""
     needs_other = {"top_logprobs": RANGES["top_logprobs"].most, "tool_choice": "required"}
     return field in needs_other and value == needs_other[field]
 
 
-async def test_every_number_has_a_documented_bound(told: dict[str, Any]) -> None:
-    """No entry of the bounds' tables is unused."""
-    schemas = told["components"]["schemas"]
+async def test_every_number_has_a_documented_bound(served_document: dict[str, Any]) -> None:
+    """The document contains a bound for every number and every entry of the bounds' tables."""
+    schemas = served_document["components"]["schemas"]
     bounded = set()
     for name in (*BODIES, "SpeculationOptions"):
         for field, schema in schemas[name]["properties"].items():
@@ -225,23 +232,23 @@ async def test_every_number_has_a_documented_bound(told: dict[str, Any]) -> None
 
 
 async def test_nested_bounds_are_enforced(http: httpx.AsyncClient) -> None:
-    """These are bounds of `speculation` and of function names."""
+    """The server enforces the bounds of nested fields and names the nested field."""
     path, least = BODIES["ChatBody"]
     for fields, param in (
         ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "x" * 65}}], "tool_choice": "none"},
          "tools[0].function.name"),
     ):  # fmt: skip
-        answer = await http.post(path, json={**least, **fields})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        response = await http.post(path, json={**least, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_type_is_required_only_to_distinguish_kinds(
-    http: httpx.AsyncClient, told: dict[str, Any]
+    http: httpx.AsyncClient, served_document: dict[str, Any]
 ) -> None:
-    """A tool is always a function; a format needs its type."""
+    """The server requires the type of a response format, but not of a tool."""
     path, least = BODIES["ChatBody"]
-    schemas = told["components"]["schemas"]
+    schemas = served_document["components"]["schemas"]
     assert "type" not in schemas["Tool"]["required"]
     assert "type" in schemas["JsonObjectFormat"]["required"]
     tool = {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"}
@@ -250,7 +257,7 @@ async def test_type_is_required_only_to_distinguish_kinds(
 
 
 async def test_405_lists_the_allowed_methods(http: httpx.AsyncClient) -> None:
-    """RFC 9110 requires it."""
-    answers = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))
-    assert [answer.status_code for answer in answers] == [405, 405]
-    assert [answer.headers["allow"] for answer in answers] == ["POST", "GET, HEAD"]
+    """The server lists the permitted methods in the Allow header of a 405 response."""
+    responses = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))
+    assert [response.status_code for response in responses] == [405, 405]
+    assert [response.headers["allow"] for response in responses] == ["POST", "GET, HEAD"]

@@ -1,4 +1,4 @@
-"""What operators rely on: probes, metrics, ids, sockets, tokens."""
+"""Tests of probes, metrics, ids, sockets and tokenising for operators."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ from tests.gateway.harness import ScriptedBackend, client, post_raw, running, un
 COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
 
 
-async def test_probes_answer_while_the_model_loads(scripted: ScriptedBackend) -> None:
-    """The node is alive but not ready, and requests get a Retry-After."""
+async def test_probes_respond_while_the_model_loads(scripted: ScriptedBackend) -> None:
+    """A loading node is alive but not ready, and responds to requests with 503 and Retry-After."""
     scripted.gate.clear()
-    async with running(backends=[scripted], start=False) as where, client(where) as http:
-        loading = asyncio.create_task(start_workers(where.node))
+    async with running(backends=[scripted], start=False) as gateway, client(gateway) as http:
+        loading = asyncio.create_task(start_workers(gateway.node))
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/metrics")).status_code == 200
-        for answer in (
+        for response in (
             await http.post("/v1/completions", json=COMPLETION),
             await http.get("/v1/models"),
             await http.post("/tokenize", json={"prompt": "x"}),
         ):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
-            assert int(answer.headers["retry-after"]) > 0
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                503,
+                "model_loading",
+            )
+            assert int(response.headers["retry-after"]) > 0
         scripted.gate.set()
         await loading
         assert (await http.get("/ready")).status_code == 200
 
 
 async def test_metrics_have_the_names_dashboards_use(http: httpx.AsyncClient) -> None:
-    """Our names and vLLM's have the same values, in a format that Prometheus parses."""
+    """The metrics page contains Draftgate's and vLLM's names in Prometheus format."""
     await http.post("/v1/completions", json=COMPLETION)
     await http.post("/v1/chat/completions", json={"messages": []})
-    answer = await http.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    families = {f.name: f for f in text_string_to_metric_families(answer.text)}
+    response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {f.name: f for f in text_string_to_metric_families(response.text)}
     samples = {
         sample.name: sample.value
         for family in families.values()
@@ -79,8 +82,8 @@ async def test_metrics_have_the_names_dashboards_use(http: httpx.AsyncClient) ->
 
 
 async def test_step_cost_error_is_a_gauge_of_each_worker() -> None:
-    """Its value is finite."""
-    async with running(devices=(0, 1)) as where, client(where) as http:
+    """The metrics page contains a finite step cost error for each worker."""
+    async with running(devices=(0, 1)) as gateway, client(gateway) as http:
         for _ in range(2):
             await http.post("/v1/completions", json=COMPLETION)
         text = (await http.get("/metrics")).text
@@ -89,16 +92,16 @@ async def test_step_cost_error_is_a_gauge_of_each_worker() -> None:
             for f in text_string_to_metric_families(text)
             if f.name == "draftgate_step_cost_error_ratio"
         )
-        told = {sample.labels["worker"]: sample.value for sample in family.samples}
+        errors = {sample.labels["worker"]: sample.value for sample in family.samples}
         known = [
-            worker.backend._worker._scheduler.cost_error for worker in where.node.fleet.workers
+            worker.backend._worker._scheduler.cost_error for worker in gateway.node.fleet.workers
         ]
-    assert told == {"0": known[0], "1": known[1]}
+    assert errors == {"0": known[0], "1": known[1]}
     assert all(0.0 < error < math.inf for error in known)
 
 
 async def test_accepted_tokens_per_position_sum_to_accepted_tokens(http: httpx.AsyncClient) -> None:
-    """The counts never increase with the position."""
+    """The accepted tokens per position never increase and sum to the accepted tokens."""
     body = {**COMPLETION, "max_tokens": 200}
     decoding = (await http.post("/v1/completions", json=body)).json()["metrics"][
         "speculative_decoding"
@@ -112,78 +115,79 @@ async def test_accepted_tokens_per_position_sum_to_accepted_tokens(http: httpx.A
 
 
 async def test_two_requests_may_have_the_same_request_id(sim: Listening) -> None:
-    """Ids of clients are for logs only."""
+    """The server serves several requests with the same request id."""
     async with client(sim) as http:
         headers = {"x-request-id": "same"}
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(http.post("/v1/completions", json=COMPLETION, headers=headers) for _ in range(3))
         )
-    assert len({a.json()["choices"][0]["text"] for a in answers}) == 1
+    assert len({a.json()["choices"][0]["text"] for a in responses}) == 1
 
 
 async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> None:
-    """Any text survives, including special tokens and partial characters."""
+    """The server restores any text from its tokens, including special tokens and partial
+    characters."""
     for text in ("def f(x):\n\treturn 'ü🙂'\n", "<|endoftext|>x", " "):
-        told = (await http.post("/tokenize", json={"prompt": text})).json()
-        assert told["count"] == len(told["tokens"])
-        assert told["max_model_len"] == 8192
-        back = await http.post("/detokenize", json={"tokens": told["tokens"]})
+        tokenized = (await http.post("/tokenize", json={"prompt": text})).json()
+        assert tokenized["count"] == len(tokenized["tokens"])
+        assert tokenized["max_model_len"] == 8192
+        back = await http.post("/detokenize", json={"tokens": tokenized["tokens"]})
         assert back.json()["prompt"] == text
 
 
 async def test_tokenize_accepts_messages(http: httpx.AsyncClient) -> None:
-    """They are tokenised as in a chat completion."""
+    """The server tokenises messages as in a chat completion."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    told = (await http.post("/tokenize", json={"messages": messages})).json()
+    tokenized = (await http.post("/tokenize", json={"messages": messages})).json()
     body = {"messages": messages, "max_tokens": 1}
-    answer = (await http.post("/v1/chat/completions", json=body)).json()
-    assert answer["usage"]["prompt_tokens"] == told["count"]
-    answer = await http.post("/tokenize", json={})
-    assert answer.json()["error"]["param"] == "prompt"
-    answer = await http.post("/detokenize", json={"tokens": [1, 10**9]})
-    assert answer.json()["error"]["param"] == "tokens[1]"
+    response = (await http.post("/v1/chat/completions", json=body)).json()
+    assert response["usage"]["prompt_tokens"] == tokenized["count"]
+    response = await http.post("/tokenize", json={})
+    assert response.json()["error"]["param"] == "prompt"
+    response = await http.post("/detokenize", json={"tokens": [1, 10**9]})
+    assert response.json()["error"]["param"] == "tokens[1]"
 
 
 async def test_tokenize_accepts_tools_only_with_messages(http: httpx.AsyncClient) -> None:
-    """The text of a prompt would silently drop them."""
+    """The server rejects tools for a plain prompt, which cannot contain tools."""
     tools = [{"type": "function", "function": {"name": "f"}}]
-    answer = await http.post("/tokenize", json={"prompt": "a", "tools": tools})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    response = await http.post("/tokenize", json={"prompt": "a", "tools": tools})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
 async def test_long_bodies_are_parsed_in_a_thread(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short bodies do not wait for a thread."""
-    threads = []
+    """The server parses long bodies in a thread and short bodies in the loop."""
+    offloaded = []
 
     async def spy(work: Any, *arguments: Any) -> Any:
-        threads.append(work)
+        offloaded.append(work)
         return await offload(work, *arguments)
 
     monkeypatch.setattr(generation, "offload", spy)
     monkeypatch.setattr(placement, "offload", spy)
     await http.post("/v1/completions", json=COMPLETION)
-    assert threads == []
+    assert offloaded == []
     body = {"prompt": "x = 1\n" * 4000, "max_tokens": 1}
-    assert (await http.post("/v1/completions", json=body)).status_code == 400  # does not fit
-    assert len(threads) == 2  # parsed, and looked through
+    assert (await http.post("/v1/completions", json=body)).status_code == 400  # exceeds the context
+    assert len(offloaded) == 2  # parsing and the checks of the prompt
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_accepted_sockets_have_tcp_nodelay(loop: Any) -> None:
-    """Without it, a router adds 44 ms to the first chunk of a stream."""
+    """Accepted sockets have TCP_NODELAY, without which a router delays the first chunk by 44 ms."""
     seen = []
 
-    async def look(request: web.Request) -> web.Response:
+    async def record_option(request: web.Request) -> web.Response:
         accepted = request.transport.get_extra_info("socket")
         seen.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         return web.Response()
 
     async def scenario() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("draftgate.gateway.http.endpoints.health.version", look)
-            async with running() as where, client(where) as http:
+            patch.setattr("draftgate.gateway.http.endpoints.health.version", record_option)
+            async with running() as gateway, client(gateway) as http:
                 await http.get("/version")
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -193,7 +197,7 @@ def test_accepted_sockets_have_tcp_nodelay(loop: Any) -> None:
 
 
 async def test_all_endpoints_are_routed(sim: Listening) -> None:
-    """The paths are those of the API."""
+    """The server routes exactly the paths of the API."""
     paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
@@ -205,20 +209,20 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
 
 
 async def test_served_model_name_replaces_the_model_id() -> None:
-    """`--served-model-name` renames the model for clients."""
-    async with running(served_model_name="org/mine") as where, client(where) as http:
+    """The setting `--served-model-name` renames the model for clients."""
+    async with running(served_model_name="org/mine") as gateway, client(gateway) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "org/mine"
         assert (await http.get("/v1/models/org/mine")).status_code == 200
         for name, status in (("org/mine", 200), ("draftgate-demo", 404)):
-            answer = await http.post("/v1/completions", json={**COMPLETION, "model": name})
-            assert answer.status_code == status
+            response = await http.post("/v1/completions", json={**COMPLETION, "model": name})
+            assert response.status_code == status
 
 
 async def test_health_counts_requests_in_flight(scripted: ScriptedBackend) -> None:
-    """A request counts from its arrival to its last byte."""
-    async with running(backends=[scripted]) as where, client(where) as http:
-        _, writer = await post_raw(where, "/v1/completions", COMPLETION)
+    """The path `/health` counts a request from its arrival to its last byte."""
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
+        _, writer = await post_raw(gateway, "/v1/completions", COMPLETION)
         await scripted.submitted.get()
         assert (await http.get("/health")).json()["in_flight"] == 1
         writer.close()
-        await until(lambda: where.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.dispatcher.in_flight == 0)

@@ -1,4 +1,4 @@
-"""Nodes that share a store: their reports and leases."""
+"""Tests of nodes that share a store: reports and leases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
 
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    """Yield a store that several nodes of this process share."""
+    """A store that several nodes of this process share."""
     if request.param == "memory":
         timed = TimedMemory()
     else:
@@ -35,34 +35,34 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def member(store: Store, **settings: Any) -> AsyncIterator[Listening]:
-    """Yield a node with that store, which has reported its worker."""
-    async with running(store=store, **settings) as where:
-        await where.node.heartbeat.beat()
-        yield where
+    """Run a node that uses the store and has reported its worker."""
+    async with running(store=store, **settings) as gateway:
+        await gateway.node.heartbeat.beat()
+        yield gateway
 
 
-def worker_of(where: Listening) -> str:
-    return where.node.fleet.workers[0].worker_id
+def worker_of(gateway: Listening) -> str:
+    return gateway.node.fleet.workers[0].worker_id
 
 
-async def view_of(where: Listening) -> WorkerView:
-    return (await views(where.node.store))[worker_of(where)]
+async def view_of(gateway: Listening) -> WorkerView:
+    return (await views(gateway.node.store))[worker_of(gateway)]
 
 
 async def test_node_reports_its_worker(store: Store) -> None:
-    """It reports the model and the capacity; only its own gateway can reach it."""
-    async with member(store) as where:
-        backend = where.node.fleet.workers[0].backend
-        told = (await view_of(where)).report
+    """A node reports the model, the capacity and no address of its worker."""
+    async with member(store) as gateway:
+        backend = gateway.node.fleet.workers[0].backend
+        report = (await view_of(gateway)).report
         load = backend.load()
-        assert told.capacity_tokens == load.kv_blocks_total * load.kv_block_tokens > 0
+        assert report.capacity_tokens == load.kv_blocks_total * load.kv_block_tokens > 0
         card = backend.card
-        assert (told.model_id, told.max_model_len) == (card.model_id, card.max_model_len)
-        assert (told.address, told.watermark) == ("", 0)
+        assert (report.model_id, report.max_model_len) == (card.model_id, card.max_model_len)
+        assert (report.address, report.watermark) == ("", 0)
 
 
 async def test_nodes_of_a_pool_see_each_other(store: Store) -> None:
-    """Each worker is in the other node's snapshot, with its own id and epoch."""
+    """The snapshot of each node contains both workers with different epochs."""
     async with member(store) as one, member(store) as other:
         assert set(await views(store)) == {worker_of(one), worker_of(other)}
         epochs = {view.report.epoch for view in (await views(store)).values()}
@@ -72,49 +72,49 @@ async def test_nodes_of_a_pool_see_each_other(store: Store) -> None:
 async def test_report_includes_requests_that_were_sent(
     store: Store, scripted: ScriptedBackend
 ) -> None:
-    """A lease is behind the watermark only until the next report."""
-    async with member(store, backends=[scripted]) as where:
-        _, writer = await post_raw(where, "/v1/completions", BODY)
+    """A lease is after the watermark only until the worker's next report."""
+    async with member(store, backends=[scripted]) as gateway:
+        _, writer = await post_raw(gateway, "/v1/completions", BODY)
         request = await scripted.submitted.get()
-        view = await view_of(where)
+        view = await view_of(gateway)
         assert (view.leased_tokens, view.behind_tokens) == (15, 15)
-        await where.node.heartbeat.beat()
-        view = await view_of(where)
+        await gateway.node.heartbeat.beat()
+        view = await view_of(gateway)
         assert (view.leased_tokens, view.behind_tokens, scripted.load().running) == (15, 0, 1)
         scripted.emit(request, "x", last=True)
         async with asyncio.timeout(PATIENCE_S):
-            await where.node.dispatcher.drained()
-        assert await leased(where.node) == 0
+            await gateway.node.dispatcher.drained()
+        assert await leased(gateway.node) == 0
         writer.close()
 
 
 async def test_draining_node_leaves_the_pool_and_keeps_its_leases(
     store: Store, scripted: ScriptedBackend
 ) -> None:
-    """Its worker gets no new requests; running ones keep their capacity to the end."""
-    async with member(store, backends=[scripted]) as where:
-        _, writer = await post_raw(where, "/v1/completions", BODY)
+    """A draining node leaves the pool and keeps the leases of its running requests."""
+    async with member(store, backends=[scripted]) as gateway:
+        _, writer = await post_raw(gateway, "/v1/completions", BODY)
         request = await scripted.submitted.get()
-        await where.node.heartbeat.leave()
-        await where.node.heartbeat.beat()
+        await gateway.node.heartbeat.leave()
+        await gateway.node.heartbeat.beat()
         assert await views(store) == {}
-        where.node.heartbeat._left = False  # to read the leases once more
-        await where.node.heartbeat.beat()
-        assert await leased(where.node) == 15
+        gateway.node.heartbeat._left = False  # makes the worker visible again to read its leases
+        await gateway.node.heartbeat.beat()
+        assert await leased(gateway.node) == 15
         scripted.emit(request, "x", last=True)
         async with asyncio.timeout(PATIENCE_S):
-            await where.node.dispatcher.drained()
+            await gateway.node.dispatcher.drained()
         writer.close()
 
 
 async def test_node_without_join_has_its_own_store() -> None:
-    """There is no connection and no guard."""
+    """A node without `--join` uses its own memory store."""
     assert isinstance(open_store(None, POOL), MemoryStore)
     assert isinstance(build_node(ServeConfig(backend="sim")).store, MemoryStore)
 
 
 async def test_node_joins_the_pool_of_its_settings(redis_server: RedisServer) -> None:
-    """`--join` and `--pool` decide where its worker is listed."""
+    """The settings `--join` and `--pool` determine the pool of a node's worker."""
     config = ServeConfig(backend="sim", join=redis_server.url, pool="blue")
     node = build_node(config)
     assert isinstance(node.store, GuardedStore)

@@ -1,4 +1,4 @@
-"""The central queue binds requests late, in the policy's order, and leaks nothing."""
+"""Tests of the central queue, which chooses workers at dispatch in the policy's order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Backend:
 
     card = SimpleNamespace(numerics_class=None)
 
-    def __init__(self, seats: int) -> None:
-        self.max_sequences = seats
+    def __init__(self, capacities: int) -> None:
+        self.max_sequences = capacities
         self.failure: str | None = None
 
     def load(self) -> WorkerLoad:
@@ -57,47 +57,50 @@ class Fleet(SimpleNamespace):
     outage, rivals = "device lost", 0
 
 
-def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:
-    """A queue in front of workers with a limited number of sequences each."""
-    workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(seats)]
+def queue_of(*capacities: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:
+    """Return a queue and its workers with a limited number of sequences each."""
+    workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(capacities)]
     clock = asyncio.get_running_loop().time
     fleet, router = Fleet(workers=workers), Router(routing_policy("least_loaded"), Random(0).random)
     return CentralQueue(fleet, ordering_policy("fair"), router, clock, timeout_s), workers
 
 
-def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
-    """A request to queue."""
+def waiting_request(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
+    """Return a request to queue."""
     now_s = asyncio.get_running_loop().time()
     ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
     return Waiting(f"r-{key}", ticket, CapacityNeed(sequences, 10, 30 * sequences))
 
 
-async def turn(queue: CentralQueue, waiting: Waiting) -> FleetWorker:
-    """The worker that a request gets."""
+async def wait_for_worker(queue: CentralQueue, waiting: Waiting) -> FleetWorker:
+    """Wait for the turn of a request and return its worker."""
     need = waiting.need
     view = RouteView(RequestView(need.prompt_tokens, 20, 1.0), need.most_tokens, 20.0)
     return (await queue.turn(waiting, lambda: view)).worker
 
 
-async def settled() -> None:
-    """Run the loop until nothing more can happen now."""
+async def settle() -> None:
+    """Run the loop until no callback is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def test_the_most_urgent_request_gets_the_first_free_worker() -> None:
-    """A later request may overtake while both wait, and the worker is chosen at dispatch."""
+    """The queue gives the first free worker to the most urgent request."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1, 1)
-        assert [await turn(queue, one(key)) for key in range(2)] == workers
-        usual, urgent = (asyncio.create_task(turn(queue, one(2 + p, -p))) for p in range(2))
-        await settled()
+        assert [await wait_for_worker(queue, waiting_request(key)) for key in range(2)] == workers
+        usual, urgent = (
+            asyncio.create_task(wait_for_worker(queue, waiting_request(2 + p, -p)))
+            for p in range(2)
+        )
+        await settle()
         assert len(queue) == 2
         assert queue.prompt_tokens == 20
         workers[1].release("r-1")
         queue.pump()
-        await settled()
+        await settle()
         assert urgent.result() is workers[1]
         assert not usual.done()
         workers[0].release("r-0")
@@ -108,22 +111,26 @@ def test_the_most_urgent_request_gets_the_first_free_worker() -> None:
     run_virtual(scenario())
 
 
-def test_an_advancing_clock_does_not_confuse_the_queue() -> None:
-    """Requests that become overdue while the queue is served are served exactly once."""
+def test_requests_that_become_overdue_are_served_once() -> None:
+    """The queue serves requests exactly once if they become overdue during the service."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await turn(queue, one(0))
-        waiting = [asyncio.create_task(turn(queue, one(key, key))) for key in range(1, 6)]
-        await settled()
-        ticks = count(STARVATION_S - 0.25, 0.1)  # becomes overdue between two readings of the clock
-        queue._now_s = lambda: next(ticks)
+        await wait_for_worker(queue, waiting_request(0))
+        waiting = [
+            asyncio.create_task(wait_for_worker(queue, waiting_request(key, key)))
+            for key in range(1, 6)
+        ]
+        await settle()
+        # Requests become overdue between two readings of the clock.
+        ticks = count(STARVATION_S - 0.25, 0.1)
+        queue.now_s = lambda: next(ticks)
         served = 0
         while served < len(waiting):
             for key in range(6):
                 workers[0].release(f"r-{key}")
             queue.pump()
-            await settled()
+            await settle()
             served = sum(task.done() for task in waiting)
         assert [task.result() for task in waiting] == workers * 5
         assert len(queue) == 0
@@ -132,28 +139,28 @@ def test_an_advancing_clock_does_not_confuse_the_queue() -> None:
 
 
 def test_no_request_waits_longer_than_the_timeout() -> None:
-    """A wait ends with an error at the timeout, without blocking later requests."""
+    """A wait ends with an error at the timeout and does not block later requests."""
 
     async def scenario() -> None:
         queue, workers = queue_of(2, timeout_s=5.0)
-        await turn(queue, one(0))
+        await wait_for_worker(queue, waiting_request(0))
         with pytest.raises(QueueTimeout) as caught:
-            await turn(queue, one(1, sequences=2))
+            await wait_for_worker(queue, waiting_request(1, sequences=2))
         assert caught.value.retry_after_s is not None
         assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-        assert await turn(queue, one(2)) is workers[0]
+        assert await wait_for_worker(queue, waiting_request(2)) is workers[0]
 
     run_virtual(scenario())
 
 
 def test_waiting_requests_fail_with_the_last_worker() -> None:
-    """When the last worker is lost, all waiting requests fail at once."""
+    """All waiting requests fail when the last worker fails."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await turn(queue, one(0))
-        waiting = asyncio.create_task(turn(queue, one(1)))
-        await settled()
+        await wait_for_worker(queue, waiting_request(0))
+        waiting = asyncio.create_task(wait_for_worker(queue, waiting_request(1)))
+        await settle()
         workers[0].backend.failure = "device lost"
         queue.pump()
         with pytest.raises(BackendFailed, match="device lost"):
@@ -164,17 +171,19 @@ def test_waiting_requests_fail_with_the_last_worker() -> None:
 
 
 def test_a_disconnect_at_the_moment_of_dispatch_frees_the_worker() -> None:
-    """A client that disconnects exactly when it gets a worker keeps nothing of it."""
+    """A client that disconnects when it gets a worker does not keep the worker's capacity."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await turn(queue, one(0))
-        leaving, next_ = (asyncio.create_task(turn(queue, one(key))) for key in (1, 2))
-        await settled()
+        await wait_for_worker(queue, waiting_request(0))
+        leaving, next_ = (
+            asyncio.create_task(wait_for_worker(queue, waiting_request(key))) for key in (1, 2)
+        )
+        await settle()
         workers[0].release("r-0")
-        queue.pump()  # it has a worker, but its task has not run yet
+        queue.pump()  # the request has a worker, but its task has not run yet
         leaving.cancel()
-        await settled()
+        await settle()
         assert leaving.cancelled()
         assert await next_ is workers[0]
 
@@ -189,32 +198,33 @@ STEPS = st.lists(
 
 @given(STEPS, st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_capacity_holds_and_nothing_leaks(
-    steps: list[tuple[str, int, int]], seats: list[int]
+    steps: list[tuple[str, int, int]], capacities: list[int]
 ) -> None:
-    """For any order of arrivals, ends and disconnects, capacity holds and everything is free in the
-    end."""
+    """The queue respects capacities and frees everything for any order of events."""
 
     async def scenario() -> None:
-        queue, workers = queue_of(*seats)
+        queue, workers = queue_of(*capacities)
         tasks: dict[int, asyncio.Task[FleetWorker]] = {}
-        for key, (what, who, sequences) in enumerate(steps):
-            task = tasks.get(who)
+        for key, (what, target, sequences) in enumerate(steps):
+            task = tasks.get(target)
             if what == "come":
-                tasks[key] = asyncio.create_task(turn(queue, one(key, sequences=sequences)))
+                tasks[key] = asyncio.create_task(
+                    wait_for_worker(queue, waiting_request(key, sequences=sequences))
+                )
             elif task is not None and what == "leave":
                 task.cancel()
             elif task is not None and task.done() and not task.cancelled():
-                task.result().release(f"r-{who}")
+                task.result().release(f"r-{target}")
                 queue.pump()
-            if who % 2:
-                await settled()
-            for worker, most in zip(workers, seats, strict=True):
+            if target % 2:
+                await settle()
+            for worker, most in zip(workers, capacities, strict=True):
                 assert worker.usage.sequences <= max(most, 3)
                 alone = len(worker._sent) == 1
                 assert alone or worker.usage.sequences <= most
         for task in tasks.values():
             task.cancel()
-        await settled()
+        await settle()
         for key, task in tasks.items():
             if task.done() and not task.cancelled():
                 task.result().release(f"r-{key}")
@@ -225,8 +235,8 @@ def test_capacity_holds_and_nothing_leaks(
     run_virtual(scenario())
 
 
-class Never:
-    """An admission policy that predicts absurd waits."""
+class NeverAdmit:
+    """An admission policy that refuses every request and predicts an absurd wait."""
 
     name = "never"
 
@@ -235,12 +245,14 @@ class Never:
 
 
 def test_retry_after_is_at_most_an_hour() -> None:
-    """Retry-After is at most an hour, whatever wait is predicted."""
+    """The Retry-After header is at most an hour for any predicted wait."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
         fleet, ledger = Fleet(workers=workers), QuotaLedger({})
-        admission = AdmissionController(fleet, queue, Never(), ledger, DEFAULT_BOUNDS, lambda: 0.0)
+        admission = AdmissionController(
+            fleet, queue, NeverAdmit(), ledger, DEFAULT_BOUNDS, lambda: 0.0
+        )
         with pytest.raises(Overloaded) as caught:
             admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
         assert caught.value.headers()["Retry-After"] == "3600"

@@ -1,4 +1,4 @@
-"""Stores by address: a single server, a service of Sentinels, a Cluster. All real processes."""
+"""Tests of store addresses with real processes: a server, a Sentinel service and a Cluster."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ sentinel failover-timeout service 1000
     ],
 )
 def test_an_address_is_parsed(text: str, found: RedisUrl) -> None:
-    """An address gives topology, hosts with ports, service, and redis-py's URL."""
+    """The parser splits an address into topology, hosts, service and the URL for redis-py."""
     assert read_redis_url(text) == found
 
 
@@ -72,8 +72,8 @@ def test_an_address_is_parsed(text: str, found: RedisUrl) -> None:
         "redis://[::1",
     ],
 )  # fmt: skip
-def test_an_invalid_address_is_refused_without_quoting_it(text: str) -> None:
-    """The error says what is expected without quoting the address, which may have a password."""
+def test_an_invalid_address_is_rejected_without_quoting_it(text: str) -> None:
+    """The error for an invalid address does not quote the address, which may contain a password."""
     with pytest.raises(ValueError, match="expected the address of a Redis server") as caught:
         read_redis_url(text)
     assert "secret" not in str(caught.value)
@@ -82,15 +82,15 @@ def test_an_invalid_address_is_refused_without_quoting_it(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["redis://h?hue=blue", "redis+sentinel://h/s?hue=blue", "redis+cluster://h?hue=blue"]
 )
-async def test_an_unknown_option_is_refused_at_once(text: str) -> None:
-    """An unknown option fails before the first request."""
+async def test_an_unknown_option_is_rejected_before_connecting(text: str) -> None:
+    """The client rejects an unknown option before the first request."""
     with pytest.raises(ValueError, match="unknown option"):
         open_client(text)
 
 
 @asynccontextmanager
 async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
-    """The store of a pool at an address."""
+    """Open the store of a pool at an address."""
     store = RedisStore.at(url, pool, "g")
     try:
         yield store
@@ -98,8 +98,8 @@ async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
         await store.close()
 
 
-async def works(store: RedisStore, seq: int = 0) -> None:
-    """Check that the store reserves and releases."""
+async def check_works(store: RedisStore, seq: int = 0) -> None:
+    """Assert that the store reserves and releases tokens."""
     assert await store.publish(report(seq=seq))
     lease = await granted(store, "r", 100)
     await store.renew((lease,), 30.0)
@@ -109,27 +109,28 @@ async def works(store: RedisStore, seq: int = 0) -> None:
 
 
 async def test_a_server_with_a_password(tmp_path: Path) -> None:
-    """User and password of the address are used; a wrong password is a store error."""
+    """The store uses the user and password of its address and raises an error for a wrong
+    password."""
     with redis_running(tmp_path) as server:
         server.command("ACL", "SETUSER", "gate", "on", ">p@ss/word", "~draftgate:*", "+@all")
         at = f"127.0.0.1:{server.port}"
         async with opened(f"redis://gate:p%40ss%2Fword@{at}") as store:
-            await works(store)
+            await check_works(store)
         async with opened(f"redis://gate:wrong@{at}") as store:
             with pytest.raises(StoreError):
                 await store.snapshot()
 
 
 async def test_a_unix_socket(tmp_path: Path) -> None:
-    """A Unix socket works without a port."""
+    """The store works over a Unix socket."""
     path = tmp_path / "s"
     with redis_running(tmp_path, "--unixsocket", str(path)):
         async with opened(f"unix://{path}") as store:
-            await works(store)
+            await check_works(store)
 
 
 async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
-    """The store finds the master by its service name, and the next one after a failure."""
+    """The store finds the master by its service name and finds the new master after a failure."""
     folders = [tmp_path / name for name in ("master", "replica", "sentinel")]
     for folder in folders:
         folder.mkdir()
@@ -142,20 +143,20 @@ async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
             redis_running(folders[2], str(config), "--sentinel") as sentinel,
         ):
             async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/service") as store:
-                await works(store)
+                await check_works(store)
 
                 async def replicated() -> bool:
                     return bool(sentinel.command("INFO", "sentinel")["master0"]["slaves"] == 1)
 
                 await eventually(replicated, 60.0)
                 master.kill()
-                await eventually(lambda: there(store), 60.0)
+                await eventually(lambda: is_writable(store), 60.0)
                 assert replica.command("ROLE")[0] == "master"
-                await works(store, 1)
+                await check_works(store, 1)
 
 
 async def test_a_cluster(tmp_path: Path) -> None:
-    """All scripts run on the shard with the pool's slot."""
+    """The store runs all scripts of a pool on the shard with the pool's slot."""
     options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
     with redis_running(tmp_path, *options) as server:
         server.command("CLUSTER", "ADDSLOTS", *range(16384))
@@ -166,13 +167,13 @@ async def test_a_cluster(tmp_path: Path) -> None:
         await eventually(formed)
         for pool in ("p", "q", "r"):
             async with opened(f"redis+cluster://127.0.0.1:{server.port}", pool) as store:
-                await works(store)
+                await check_works(store)
                 server.command("SCRIPT", "FLUSH")
-                await works(store, 1)
+                await check_works(store, 1)
 
 
-async def there(store: RedisStore) -> bool:
-    """Whether the store answers and is writable."""
+async def is_writable(store: RedisStore) -> bool:
+    """Return whether the store responds and is writable."""
     try:
         await store.renew((), 30.0)
     except StoreError:

@@ -1,4 +1,5 @@
-"""Renderings: every chunk is JSON, and a stream adds up to the whole answer however it is cut."""
+"""Tests of renderings: every chunk is JSON, and the chunks of a stream add up to the whole
+response."""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def added_up(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str | None]:
-    """Content, calls and reason of a streamed chat or completion."""
+def combined(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """Return the content, the calls and the finish reason of a streamed chat or completion."""
     text, calls, reason = "", [], None
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -113,7 +114,7 @@ def added_up(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], 
 def test_chunk_is_json_with_the_fields_of_delta_and_request(
     rendering, kind, model, text, choice, end
 ) -> None:
-    """Whatever characters text and model name contain, the assembled chunk parses."""
+    """A chunk is valid JSON for any characters in the text and the model name."""
     job = Job("1f", (), SamplingParams(1, 0), None)
     parsed = ParsedRequest(job, ServedModel(model, None, 9))  # type: ignore[arg-type]
     sent = rendering(parsed, 7).chunk(Delta(choice, (1,), text, (), end))
@@ -129,8 +130,8 @@ def test_chunk_is_json_with_the_fields_of_delta_and_request(
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_stream_adds_up_to_the_whole_answer(kind: str) -> None:
-    """Text, calls with their ids and finish reason do not depend on the deltas."""
+def test_stream_adds_up_to_the_whole_response(kind: str) -> None:
+    """The chunks of a stream add up to the whole response for any division into deltas."""
 
     @given(parts=TEXTS, end=ENDS)
     def check(parts: list[str], end: FinishReason) -> None:
@@ -152,22 +153,22 @@ def test_stream_adds_up_to_the_whole_answer(kind: str) -> None:
             (call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls", ())
         ]
-        assert added_up(found) == (message["content"] or "", calls, choice["finish_reason"])
+        assert combined(found) == (message["content"] or "", calls, choice["finish_reason"])
 
     check()
 
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_failure_is_the_last_event(kind: str) -> None:
-    """Whatever was sent before, no client takes it for a regular end."""
+    """The error event is the last event of a failed stream, without `[DONE]`."""
     for parts in ([], ["half an ans"], ['<tool_call>\n{"name": "now", "arguments": {"a']):
         rendering = maker(kind)()
         for part in parts:
             rendering.chunk(Delta(0, (1,), part))
-        told = rendering.failure(WorkerFailed("device lost"))
-        last = data_of(told)[-1]
+        sent = rendering.failure(WorkerFailed("device lost"))
+        last = data_of(sent)[-1]
         if kind.startswith("response"):
             assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
             last = last["response"]
         assert last["error"]["message"] == "device lost"
-        assert b"[DONE]" not in told
+        assert b"[DONE]" not in sent

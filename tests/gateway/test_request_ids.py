@@ -1,4 +1,4 @@
-"""`x-request-id`: every response has the id of its log lines."""
+"""Tests of `x-request-id`, the id that a response shares with its log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import port_of, running
 
-OF_CLIENT = "trace-me 42"
+CLIENT_ID = "trace-me 42"
 HI = [{"role": "user", "content": "hi"}]
 
 REQUESTS = {
@@ -32,10 +32,10 @@ REQUESTS = {
 
 @pytest.mark.parametrize("case", REQUESTS)
 async def test_every_response_has_the_clients_id(http: httpx.AsyncClient, case: str) -> None:
-    """This holds for answers, streams and errors."""
+    """The server returns the client's id with every whole response, stream and error."""
     method, path, body, status = REQUESTS[case]
-    answer = await http.request(method, path, json=body, headers={"x-request-id": OF_CLIENT})
-    assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
+    response = await http.request(method, path, json=body, headers={"x-request-id": CLIENT_ID})
+    assert (response.status_code, response.headers["x-request-id"]) == (status, CLIENT_ID)
 
 
 @pytest.mark.parametrize(
@@ -49,34 +49,35 @@ async def test_every_response_has_the_clients_id(http: httpx.AsyncClient, case: 
     ],
     ids=["no json", "no gzip", "a bomb", "too large", "expectation"],
 )
-async def test_refused_requests_have_the_clients_id(
+async def test_rejected_requests_have_the_clients_id(
     content: bytes, headers: dict[str, str], status: int
 ) -> None:
-    """Requests that are refused before they are read have it too."""
-    async with running(max_body_bytes=1000) as where, httpx.AsyncClient() as http:
-        sent = {"x-request-id": OF_CLIENT, **headers}
-        url = f"{where.url}/v1/completions"
-        answer = await http.post(url, content=content, headers=sent)
-    assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
+    """The server returns the client's id with requests that it rejects before reading the body."""
+    async with running(max_body_bytes=1000) as gateway, httpx.AsyncClient() as http:
+        sent = {"x-request-id": CLIENT_ID, **headers}
+        url = f"{gateway.url}/v1/completions"
+        response = await http.post(url, content=content, headers=sent)
+    assert (response.status_code, response.headers["x-request-id"]) == (status, CLIENT_ID)
 
 
-async def test_malformed_http_is_refused_and_the_node_continues(
+async def test_malformed_http_is_rejected_and_the_node_continues(
     sim: Listening, http: httpx.AsyncClient
 ) -> None:
-    """The client gets a 400 and a closed connection."""
+    """The server responds with 400 to malformed HTTP, closes the connection and continues to
+    serve."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
     writer.write(b"no such\x00 protocol\r\n\r\n")
-    answer = await reader.read()
+    response = await reader.read()
     writer.close()
-    assert answer.startswith(b"HTTP/1.")
-    assert b" 400 " in answer.splitlines()[0]
+    assert response.startswith(b"HTTP/1.")
+    assert b" 400 " in response.splitlines()[0]
     assert (await http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("sent", ["", "x" * 129, "caf\u00e9"])
 async def test_unprintable_or_long_id_is_replaced(http: httpx.AsyncClient, sent: str) -> None:
-    """Each such request gets a new id."""
+    """The server replaces an empty, long or non-ASCII id with a new id."""
     headers = {"x-request-id": sent.encode("latin-1")}
     made = [(await http.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
-    assert all(one.isalnum() and len(one) == 24 for one in made)
+    assert all(new_id.isalnum() and len(new_id) == 24 for new_id in made)

@@ -1,4 +1,4 @@
-"""`response_format` over HTTP, with OpenAI's client and plain bodies, on engine and simulator."""
+"""Tests of `response_format` over HTTP on the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-ASK = [{"role": "user", "content": "Describe the function add(a, b)."}]
+MESSAGES = [{"role": "user", "content": "Describe the function add(a, b)."}]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,7 +50,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA, 
 
 
 class Function(pydantic.BaseModel):
-    """The model that `.parse` returns."""
+    """The model that `parse` returns."""
 
     kind: Literal["function", "method"]
     is_pure: bool
@@ -59,30 +59,30 @@ class Function(pydantic.BaseModel):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def where() -> AsyncIterator[Listening]:
+async def gateway() -> AsyncIterator[Listening]:
     """A node with the engine and the shipped model."""
     async with running(backend="engine", kv_bytes=32 << 20, threads=1) as listening:
         yield listening
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """OpenAI's client, pointed at the node."""
-    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of the node."""
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client of the node."""
-    async with client(where) as opened:
+async def http(gateway: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client of the node."""
+    async with client(gateway) as opened:
         yield opened
 
 
 @pytest.fixture
-def model(where: Listening) -> str:
+def model(gateway: Listening) -> str:
     """The model's name for clients."""
-    return where.node.served.name
+    return gateway.node.served.name
 
 
 def is_valid(text: str, schema: dict[str, Any] = SCHEMA) -> bool:
@@ -90,46 +90,50 @@ def is_valid(text: str, schema: dict[str, Any] = SCHEMA) -> bool:
 
 
 async def test_chat_satisfies_its_schema(api: AsyncOpenAI, model: str) -> None:
-    """Every choice is valid, and the text does not depend on streaming or drafts."""
-    ask = {"model": model, "messages": ASK, "n": 3, "seed": 5, "max_tokens": 120,
+    """Every choice of a chat satisfies the schema, and streaming and drafts do not change the
+    text."""
+    request_body = {"model": model, "messages": MESSAGES, "n": 3, "seed": 5, "max_tokens": 120,
            "response_format": FORMAT}  # fmt: skip
-    whole = await api.chat.completions.create(**ask)
-    plain = await api.chat.completions.create(**ask, extra_body={"speculation": {"mode": "off"}})
+    whole = await api.chat.completions.create(**request_body)
+    plain = await api.chat.completions.create(
+        **request_body, extra_body={"speculation": {"mode": "off"}}
+    )
     texts = [choice.message.content for choice in whole.choices]
     assert all(is_valid(text) for text in texts)
     assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
     assert [choice.message.content for choice in plain.choices] == texts
     streamed = ["", "", ""]
-    async for chunk in await api.chat.completions.create(**ask, stream=True):
+    async for chunk in await api.chat.completions.create(**request_body, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == texts
     drafted = whole.metrics["speculative_decoding"]
-    assert drafted["num_accepted_tokens"] > 0  # what stands between values is certain
+    assert drafted["num_accepted_tokens"] > 0  # the schema fixes the text between values
 
 
 async def test_parse_returns_a_pydantic_model(api: AsyncOpenAI, model: str) -> None:
-    """`parse` sends the schema of a model and returns an instance."""
+    """The method `parse` sends the schema of a model and returns an instance of the model."""
     parsed = await api.chat.completions.parse(
-        model=model, messages=ASK, response_format=Function, seed=2, max_tokens=120
+        model=model, messages=MESSAGES, response_format=Function, seed=2, max_tokens=120
     )
     function = parsed.choices[0].message.parsed
     assert isinstance(function, Function)
     assert function.arguments
     with pytest.raises(openai.LengthFinishReasonError):
         await api.chat.completions.parse(
-            model=model, messages=ASK, response_format=Function, max_tokens=3
+            model=model, messages=MESSAGES, response_format=Function, max_tokens=3
         )
 
 
 async def test_json_object_gives_one_object(api: AsyncOpenAI, model: str) -> None:
-    """An answer cut by its length is the beginning of one."""
+    """The server returns one JSON object, or its beginning if the length limit ends the
+    response."""
     for seed in range(3):
-        answer = await api.chat.completions.create(
-            model=model, messages=ASK, seed=seed, max_tokens=60,
+        response = await api.chat.completions.create(
+            model=model, messages=MESSAGES, seed=seed, max_tokens=60,
             response_format={"type": "json_object"},
         )  # fmt: skip
-        choice = answer.choices[0]
+        choice = response.choices[0]
         assert choice.message.content.startswith("{")
         if choice.finish_reason == "stop":
             assert isinstance(json.loads(choice.message.content), dict)
@@ -138,7 +142,7 @@ async def test_json_object_gives_one_object(api: AsyncOpenAI, model: str) -> Non
 
 
 async def test_completions_match_the_regex(http: httpx.AsyncClient) -> None:
-    """Each of several prompts matches, whole and streamed."""
+    """Every completion matches the requested pattern, whole or streamed."""
     pattern = r"(add|sub)\([a-z], [a-z]\)"
     body = {"prompt": ["x = ", "y = "], "max_tokens": 30, "seed": 1,
             "response_format": {"type": "regex", "pattern": pattern}}  # fmt: skip
@@ -185,70 +189,79 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_malformed_format_is_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
-    """The error is sent before any stream begins."""
+    """The server rejects a malformed format with 400 before a stream begins."""
     wrong = []
     for value, param in BAD:
-        for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
-            sent = {**ask, "max_tokens": 4, "stream": stream, "response_format": value}
-            answer = await http.post(path, json=sent)
-            error = answer.json().get("error", {})
-            if (answer.status_code, error.get("param")) != (400, param) or not error["message"]:
-                wrong.append((value, answer.status_code, error))
+        for path, request_body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})):
+            sent = {**request_body, "max_tokens": 4, "stream": stream, "response_format": value}
+            response = await http.post(path, json=sent)
+            error = response.json().get("error", {})
+            if (response.status_code, error.get("param")) != (400, param) or not error["message"]:
+                wrong.append((value, response.status_code, error))
     assert wrong == []
 
 
 async def test_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None:
-    """The error names the schema."""
+    """The server rejects a schema that is not UTF-8 and names the schema."""
     body = (b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
             b'{"name": "x", "schema": {"\xff": 1}}}}')  # fmt: skip
-    answer = await http.post(TEXT, content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
+    response = await http.post(TEXT, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
 async def test_error_lists_known_formats_or_names_the_keyword(http: httpx.AsyncClient) -> None:
-    """A user can act on the message."""
-    ask = {"prompt": "x", "response_format": {"type": "xml"}}
-    assert "json_schema" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
+    """The error lists the known formats, or names the unsupported keyword of a schema."""
+    request_body = {"prompt": "x", "response_format": {"type": "xml"}}
+    assert "json_schema" in (await http.post(TEXT, json=request_body)).json()["error"]["message"]
     schema = {"type": "array", "uniqueItems": True}
-    ask["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert "uniqueItems" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
+    request_body["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema},
+    }
+    assert "uniqueItems" in (await http.post(TEXT, json=request_body)).json()["error"]["message"]
 
 
 async def test_schema_is_compiled_once_in_a_thread(
-    where: Listening, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    gateway: Listening, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling may take half a second, and serves all choices and requests."""
+    """The server compiles a schema once in a thread for all choices and requests."""
     compiled_in = []
     compile_spec = LlGrammars._compile
 
-    def noted(self: LlGrammars, spec: GrammarSpec) -> object:
+    def recorded_compile(self: LlGrammars, spec: GrammarSpec) -> object:
         compiled_in.append(threading.get_ident())
         return compile_spec(self, spec)
 
-    monkeypatch.setattr(LlGrammars, "_compile", noted)
+    monkeypatch.setattr(LlGrammars, "_compile", recorded_compile)
     schema = {"type": "object", "properties": {"new here": {"type": "boolean"}},
               "required": ["new here"], "additionalProperties": False}  # fmt: skip
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"prompt": ["x", "y"], "n": 3, "max_tokens": 30, "response_format": wanted}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"prompt": ["x", "y"], "n": 3, "max_tokens": 30, "response_format": response_format}
     for _ in range(2):
-        answer = (await http.post(TEXT, json=body)).json()
-        assert all(is_valid(choice["text"], schema) for choice in answer["choices"])
+        response = (await http.post(TEXT, json=body)).json()
+        assert all(is_valid(choice["text"], schema) for choice in response["choices"])
     assert len(compiled_in) == 1
     assert compiled_in[0] != threading.get_ident()
-    await until(lambda: is_idle(where.node))
+    await until(lambda: is_idle(gateway.node))
 
 
-async def test_simulator_refuses_formats() -> None:
-    """It has no logits, so no format can be enforced."""
-    async with running() as where, client(where) as http:
-        for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
-            for wanted in (FORMAT, {"type": "json_object"}, {"type": "regex", "pattern": "a"}):
-                answer = await http.post(path, json={**ask, "response_format": wanted})
-                error = answer.json()["error"]
-                assert (answer.status_code, error["param"]) == (400, "response_format")
+async def test_simulator_rejects_formats() -> None:
+    """The simulator rejects structured output, because it computes no logits."""
+    async with running() as gateway, client(gateway) as http:
+        for path, request_body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})):
+            for response_format in (
+                FORMAT,
+                {"type": "json_object"},
+                {"type": "regex", "pattern": "a"},
+            ):
+                response = await http.post(
+                    path, json={**request_body, "response_format": response_format}
+                )
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, "response_format")
                 assert "does not support structured output" in error["message"]
-            answer = await http.post(
-                path, json={**ask, "max_tokens": 2, "response_format": {"type": "text"}}
+            response = await http.post(
+                path, json={**request_body, "max_tokens": 2, "response_format": {"type": "text"}}
             )
-            assert answer.status_code == 200
+            assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""`/v1/responses` through OpenAI's client and its strict types; the test plays the worker."""
+"""Tests of `/v1/responses` with OpenAI's client, its strict types and a scripted worker."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
 @pytest.fixture
 async def node(qwen: ScriptedBackend) -> AsyncIterator[Listening]:
     """A node with that worker."""
-    async with running(backends=[qwen]) as where:
-        yield where
+    async with running(backends=[qwen]) as gateway:
+        yield gateway
 
 
 @pytest.fixture
 async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain client of it."""
+    """A plain HTTP client of the node."""
     async with client(node) as opened:
         yield opened
 
 
 @pytest.fixture
 async def api(node: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """OpenAI's client of it."""
+    """OpenAI's client of the node."""
     async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
-def ask(http: httpx.AsyncClient, **fields: Any) -> asyncio.Task[httpx.Response]:
+def send_request(http: httpx.AsyncClient, **fields: Any) -> asyncio.Task[httpx.Response]:
     """Send a request in the background."""
     return asyncio.create_task(http.post(PATH, json={"input": "hi", **fields}))
 
 
-def told(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; OpenAI's types must accept each of them."""
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream after validating each event with OpenAI's types."""
     events = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -85,23 +85,24 @@ def told(text: str) -> list[dict[str, Any]]:
     return events
 
 
-async def streamed(
+async def stream_steps(
     backend: ScriptedBackend, http: httpx.AsyncClient, steps: list[str], **fields: Any
 ) -> list[dict[str, Any]]:
-    """The events of an answer with these steps."""
-    answer = ask(http, stream=True, **fields)
+    """Return the events of a response that consists of these steps."""
+    response = send_request(http, stream=True, **fields)
     request = await backend.submitted.get()
     for step in steps:
         backend.emit(request, step, last=step is steps[-1])
         await asyncio.sleep(0)
-    return told((await answer).text)
+    return parse_events((await response).text)
 
 
 async def test_streamed_text_has_openais_sequence_of_events(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Sequence numbers have no gap, and the last event has the whole response."""
-    events = await streamed(qwen, http, ["Good ", "day."])
+    """A text stream has OpenAI's sequence of events, and the last event contains the whole
+    response."""
+    events = await stream_steps(qwen, http, ["Good ", "day."])
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
     assert kinds == [
@@ -114,18 +115,20 @@ async def test_streamed_text_has_openais_sequence_of_events(
     assert (last["status"], last["output"][0]["content"][0]["text"]) == ("completed", "Good day.")
     assert last["usage"]["total_tokens"] == last["usage"]["input_tokens"] + 2
     assert last["metrics"]["speculative_decoding"]["policy"] == "auto"
-    assert events[3]["part"]["text"] == ""  # as it was then, not as it became
+    assert events[3]["part"]["text"] == ""  # the event has the text at its time, not the final text
 
 
 async def test_whole_response_satisfies_openais_type(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """It repeats fields of the request, and `store` is false."""
-    answer = ask(http, store=True, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
-                 instructions="Be brief.", max_output_tokens=9)  # fmt: skip
+    """A whole response satisfies OpenAI's type and repeats fields of the request."""
+    response = send_request(
+        http, store=True, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
+        instructions="Be brief.", max_output_tokens=9,
+    )  # fmt: skip
     request = await qwen.submitted.get()
     qwen.emit(request, "Yes.", last=True)
-    body = (await answer).json()
+    body = (await response).json()
     parsed = Response.model_validate(body)
     assert parsed.output_text == "Yes."
     assert (body["store"], body["metadata"], body["temperature"]) == (False, {"k": "v"}, 0.5)
@@ -139,17 +142,17 @@ async def test_whole_response_satisfies_openais_type(
 async def test_response_cut_by_its_length_is_incomplete(
     qwen: ScriptedBackend, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The response has the reason, and its item is incomplete too."""
-    answer = ask(http, stream=stream, max_output_tokens=1)
+    """A response at its length limit and its item have the status `incomplete`."""
+    response = send_request(http, stream=stream, max_output_tokens=1)
     request = await qwen.submitted.get()
     last = Delta(0, (1,), "Half", (), FinishReason.LENGTH)
     qwen.streams.deliver([(request.request_id, last)])
     if stream:
-        *_, end = told((await answer).text)
+        *_, end = parse_events((await response).text)
         assert end["type"] == "response.incomplete"
         body = end["response"]
     else:
-        body = (await answer).json()
+        body = (await response).json()
     assert (body["status"], body["incomplete_details"]) == (
         "incomplete", {"reason": "max_output_tokens"},
     )  # fmt: skip
@@ -159,7 +162,7 @@ async def test_response_cut_by_its_length_is_incomplete(
 async def test_worker_failure_ends_the_stream_with_response_failed(
     qwen: ScriptedBackend, api: AsyncOpenAI
 ) -> None:
-    """It is the only ending."""
+    """A stream ends with one `response.failed` event when the worker fails."""
     opening = asyncio.create_task(api.responses.create(model="scripted", input="x", stream=True))
     request = await qwen.submitted.get()
     qwen.emit(request, "half")
@@ -179,9 +182,9 @@ async def test_worker_failure_ends_the_stream_with_response_failed(
 async def test_text_and_calls_are_separate_items(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """Each item is completed before the next one begins."""
+    """The stream completes each text or call item before the next item begins."""
     steps = ["Well. <tool", CALL[5:40], CALL[40:] + CALL]
-    events = await streamed(qwen, http, steps, tools=TOOLS)
+    events = await stream_steps(qwen, http, steps, tools=TOOLS)
     kinds = [event["type"].removeprefix("response.") for event in events]
     added = [e["item"] for e in events if e["type"] == "response.output_item.added"]
     assert [item["type"] for item in added] == ["message", "function_call", "function_call"]
@@ -202,19 +205,19 @@ async def test_text_and_calls_are_separate_items(
 async def test_openais_stream_helper_accepts_the_events(
     qwen: ScriptedBackend, api: AsyncOpenAI
 ) -> None:
-    """The client's accumulator checks every event against its state."""
+    """The stream helper of OpenAI's client accepts the events and builds the final response."""
 
-    async def helped() -> Any:
+    async def read_stream() -> Any:
         async with api.responses.stream(model="scripted", input="x", tools=TOOLS) as stream:
             async for _ in stream:
                 pass
             return await stream.get_final_response()
 
-    answer = asyncio.create_task(helped())
+    response = asyncio.create_task(read_stream())
     request = await qwen.submitted.get()
     qwen.emit(request, "Well. ")
     qwen.emit(request, CALL, last=True)
-    final = await answer
+    final = await response
     assert final.output_text == "Well."
     assert final.output[1].name == "weather"
 
@@ -222,7 +225,7 @@ async def test_openais_stream_helper_accepts_the_events(
 async def test_input_items_make_the_prompt_of_the_equivalent_chat(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """The template gets the same messages."""
+    """The input items of a response give the same prompt as the equivalent chat messages."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
         {"type": "message", "role": "assistant",
@@ -250,10 +253,10 @@ async def test_input_items_make_the_prompt_of_the_equivalent_chat(
         (PATH, {"input": items, "instructions": "Be brief.", "tools": TOOLS}),
         ("/v1/chat/completions", {"messages": messages, "tools": [WEATHER, NOW]}),
     ):
-        answer = asyncio.create_task(http.post(path, json={**body, "max_tokens": 5}))
+        response = asyncio.create_task(http.post(path, json={**body, "max_tokens": 5}))
         request = await qwen.submitted.get()
         qwen.emit(request, "ok", last=True)
-        assert (await answer).status_code == 200
+        assert (await response).status_code == 200
         prompts.append(request.prompt_ids)
     assert prompts[0] == prompts[1]
 
@@ -312,31 +315,31 @@ BAD: list[tuple[dict[str, Any], str]] = [
 async def test_malformed_field_is_400_under_the_endpoints_own_name(
     http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """Malformed and unsupported fields have the names of this endpoint."""
+    """The server rejects malformed fields with 400 and uses the field names of this endpoint."""
     wrong = []
     for fields, param in BAD:
-        answer = await http.post(PATH, json={"input": "x", "stream": stream, **fields})
-        error = answer.json().get("error", {})
+        response = await http.post(PATH, json={"input": "x", "stream": stream, **fields})
+        error = response.json().get("error", {})
         named = param in error["message"] or error["code"] == "context_length_exceeded"
-        if (answer.status_code, error.get("param"), named) != (400, param, True):
-            wrong.append((fields, answer.status_code, error))
+        if (response.status_code, error.get("param"), named) != (400, param, True):
+            wrong.append((fields, response.status_code, error))
     assert wrong == []
 
 
 async def test_neutral_values_are_accepted(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
-    """Values that do not change the output are not errors."""
-    answer = ask(
+    """The server accepts neutral values of unsupported fields."""
+    response = send_request(
         http, background=False, include=[], previous_response_id=None, truncation="disabled",
         reasoning={"effort": None, "summary": None}, text={"format": {"type": "text"}},
         tools=[], top_logprobs=0, service_tier="auto", prompt_cache_key="k",
     )  # fmt: skip
     qwen.emit(await qwen.submitted.get(), "ok", last=True)
-    assert (await answer).status_code == 200
+    assert (await response).status_code == 200
 
 
 @given(st.text(max_size=30))
 def test_other_parameter_names_are_unchanged(name: str) -> None:
-    """Only parameters with another name at this endpoint are renamed."""
+    """The endpoint renames only the parameters with a different name in chats."""
     if not name.startswith((*PARAMS, "tools[", "tool_choice.function")):
         assert client_name(name, PARAMS) == name
     assert client_name(name, {}) == name
@@ -350,26 +353,27 @@ class Port(BaseModel):
 
 @needs_engine
 async def test_responses_parse_returns_a_pydantic_model() -> None:
-    """A schema that cannot be enforced is refused as `text.format`."""
+    """The method `parse` returns an instance of the model, and bad schemas are named
+    `text.format`."""
     async with (
-        running(backend="engine", kv_bytes=32 << 20, threads=1) as where,
-        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as api,
+        running(backend="engine", kv_bytes=32 << 20, threads=1) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as api,
     ):
-        name = where.node.served.name
+        name = gateway.node.served.name
         parsed = await api.responses.parse(
             model=name, input="port =", text_format=Port, max_output_tokens=60, temperature=0
         )
         assert isinstance(parsed.output_parsed, Port) or parsed.status == "incomplete"
         schema = {"type": "array", "uniqueItems": True}
-        wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        text_format = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError) as refused:
-            await api.responses.create(model=name, input="x", text=wanted)
+            await api.responses.create(model=name, input="x", text=text_format)
         assert refused.value.param == "text.format"
-        one = await api.responses.create(
+        response = await api.responses.create(
             model=name, input="def add(a, b):", max_output_tokens=12, extra_body={"seed": 3}
         )
         chat = await api.chat.completions.create(
             model=name, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=12,
             seed=3,
         )  # fmt: skip
-        assert one.output_text == chat.choices[0].message.content
+        assert response.output_text == chat.choices[0].message.content

@@ -1,4 +1,4 @@
-"""Routing in a node: the inputs of the policy and the recorded decision."""
+"""Tests of routing in a node: the inputs of the policy and the recorded decision."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ async def pair() -> tuple[ScriptedBackend, ScriptedBackend]:
     return ScriptedBackend(), ScriptedBackend()
 
 
-class Asked:
+class RecordingPolicy:
     """A policy that records its inputs and chooses the last worker."""
 
-    name, reads_prompts = "asked", False
+    name, reads_prompts = "recording", False
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.told: list[str] = []
+        self.candidate_counts: list[int] = []
+        self.placements: list[str] = []
 
     def route(self, request, candidates, draw):
-        self.asked.append(len(candidates.workers))
+        self.candidate_counts.append(len(candidates.workers))
         found = routing_policy("round_robin").route(request, candidates, draw)
         return replace(found, offers=found.offers[::-1])
 
     def placed(self, request, worker) -> None:
-        self.told.append(worker.worker_id)
+        self.placements.append(worker.worker_id)
 
 
-def there(*backends: ScriptedBackend) -> list[tuple]:
-    """Workers with their usage."""
+def workers_with_usage(*backends: ScriptedBackend) -> list[tuple]:
+    """Return workers for these backends with their usage."""
     workers = [FleetWorker(f"w-{index}", backend) for index, backend in enumerate(backends)]
     return [(worker, worker.usage) for worker in workers]
 
 
-async def test_the_policy_is_asked_only_if_there_is_a_choice(pair) -> None:
-    """A node with one worker does not ask; a single candidate is only reported; of several the
-    policy chooses."""
-    policy = Asked()
+async def test_the_policy_routes_only_between_several_candidates(pair) -> None:
+    """The router calls the policy only for several candidates and reports a single candidate to
+    it."""
+    policy = RecordingPolicy()
     router = Router(policy, Random(0).random)
 
     def unread() -> RouteView:
         raise AssertionError("a node of one worker has nothing to decide")
 
-    routed = router.choose(unread, there(pair[0]), alone=True)
+    routed = router.choose(unread, workers_with_usage(pair[0]), alone=True)
     assert (routed.worker.worker_id, routed.route) == ("w-0", None)
-    routed = router.choose(lambda: VIEW, there(pair[0]), alone=False)
+    routed = router.choose(lambda: VIEW, workers_with_usage(pair[0]), alone=False)
     assert (routed.worker.worker_id, routed.route) == ("w-0", None)
-    assert (policy.asked, policy.told) == ([], ["w-0"])
-    routed = router.choose(lambda: VIEW, there(*pair), alone=False)
+    assert (policy.candidate_counts, policy.placements) == ([], ["w-0"])
+    routed = router.choose(lambda: VIEW, workers_with_usage(*pair), alone=False)
     assert routed.worker.worker_id == routed.route.worker_id == "w-1"
-    assert (policy.asked, policy.told) == ([2], ["w-0", "w-1"])
+    assert (policy.candidate_counts, policy.placements) == ([2], ["w-0", "w-1"])
 
 
 async def test_a_candidate_combines_load_and_sent_requests(pair) -> None:
-    """A candidate has the current load, sequences, prompts without a token and reserved tokens."""
+    """A candidate combines the worker's reported load with the requests that the node sent."""
     worker = FleetWorker("w", pair[0])
     worker.reserve("a", CapacityNeed(2, 30, 100))
     found = worker.candidate(worker.usage)
@@ -102,37 +102,38 @@ async def test_a_candidate_combines_load_and_sent_requests(pair) -> None:
     ],
 )
 async def test_prompts_are_hashed_if_the_policy_reads_them(pair, routing, workers, hashed) -> None:
-    """Several workers and a policy that reads prompts: hashes equal those of the worker."""
-    async with running(backends=pair[:workers], routing=routing) as where:
-        (found,) = await placed(where.node, JOB)
+    """The node hashes prompts like a worker, but only for several workers and policies that read
+    prompts."""
+    async with running(backends=pair[:workers], routing=routing) as gateway:
+        (found,) = await placed(gateway.node, JOB)
     hashes: list[bytes] = []
     extend_chain(hashes, "a", JOB.prompts[0], 16)
     assert found.request.block_hashes == tuple(hashes[:hashed])
 
 
 async def test_a_prefix_returns_to_the_worker_that_cached_it(pair) -> None:
-    """A long shared prefix goes to the same one of two idle workers; short prompts alternate."""
+    """A long shared prefix returns to the same idle worker, and short prompts alternate."""
     long = replace(JOB, prompts=(tuple(range(256)),))
-    async with running(backends=pair) as where:
-        first = await placed(where.node, long)
-        workers = {(await placed(where.node, long))[0].worker.worker_id for _ in range(3)}
+    async with running(backends=pair) as gateway:
+        first = await placed(gateway.node, long)
+        workers = {(await placed(gateway.node, long))[0].worker.worker_id for _ in range(3)}
         assert workers == {first[0].worker.worker_id}
         short = replace(JOB, prompts=((1, 2, 3),))
-        turns = [(await placed(where.node, short))[0].worker.worker_id for _ in range(4)]
+        turns = [(await placed(gateway.node, short))[0].worker.worker_id for _ in range(4)]
         assert len(set(turns)) == 2
 
 
 async def test_decisions_and_spans_explain_the_choice(pair, tmp_path) -> None:
-    """Policy, candidates, ages, scores and reason are in the record, over HTTP, in the file, in
-    `explain` and in the `route` span."""
+    """The decision record and the `route` span contain the policy, the candidates and the
+    reason."""
     exporter, path = InMemorySpanExporter(), tmp_path / "decisions.jsonl"
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     settings = {"devices": (0, 1), "tracing": tracing, "decisions_file": str(path)}
-    async with running(**settings) as where, client(where) as http:
+    async with running(**settings) as gateway, client(gateway) as http:
         await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
         listed = (await http.get("/decisions")).json()["decisions"][0]
-        ids = sorted(worker.worker_id for worker in where.node.fleet.workers)
-        await where.node.heartbeat.write_decisions()
+        ids = sorted(worker.worker_id for worker in gateway.node.fleet.workers)
+        await gateway.node.heartbeat.write_decisions()
     tracing.shutdown()
     assert listed["route"]["policy"] == "least_cost"
     assert listed["route"]["offers"][0]["worker_id"] == listed["worker_id"]
@@ -140,28 +141,28 @@ async def test_decisions_and_spans_explain_the_choice(pair, tmp_path) -> None:
     (read,) = read_decisions(path)
     assert read.route.reason == listed["route"]["reason"]
     (span,) = [span for span in exporter.get_finished_spans() if span.name == "route"]
-    told = dict(span.attributes)
-    assert told["draftgate.routing.policy"] == "least_cost"
-    assert sorted(told["draftgate.routing.candidates"]) == ids
-    assert told["draftgate.routing.candidates"][0] == told["draftgate.worker_id"]
-    assert told["draftgate.routing.load_ages_s"] == (0.0, 0.0)
-    assert len(told["draftgate.routing.scores"]) == 2
-    assert told["draftgate.routing.reason"] == read.route.reason
-    assert told["draftgate.predicted_ttft_s"] == read.route.ttft_s > 0
+    attributes = dict(span.attributes)
+    assert attributes["draftgate.routing.policy"] == "least_cost"
+    assert sorted(attributes["draftgate.routing.candidates"]) == ids
+    assert attributes["draftgate.routing.candidates"][0] == attributes["draftgate.worker_id"]
+    assert attributes["draftgate.routing.load_ages_s"] == (0.0, 0.0)
+    assert len(attributes["draftgate.routing.scores"]) == 2
+    assert attributes["draftgate.routing.reason"] == read.route.reason
+    assert attributes["draftgate.predicted_ttft_s"] == read.route.ttft_s > 0
     shown = draftgate("explain", str(path)).stdout
     assert f"routed by least_cost, {read.route.reason}" in shown
 
 
 async def test_a_lone_worker_has_no_route(scripted: ScriptedBackend) -> None:
-    """Without a choice, no route is recorded."""
-    async with running(backends=[scripted]) as where:
-        await placed(where.node, JOB)
-        assert where.node.decisions.latest(1)[0].route is None
+    """A decision for a single worker has no route."""
+    async with running(backends=[scripted]) as gateway:
+        await placed(gateway.node, JOB)
+        assert gateway.node.decisions.latest(1)[0].route is None
     assert Decisions(None, lambda: 0.0).latest(1) == []
 
 
-def test_an_unknown_routing_policy_is_refused_at_once() -> None:
-    """An unknown policy fails at start, and the message lists the names."""
+def test_an_unknown_routing_policy_is_rejected_at_start() -> None:
+    """The settings reject an unknown routing policy."""
     assert effective_config({"routing": "weighted:prefix=2,load=1"}, {}).config.routing
     with pytest.raises(ConfigError, match=r"--routing: unknown routing policy 'nearest'"):
         effective_config({"routing": "nearest"}, {})

@@ -1,7 +1,8 @@
-"""Valid and invalid requests generated from the OpenAPI document, against a node on a socket.
+"""Tests with generated valid and invalid requests against a node on a socket.
 
-No answer is a 5xx, and each has a status, content type, headers and body that are documented.
-Requests that the document forbids are refused.
+The OpenAPI document generates the requests. No response is a 5xx, and the status, content type,
+headers and body of every response are documented. The node rejects requests that the document
+forbids.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from draftgate.gateway.http.openapi.operations import OPERATIONS
 from tests.gateway.harness import running
 from tests.gateway.tool_models import with_template
 
-# Relations between fields and the length of the context are beyond the document, so a body that
-# satisfies it may be refused; and no header is demanded.
-LEFT_OUT = ["positive_data_acceptance", "missing_required_header"]
+# The document does not describe relations between fields and the context length, so the node may
+# reject a body that satisfies the document. No header is required.
+EXCLUDED_CHECKS = ["positive_data_acceptance", "missing_required_header"]
 
-EVENTS = {one.path: one.events.__name__ for one in OPERATIONS if one.events is not None}
+EVENTS = {
+    operation.path: operation.events.__name__
+    for operation in OPERATIONS
+    if operation.events is not None
+}
 
 
 class Count(NamedTuple):
-    """Valid and invalid cases of an operation."""
+    """Number of valid and invalid cases of an operation."""
 
-    sound: int
-    broken: int
+    valid: int
+    invalid: int
 
 
 ENDLESS = {"GET /live"}
-"""Streams that end with the node: `test_live.py` reads them."""
+"""Operations whose streams end only with the node. Other tests read these streams."""
 
 QUICK = Count(14, 8)
 LONG = {
@@ -57,11 +62,11 @@ LONG = {
     "GET /web/{name}": Count(200, 100),
 }
 LONG_WITHOUT_INPUT = Count(200, 0)
-"""Of operations that take a header alone."""
+"""Number of cases of operations whose only input is a header."""
 
 
 class Tally:
-    """The answers, and which of them the document does not allow."""
+    """Statuses of all responses and a message for each undocumented response."""
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
@@ -78,14 +83,14 @@ class Tally:
 
 @contextmanager
 def node_in_a_thread(**settings: Any) -> Iterator[str]:
-    """Run a node in a thread, so that a blocking client can talk to it; yields its URL."""
+    """Run a node in a thread for a blocking client and yield its URL."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
     async def serve() -> None:
         stop = asyncio.Event()
-        async with running(**settings) as where:
-            started.append((where.url, asyncio.get_running_loop(), stop))
+        async with running(**settings) as gateway:
+            started.append((gateway.url, asyncio.get_running_loop(), stop))
             ready.set()
             await stop.wait()
 
@@ -102,17 +107,19 @@ def node_in_a_thread(**settings: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A node whose model supports tools, with immediate answers."""
+    """The URL of a fast node whose model supports tools."""
     model: Path = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
     fast = {"sim_service_ms": 0.05, "model": str(model), "max_model_len": 512}
-    with node_in_a_thread(**fast) as where:
-        yield where
+    with node_in_a_thread(**fast) as gateway:
+        yield gateway
 
 
-def sent(url: str, counts: dict[str, Count], otherwise: Count) -> Tally:
-    """Send this many cases of every operation."""
+def send_cases(url: str, counts: dict[str, Count], otherwise: Count) -> Tally:
+    """Send the given number of cases of every operation."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    schema.config.max_stream_events = 10_000  # by default it leaves before a stream ends
+    schema.config.max_stream_events = (
+        10_000  # the default ends the connection before the stream ends
+    )
     document = requests.get(f"{url}/openapi.json", timeout=30).json()
     tally = Tally()
     with requests.Session() as session:
@@ -121,16 +128,16 @@ def sent(url: str, counts: dict[str, Count], otherwise: Count) -> Tally:
             if operation.label in ENDLESS:
                 continue
             count = counts.get(operation.label, otherwise)
-            modes = [(GenerationMode.POSITIVE, count.sound)]
+            modes = [(GenerationMode.POSITIVE, count.valid)]
             if any(operation.label == f"{o.method} {o.path}" and _has_input(o) for o in OPERATIONS):
-                modes.append((GenerationMode.NEGATIVE, count.broken))
+                modes.append((GenerationMode.NEGATIVE, count.invalid))
             for mode, examples in modes:
                 _send(operation, mode, examples, session, url, document, tally)
     return tally
 
 
 def _has_input(operation: Any) -> bool:
-    """Whether a request can be invalid; the header for its id accepts any value."""
+    """Return whether a request can be invalid. The header with the id accepts any value."""
     return operation.body is not None or bool(operation.parameters)
 
 
@@ -152,25 +159,25 @@ def _send(
         suppress_health_check=list(HealthCheck),
     )
     @given(operation.as_strategy(generation_mode=mode))
-    def one(case: Case) -> None:
-        answer = case.call(base_url=url, session=session, timeout=60)
-        tally.statuses[answer.status_code] += 1
+    def send_case(case: Case) -> None:
+        response = case.call(base_url=url, session=session, timeout=60)
+        tally.statuses[response.status_code] += 1
         try:
-            case.validate_response(answer, excluded_checks=CHECKS.get_by_names(LEFT_OUT))
-            _check_events(operation.path, answer, document)
+            case.validate_response(response, excluded_checks=CHECKS.get_by_names(EXCLUDED_CHECKS))
+            _check_events(operation.path, response, document)
         except (AssertionError, BaseExceptionGroup, jsonschema.ValidationError) as error:
             parts = getattr(error, "exceptions", [error])
             tally.wrong += [f"{operation.label}: {str(part)[:3000]}" for part in parts]
 
-    one()
+    send_case()
 
 
-def _check_events(path: str, answer: Any, document: dict[str, Any]) -> None:
-    """Check every event of a stream against its schema, and that the stream ends once."""
-    kind = "".join(answer.headers.get("content-type", []))
+def _check_events(path: str, response: Any, document: dict[str, Any]) -> None:
+    """Assert that every event of a stream satisfies its schema and that the stream ends once."""
+    kind = "".join(response.headers.get("content-type", []))
     if not kind.startswith("text/event-stream"):
         return
-    lines = answer.content.decode().splitlines()
+    lines = response.content.decode().splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if path == "/v1/responses":
         last = json.loads(data[-1])["type"]
@@ -186,9 +193,9 @@ def _check_events(path: str, answer: Any, document: dict[str, Any]) -> None:
         validator.validate(json.loads(event))
 
 
-def test_hundreds_of_cases_are_answered_as_documented(url: str) -> None:
-    """No case gets a 5xx or an undocumented answer, and a good share succeeds."""
-    tally = sent(url, {}, QUICK)
+def test_hundreds_of_cases_get_documented_responses(url: str) -> None:
+    """The node responds to every generated case as documented, and many cases succeed."""
+    tally = send_cases(url, {}, QUICK)
     assert tally.wrong == []
     assert tally.cases >= 200
     assert tally.successes >= 0.3 * tally.cases
@@ -196,15 +203,15 @@ def test_hundreds_of_cases_are_answered_as_documented(url: str) -> None:
 
 
 def test_long_run_covers_every_operation_with_input() -> None:
-    """Each has a number of valid and of invalid cases."""
-    taking = {f"{one.method} {one.path}" for one in OPERATIONS if _has_input(one)}
-    assert taking <= LONG.keys() | ENDLESS
+    """The long run has case counts for every operation with input."""
+    with_input = {f"{o.method} {o.path}" for o in OPERATIONS if _has_input(o)}
+    assert with_input <= LONG.keys() | ENDLESS
 
 
 @pytest.mark.long
-def test_twenty_thousand_cases_are_answered_as_documented(url: str) -> None:
-    """At least 30% of the cases reach a 2xx."""
-    tally = sent(url, LONG, LONG_WITHOUT_INPUT)
+def test_twenty_thousand_cases_get_documented_responses(url: str) -> None:
+    """The node responds to 20,000 cases as documented, and at least 30% of them succeed."""
+    tally = send_cases(url, LONG, LONG_WITHOUT_INPUT)
     assert tally.wrong == []
     assert tally.cases >= 20_000
     assert tally.successes >= 0.3 * tally.cases

@@ -1,4 +1,4 @@
-"""`draftgate simulate`: reproducible results, equal requests for all policies, clear errors."""
+"""Tests of `draftgate simulate`: reproducible results, equal requests and clear errors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CONTRACT |= {"ttft_s", "tpot_s", "latency_s"}
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory) -> Path:
-    """A small text: reading Python's own sources takes seconds."""
+    """A small text file, because reading Python's own sources takes seconds."""
     path = tmp_path_factory.mktemp("text") / "text.py"
     lines = [f"def f_{n}(value, other):\n    return value * {n} + other\n\n" for n in range(3000)]
     path.write_text("".join(lines))
     return path
 
 
-def setup(text_file: Path, **changes) -> Setup:
-    """Return a small setup; fields of the load are passed to the load, the others to the setup."""
+def small_setup(text_file: Path, **changes) -> Setup:
+    """Return a small setup. Fields of the load change the load, and other fields the setup."""
     of_load = {
         name: changes.pop(name)
         for name in ("workload", "rate_rps", "requests", "seed", "temperature")
@@ -55,121 +55,126 @@ def setup(text_file: Path, **changes) -> Setup:
 
 
 def test_same_seed_gives_the_same_json(text_file) -> None:
-    """With all policies, two workers, noise and stalls, the bytes are the same; another seed
-    changes them."""
-    one = setup(text_file, policies=("off", "fixed:4", "auto", "oracle"))
-    first, again = (json.dumps(as_json(one, run_experiment(one))) for _ in range(2))
+    """The same seed gives the same JSON for all policies, and another seed gives different JSON."""
+    setup = small_setup(text_file, policies=("off", "fixed:4", "auto", "oracle"))
+    first, again = (json.dumps(as_json(setup, run_experiment(setup))) for _ in range(2))
     assert first == again
-    other = setup(text_file, policies=one.policies, seed=1)
-    assert json.dumps(as_json(other, run_experiment(other))) != first
+    second_setup = small_setup(text_file, policies=setup.policies, seed=1)
+    assert json.dumps(as_json(second_setup, run_experiment(second_setup))) != first
 
 
-def test_policies_meet_the_same_requests(text_file) -> None:
-    """Arrivals, prompts, lengths, seeds and classes are equal under two policies; times are not."""
-    off, fixed = run_experiment(setup(text_file)).outcomes
-    for one, other in zip(off.run.records, fixed.run.records, strict=True):
-        assert one.planned == other.planned
-        assert one.scheduled_s == other.scheduled_s
+def test_policies_serve_the_same_requests(text_file) -> None:
+    """Two policies serve the same requests at the same arrival times and differ only in
+    latencies."""
+    off, fixed = run_experiment(small_setup(text_file)).outcomes
+    for first, second in zip(off.run.records, fixed.run.records, strict=True):
+        assert first.planned == second.planned
+        assert first.scheduled_s == second.scheduled_s
         for count in ("prompt_tokens", "completion_tokens"):
-            assert one.usage[count] == other.usage[count]
+            assert first.usage[count] == second.usage[count]
     ends = [[r.end_s for r in outcome.run.records] for outcome in (off, fixed)]
     assert ends[0] != ends[1]
 
 
 def test_json_has_summaries_intervals_and_settings(text_file) -> None:
-    """It has a `summary/1` per policy, paired differences, and all settings to repeat the run."""
-    one = setup(text_file)
-    told = as_json(one, run_experiment(one))
-    for summary in told["policies"].values():
+    """The JSON contains a summary per policy, paired differences and all settings of the run."""
+    setup = small_setup(text_file)
+    result = as_json(setup, run_experiment(setup))
+    for summary in result["policies"].values():
         assert set(summary) >= CONTRACT
         assert summary["requests"] == 60
         assert summary["valid"] is True
         assert set(summary["ttft_s"]) == {"mean", "p50", "p90", "p99"}
         low, high = summary["intervals"]["latency_s.mean"]["interval"]
         assert low < summary["latency_s"]["mean"] < high
-    assert set(told["differences"]) == {"fixed:4"}
-    assert told["differences"]["fixed:4"]["to"] == "off"
-    assert told["settings"]["seeds"] == [0]
-    assert "SpecDecode-Bench" in told["profile"]
+    assert set(result["differences"]) == {"fixed:4"}
+    assert result["differences"]["fixed:4"]["to"] == "off"
+    assert result["settings"]["seeds"] == [0]
+    assert "SpecDecode-Bench" in result["profile"]
 
 
 def test_paired_differences_have_narrower_intervals(text_file) -> None:
-    """With common random numbers, a paired difference is more certain than the means."""
-    one = setup(text_file, workload="chat", rate_rps=4.0, requests=120)
-    told = as_json(one, run_experiment(one))
-    figure = "latency_s.mean"
+    """A paired difference has a narrower interval than the means, because policies share random
+    numbers."""
+    setup = small_setup(text_file, workload="chat", rate_rps=4.0, requests=120)
+    result = as_json(setup, run_experiment(setup))
+    metric_name = "latency_s.mean"
 
     def width(interval: dict) -> float:
         low, high = interval["interval"]
         return high - low
 
-    difference = told["differences"]["fixed:4"][figure]
-    of_means = [width(told["policies"][p]["intervals"][figure]) for p in ("off", "fixed:4")]
+    difference = result["differences"]["fixed:4"][metric_name]
+    of_means = [width(result["policies"][p]["intervals"][metric_name]) for p in ("off", "fixed:4")]
     assert width(difference) < min(of_means)
-    assert difference["mean"] < 0  # at low load drafts save time, surely
+    assert difference["mean"] < 0  # drafts save time at low load
     assert difference["interval"][1] < 0
 
 
 def test_repeat_averages_seeds_and_gives_intervals(text_file) -> None:
-    """With `--repeat` every figure is averaged over the seeds, whose summaries are included."""
-    one = setup(text_file, repeat=3, requests=30)
-    told = as_json(one, run_experiment(one))
-    summary = told["policies"]["off"]
+    """A repeated experiment averages every metric over the seeds and includes their summaries."""
+    setup = small_setup(text_file, repeat=3, requests=30)
+    result = as_json(setup, run_experiment(setup))
+    summary = result["policies"]["off"]
     assert summary["requests"] == 90
     assert len(summary["runs"]) == 3
     p99s = [run["latency_s"]["p99"] for run in summary["runs"]]
     assert summary["latency_s"]["p99"] == pytest.approx(sum(p99s) / 3)
     assert summary["intervals"]["latency_s.p99"]["samples"] == 3
-    assert told["settings"]["seeds"] == [0, 1, 2]
+    assert result["settings"]["seeds"] == [0, 1, 2]
 
 
 def test_oracle_accepts_all_its_drafts_and_is_fastest(text_file) -> None:
-    """At low load no policy takes less time per request."""
+    """The oracle accepts all its drafts and has the lowest mean latency at low load."""
     policies = ("oracle", "off", "fixed:4", "auto")
-    # What is believed is right here: an oracle predicts tokens, not times.
-    one = setup(text_file, policies=policies, rate_rps=4.0, belief_error=0.0)
-    told = as_json(one, run_experiment(one))["policies"]
-    decided = told["oracle"]["details"]["decisions"]
+    # The oracle predicts tokens, not step times, so the believed times must be exact.
+    setup = small_setup(text_file, policies=policies, rate_rps=4.0, belief_error=0.0)
+    result = as_json(setup, run_experiment(setup))["policies"]
+    decided = result["oracle"]["details"]["decisions"]
     assert decided["acceptance"] == 1.0
     assert decided["num_accepted_tokens"] > 100
-    means = {policy: told[policy]["latency_s"]["mean"] for policy in policies}
+    means = {policy: result[policy]["latency_s"]["mean"] for policy in policies}
     assert min(means, key=means.get) == "oracle"
 
 
 def test_oracle_accepts_all_computed_drafts(text_file) -> None:
-    """Also with drafts that are computed after the decision, none of its slots is rejected."""
-    one = setup(text_file, policies=("oracle",), rate_rps=4.0, requests=20)
+    """The oracle accepts all slots of drafts that a model computes after the decision."""
+    setup = small_setup(text_file, policies=("oracle",), rate_rps=4.0, requests=20)
     config = WorkerConfig(profile="h100-8b", proposer="draft_model", max_model_len=16_384)
-    one = Setup(one.load, config, one.policies)
-    told = as_json(one, run_experiment(one))["policies"]["oracle"]["details"]["decisions"]
-    assert told["acceptance"] == 1.0
-    assert told["num_accepted_tokens"] > 100
+    setup = Setup(setup.load, config, setup.policies)
+    result = as_json(setup, run_experiment(setup))["policies"]["oracle"]
+    decisions = result["details"]["decisions"]
+    assert decisions["acceptance"] == 1.0
+    assert decisions["num_accepted_tokens"] > 100
 
 
 @pytest.mark.parametrize("policy", ["off", "oracle"])
 def test_batching_policy_changes_gaps_and_ttft(policy, text_file) -> None:
-    """With small prompt chunks, the first token is later and gaps are shorter; the settings name
-    the policy."""
+    """Small prompt chunks shorten the gaps between tokens and delay the first token."""
     longest_s, first_s = {}, {}
     for batching in ("fixed:64", "prefill_first"):
-        one = setup(text_file, workload="rag", rate_rps=6.0, requests=30, policies=(policy,))
-        one = replace(one, workers=1, config=structs.replace(one.config, batching=batching))
-        results = run_experiment(one)
-        told = as_json(one, results)
-        assert told["settings"]["batching"] == batching
+        setup = small_setup(
+            text_file, workload="rag", rate_rps=6.0, requests=30, policies=(policy,)
+        )
+        setup = replace(setup, workers=1, config=structs.replace(setup.config, batching=batching))
+        results = run_experiment(setup)
+        result = as_json(setup, results)
+        assert result["settings"]["batching"] == batching
         gaps = values_of(METRICS["chunk_gap_s"], results.outcomes[0].run.records)
         longest_s[batching] = sorted(gaps)[-len(gaps) // 50]
-        first_s[batching] = told["policies"][policy]["ttft_s"]["p50"]
+        first_s[batching] = result["policies"][policy]["ttft_s"]["p50"]
     assert longest_s["fixed:64"] < longest_s["prefill_first"]
     assert first_s["fixed:64"] > first_s["prefill_first"]
 
 
 def test_records_have_the_scheduling_delay(text_file) -> None:
-    """It is never negative, ends before the first token, and grows with the load."""
+    """The scheduling delay of each record precedes the first token and grows with the load."""
     medians = []
     for rate_rps in (2.0, 200.0):
-        one = setup(text_file, workload="rag", rate_rps=rate_rps, policies=("off",), workers=1)
-        records = run_experiment(one).outcomes[0].run.records
+        setup = small_setup(
+            text_file, workload="rag", rate_rps=rate_rps, policies=("off",), workers=1
+        )
+        records = run_experiment(setup).outcomes[0].run.records
         for record in records:
             assert 0.0 <= record.metrics["queue_s"] < ttft_s(record)
         medians.append(median(record.metrics["queue_s"] for record in records))
@@ -177,18 +182,18 @@ def test_records_have_the_scheduling_delay(text_file) -> None:
 
 
 def test_too_long_requests_are_rejected_and_counted(text_file) -> None:
-    """A request that is too long counts as an error with its status, and the others continue."""
-    one = setup(text_file, workload="code", requests=20)
-    # The pool holds 512 tokens: longer requests can never run.
+    """A request beyond the KV pool counts as an error, and other requests continue."""
+    setup = small_setup(text_file, workload="code", requests=20)
+    # The KV pool holds 512 tokens, so longer requests can never run.
     small = WorkerConfig(profile="h100-8b", kv_bytes=512 * 131072)
-    one = Setup(one.load, small, ("off",), workers=1)
-    summary = as_json(one, run_experiment(one))["policies"]["off"]
+    setup = Setup(setup.load, small, ("off",), workers=1)
+    summary = as_json(setup, run_experiment(setup))["policies"]["off"]
     assert 0 < summary["errors"]["http_status"] < 20
     assert summary["attainment"] < 1.0
 
 
 def test_prompts_keep_lengths_and_shared_beginnings() -> None:
-    """A text has as many ids as the counter counts, and common beginnings give common ids."""
+    """The number of ids equals the counted tokens, and texts with a common beginning share ids."""
     text = "class Point:\n    def __init__(self, x, y):\n" * 9
     ids = token_ids(text)
     assert len(ids) == COUNTER.count(text)
@@ -198,11 +203,12 @@ def test_prompts_keep_lengths_and_shared_beginnings() -> None:
 
 
 def test_shared_prefixes_hit_the_cache(text_file) -> None:
-    """Most prompt tokens of the shared-prefix workload are cached, and none of code completion."""
+    """The cache serves over 30% of the prompt tokens of the shared-prefix workload, but not of
+    code."""
     cached = {}
     for workload in ("shared_prefix", "code"):
-        one = setup(text_file, workload=workload, policies=("off",), workers=1, requests=40)
-        records = run_experiment(one).outcomes[0].run.records
+        setup = small_setup(text_file, workload=workload, policies=("off",), workers=1, requests=40)
+        records = run_experiment(setup).outcomes[0].run.records
         hits = sum(r.usage["prompt_tokens_details"]["cached_tokens"] for r in records)
         cached[workload] = hits / sum(r.usage["prompt_tokens"] for r in records)
     assert cached["shared_prefix"] > 0.3 > cached["code"]
@@ -210,17 +216,17 @@ def test_shared_prefixes_hit_the_cache(text_file) -> None:
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_workload_has_a_recorded_task(workload: str, text_file) -> None:
-    """No class of a workload uses the default for traces."""
+    """Every class of a workload has a recorded task."""
     corpus = open_corpus(text_file)
     made = make_workload(workload, WorkloadSettings(0, corpus=corpus, max_model_len=8192))
     assert {made.request(i).class_name for i in range(40)} <= set(RECORDED)
 
 
 def test_page_shows_policies_side_by_side(text_file) -> None:
-    """The page is self-contained, with one curve and a section of tables for each policy."""
-    one = setup(text_file, requests=30)
-    text = page(one, run_experiment(one))
-    for policy in one.policies:
+    """The page is self-contained and shows a curve and a section for each policy."""
+    setup = small_setup(text_file, requests=30)
+    text = page(setup, run_experiment(setup))
+    for policy in setup.policies:
         assert f"<h2>{policy}</h2>" in text
         assert text.count(f'"name": "{policy}"') >= 3
     assert "plotly" in text
@@ -245,14 +251,14 @@ def test_page_shows_policies_side_by_side(text_file) -> None:
     ],
 )
 def test_bad_flags_exit_with_one_line_and_status_2(flags, words) -> None:
-    """A setting that cannot be simulated is rejected with an explanation."""
+    """The command rejects invalid flags with an explanation and exits with status 2."""
     result = CliRunner().invoke(app, ["simulate", *flags, "--requests", "3"])
     assert result.exit_code == 2
     assert words in result.output
 
 
 def test_command_writes_json_html_and_table(tmp_path) -> None:
-    """The files are written, and the table has a line for each policy."""
+    """The command writes both files and prints a table line for each policy."""
     trace = tmp_path / "trace.jsonl"
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))
@@ -261,17 +267,17 @@ def test_command_writes_json_html_and_table(tmp_path) -> None:
     files = ["--json", str(out), "--html", str(html)]
     result = CliRunner().invoke(app, ["simulate", *flags, *files])
     assert result.exit_code == 0, result.output
-    told = json.loads(out.read_text())
-    assert list(told["policies"]) == ["off", "fixed:2", "auto"]
-    assert told["policies"]["auto"]["requests"] == 12
-    for policy in told["policies"]:
+    written = json.loads(out.read_text())
+    assert list(written["policies"]) == ["off", "fixed:2", "auto"]
+    assert written["policies"]["auto"]["requests"] == 12
+    for policy in written["policies"]:
         assert policy in result.output
     assert "per CPU second" in result.output
     assert html.read_text().startswith("<!")
 
 
 def test_progress_is_printed_without_a_terminal(tmp_path) -> None:
-    """Each run prints a line when it starts: seeds are named if there are several."""
+    """The command prints a line with the policy and the seed when each run starts."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"at_s": 0.0, "prompt_tokens": 40, "output_tokens": 20}))
     flags = ["--trace", str(trace), "--speculation", "off,auto", "--repeat", "2"]
@@ -282,7 +288,7 @@ def test_progress_is_printed_without_a_terminal(tmp_path) -> None:
 
 
 def test_table_fits_80_columns() -> None:
-    """Headers and figures are complete at 80 columns; only a long policy name is folded."""
+    """The table shows complete headers and values at 80 columns and folds long policy names."""
     distribution = {"mean": 123.456, "p99": 234.567}
     summary = {"requests": 1, "valid": True, "errors": {}, "goodput_rps": 1.0, "attainment": 1.0}
     summary |= {"accepted_tokens_per_s": 123_456.0}
@@ -304,17 +310,17 @@ def test_table_fits_80_columns() -> None:
 
 
 def test_intervals_have_their_nominal_coverage() -> None:
-    """Of 400 means of 10 normal values, 95% intervals cover the truth about 95 times in 100."""
+    """The 95% intervals contain the true mean in about 95% of 400 samples."""
     random = Random(0)
     covered = 0
     for _ in range(400):
         found = estimate([random.gauss(1.0, 2.0) for _ in range(10)])
         covered += abs(found.mean - 1.0) <= found.half
-    assert 366 <= covered <= 393  # 4 standard deviations around 380
+    assert 366 <= covered <= 393  # within about 3 standard deviations of 380
 
 
 def test_batch_means_skip_missing_values() -> None:
-    """Each mean covers consecutive requests; a batch without answers has none."""
+    """A batch mean covers consecutive requests, and a batch without values has no mean."""
     assert batch_means([1.0, 3.0, None, 5.0, None, None], 3) == [2.0, 5.0, None]
     assert batch_means([], 3) == []
     assert estimate([]) is None

@@ -1,6 +1,6 @@
-"""Workers of the production dispatcher, compared with queueing theory.
+"""Tests that compare simulated workers and the production dispatcher with queueing theory.
 
-A worker that serves one request at a time, with a given service time, is a single server. The
+A worker that serves one request at a time with a given service time is a single-server queue. The
 dispatcher with several such workers is a multi-server system with known waits.
 """
 
@@ -27,7 +27,7 @@ SERVICE_S = 0.01
 
 
 class ServiceTimeEnvironment(SimEnvironment):
-    """Devices with a given service time per request."""
+    """Devices with a given service time per request, in seconds."""
 
     service_s: Callable[[GenerationRequest], float] = staticmethod(lambda _request: SERVICE_S)
 
@@ -62,11 +62,11 @@ def run(
         PlannedRequest(i, at_s, RequestSpec("", (), 1, i)) for i, at_s in enumerate(arrivals)
     ]
 
-    def job(one: PlannedRequest) -> Job:
-        return Job(f"completion/{one.index}", ((1,),), SamplingParams(1, one.index), 1)
+    def to_job(request: PlannedRequest) -> Job:
+        return Job(f"completion/{request.index}", ((1,),), SamplingParams(1, request.index), 1)
 
     rules = replace(ADMIT_ALL, routing=routing)
-    return simulate(SimulatedCluster(config, workers, environment, rules), planned, to_job=job)
+    return simulate(SimulatedCluster(config, workers, environment, rules), planned, to_job=to_job)
 
 
 def waits(records: list[Record], service_s: Callable[[int], float]) -> list[float]:
@@ -77,8 +77,11 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def central_queue(arrivals: list[float], servers: int, service_s: float) -> list[float]:
-    """Waits with one queue for all servers, first come, first served (Kiefer and Wolfowitz)."""
+def central_queue_waits(arrivals: list[float], servers: int, service_s: float) -> list[float]:
+    """Return the waits in one first-come, first-served queue for all servers, in seconds.
+
+    Source: Kiefer and Wolfowitz (1955), On the Theory of Queues with Many Servers.
+    """
     free = [0.0] * servers
     heapify(free)
     found = []
@@ -90,17 +93,17 @@ def central_queue(arrivals: list[float], servers: int, service_s: float) -> list
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The probability of waiting in M/M/c at a load in Erlangs."""
+    """Return the probability of waiting in M/M/c at a load in Erlangs."""
     last = load**servers / factorial(servers) * servers / (servers - load)
     return last / (sum(load**k / factorial(k) for k in range(servers)) + last)
 
 
 def test_one_worker_is_an_mm1_queue() -> None:
-    """With exponential service, each wait follows Lindley's recursion, and the mean is M/M/1's.
+    """The waits at a worker with exponential service follow Lindley's recursion and the M/M/1 mean.
 
     The mean is `rho / (mu - lambda)` within 4 standard errors. A mean over n customers of a queue
-    at load rho has the relative variance `2 (1 + 1) / (1 - rho)^2 / n` (heavy traffic,
-    c_a^2 + c_s^2 = 2).
+    at load rho has the relative variance `2 (1 + 1) / (1 - rho)^2 / n` (heavy traffic, c_a^2 +
+    c_s^2 = 2).
     """
     rho, count = 0.6, 8000
     arrivals = poisson(count, rho / SERVICE_S, seed=3)
@@ -116,18 +119,19 @@ def test_one_worker_is_an_mm1_queue() -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("workers", [2, 5])
 def test_workers_share_one_queue(workers: int, routing: str) -> None:
-    """c workers with constant service are M/D/c, request by request.
+    """Workers with constant service form an M/D/c queue, request by request.
 
-    No request waits while a worker is free, whichever of the free workers is chosen.
+    No request waits while a worker is free, whichever free worker the policy chooses.
     """
     arrivals = poisson(3000, 0.8 * workers / SERVICE_S, seed=workers)
     found = waits(run(arrivals, workers, routing, ServiceTimeEnvironment()), lambda _: SERVICE_S)
-    assert found == pytest.approx(central_queue(arrivals, workers, SERVICE_S), abs=1e-7)
+    assert found == pytest.approx(central_queue_waits(arrivals, workers, SERVICE_S), abs=1e-7)
     assert mean(found) > 0
 
 
 def test_mean_wait_for_several_workers_follows_erlang_c() -> None:
-    """With exponential service, the mean wait is that of M/M/c within 4 standard errors."""
+    """The mean wait for several workers with exponential service equals the M/M/c mean within 4
+    errors."""
     workers, count, rho = 4, 8000, 0.7
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
     found = mean(
@@ -139,18 +143,18 @@ def test_mean_wait_for_several_workers_follows_erlang_c() -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_littles_law_holds_for_a_cluster(routing: str) -> None:
-    """Requests in the system, integrated over time, equal the sum of the times in the system.
+    """The number of requests in the system, integrated over time, equals the sum of their times.
 
     A request is in the system from its arrival to its last token.
     """
     arrivals = poisson(500, 2.4 / SERVICE_S, seed=5)
     records = run(arrivals, 3, routing, ExponentialEnvironment())
     changes = sorted([(r.scheduled_s, 1) for r in records] + [(r.end_s, -1) for r in records])
-    inside, area, before_s = 0, 0.0, 0.0
+    in_system, area, before_s = 0, 0.0, 0.0
     for at_s, change in changes:
-        area += inside * (at_s - before_s)
-        inside, before_s = inside + change, at_s
-    assert inside == 0
+        area += in_system * (at_s - before_s)
+        in_system, before_s = in_system + change, at_s
+    assert in_system == 0
     assert area == pytest.approx(sum(r.end_s - r.scheduled_s for r in records))
     throughput = len(records) / before_s
     sojourn_s = mean([r.end_s - r.scheduled_s for r in records])
@@ -158,7 +162,8 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
 
 
 def test_work_is_conserved() -> None:
-    """A cluster is busy for the sum of the service times, wherever requests are placed."""
+    """The busy time of a cluster equals the sum of the service times for any placement of
+    requests."""
     arrivals = poisson(400, 2.0 / SERVICE_S, seed=9)
     records = run(arrivals, 3, "least_cost", ExponentialEnvironment())
     served: dict[str, list[tuple[float, float]]] = {}
@@ -169,4 +174,4 @@ def test_work_is_conserved() -> None:
     for spans in served.values():
         spans.sort()
         for (begin_s, own_s), (next_s, _) in pairwise(spans):
-            assert begin_s + own_s <= next_s + 1e-9  # one at a time
+            assert begin_s + own_s <= next_s + 1e-9  # a worker serves one request at a time

@@ -1,4 +1,4 @@
-"""Back-pressure: a slow reader costs bounded memory, slows down, and gets every token."""
+"""Tests of back-pressure: a slow reader uses bounded memory and receives every token."""
 
 from __future__ import annotations
 
@@ -28,36 +28,39 @@ from tests.gateway.harness import (
 BODY = {"prompt": "x", "max_tokens": 400, "stream": True}
 WORDS = "word " * 40
 MOST_HELD_BYTES = slow_readers.BUFFER_BYTES + 4 * slow_readers.SEND_QUEUE_BYTES
-"""Of one stream on this side: the connection's buffer, and the kernel's, which doubles what it is
-asked for and fills it with its own book-keeping, too."""
+"""Limit of the server's buffers for one stream, in bytes.
+
+The limit covers the connection's buffer and the kernel's send queue. The kernel doubles the
+requested size and also stores its own data in the queue.
+"""
 
 
 class StoppedReader:
-    """A client with a small window that reads on command."""
+    """A client with a small receive window that reads only on command."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self.received = b""
 
-    async def ask(self, where: Listening, body: dict[str, object]) -> None:
+    async def send(self, gateway: Listening, body: dict[str, object]) -> None:
         """Connect and send a request."""
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._socket, ("127.0.0.1", port_of(where)))
+        await loop.sock_connect(self._socket, ("127.0.0.1", port_of(gateway)))
         data = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
         await loop.sock_sendall(self._socket, head.encode() + data)
 
     async def read(self) -> str:
-        """Read to the end; return the events of the answer."""
+        """Read to the end and return the events of the response."""
         loop = asyncio.get_running_loop()
         while chunk := await loop.sock_recv(self._socket, 65536):
             self.received += chunk
         return self.received.decode()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connection."""
         self._socket.close()
 
@@ -66,21 +69,21 @@ class StoppedReader:
 async def node(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Listening]:
-    """A node with a worker played by the test; its clock advances by a second per check."""
+    """A node with a scripted worker, whose clock advances by a second per check."""
     seconds = count()
     monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
         "draftgate.gateway.http.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),
     )
-    async with running(backends=[scripted]) as where:
-        yield where
+    async with running(backends=[scripted]) as gateway:
+        yield gateway
 
 
-async def generated(
+async def emit_until(
     scripted: ScriptedBackend, request: GenerationRequest, enough: Callable[[], bool]
 ) -> int:
-    """Emit steps until a condition holds; return their number."""
+    """Emit steps until a condition holds and return the number of steps."""
     steps = 0
     async with asyncio.timeout(PATIENCE_S):
         while not enough():
@@ -91,48 +94,49 @@ async def generated(
 
 
 def paces(scripted: ScriptedBackend) -> list[Pace]:
-    """The paces that the worker was set to, in order."""
+    """Return the paces that the node set for the worker, in order."""
     return [pace for _, pace in scripted.paces]
 
 
 async def test_stopped_reader_is_slowed_then_paused_and_gets_every_token(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Its sequence continues when it reads again."""
+    """The node slows and pauses the sequence of a stopped reader and resumes when the client
+    reads."""
     reader = StoppedReader()
-    await reader.ask(node, BODY)
+    await reader.send(node, BODY)
     request = await scripted.submitted.get()
-    steps = await generated(scripted, request, lambda: Pace.PAUSED in paces(scripted))
-    for _ in range(50):  # what was under way when it was paused
+    steps = await emit_until(scripted, request, lambda: Pace.PAUSED in paces(scripted))
+    for _ in range(50):  # steps that the worker finishes after the pause
         scripted.emit(request, WORDS)
     reading = asyncio.create_task(reader.read())
     await until(lambda: paces(scripted)[-1] is Pace.FULL)
     scripted.emit(request, "end", last=True)
     text = await reading
     assert paces(scripted) == [Pace.SPARING, Pace.PAUSED, Pace.SPARING, Pace.FULL]
-    told = [event for event in events(text) if event != "[DONE]"]
-    assert "".join(c["text"] for e in told for c in e["choices"]) == WORDS * (steps + 50) + "end"
-    assert len(told) < steps + 5  # what waited came in fewer, larger chunks
+    chunks = [event for event in events(text) if event != "[DONE]"]
+    assert "".join(c["text"] for e in chunks for c in e["choices"]) == WORDS * (steps + 50) + "end"
+    assert len(chunks) < steps + 5  # the server merged the waiting tokens into larger chunks
     assert text.count("data: [DONE]") == 1
-    reader.leave()
+    reader.close()
 
 
 async def test_buffers_of_a_stopped_reader_are_bounded(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """Further output waits as merged tokens."""
+    """The buffers of a stopped reader are bounded, and further output waits as merged tokens."""
     reader = StoppedReader()
-    await reader.ask(node, {**BODY, "max_tokens": 400})
+    await reader.send(node, {**BODY, "max_tokens": 400})
     request = await scripted.submitted.get()
     unread_tokens = scripted.unread_tokens
     enough = partial(lambda name: unread_tokens(name) > 400, request.request_id)
-    steps = await generated(scripted, request, enough)
+    steps = await emit_until(scripted, request, enough)
     for _ in range(1000):
         scripted.emit(request, WORDS)
     unread = scripted.unread_tokens(request.request_id)
     sent_bytes = (steps + 1000) * len(WORDS) - unread * len("word ")
     assert sent_bytes < MOST_HELD_BYTES
-    reader.leave()
+    reader.close()
     await until(lambda: is_idle(node.node))
     assert scripted.abandoned.get_nowait() == request.request_id
 
@@ -140,20 +144,20 @@ async def test_buffers_of_a_stopped_reader_are_bounded(
 async def test_disconnect_of_a_paused_reader_frees_everything(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
-    """The disconnect is noticed at any pace."""
+    """The node frees everything when a paused reader disconnects."""
     reader = StoppedReader()
-    await reader.ask(node, BODY)
+    await reader.send(node, BODY)
     request = await scripted.submitted.get()
-    await generated(scripted, request, lambda: Pace.PAUSED in paces(scripted))
-    reader.leave()
+    await emit_until(scripted, request, lambda: Pace.PAUSED in paces(scripted))
+    reader.close()
     await until(lambda: is_idle(node.node))
     assert scripted.abandoned.get_nowait() == request.request_id
 
 
 async def test_fast_reader_keeps_the_full_pace(node: Listening, scripted: ScriptedBackend) -> None:
-    """The length of the answer does not matter."""
+    """A fast reader keeps the full pace, however long the response is."""
     reader = StoppedReader()
-    await reader.ask(node, BODY)
+    await reader.send(node, BODY)
     reading = asyncio.create_task(reader.read())
     request = await scripted.submitted.get()
     for _ in range(300):
@@ -162,4 +166,4 @@ async def test_fast_reader_keeps_the_full_pace(node: Listening, scripted: Script
     scripted.emit(request, "end", last=True)
     assert "end" in await reading
     assert paces(scripted) == []
-    reader.leave()
+    reader.close()

@@ -1,4 +1,4 @@
-"""The state stores fulfil their contract, in memory and in a real Redis server."""
+"""Contract tests of the memory store and of the Redis store with a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestMemoryStore(StoreContract):
 
     @pytest.fixture
     async def timed(self) -> Timed:
-        """In this process."""
+        """A memory store."""
         return TimedMemory()
 
 
@@ -39,7 +39,7 @@ class TestRedisStore(StoreContract):
 
     @pytest.fixture
     async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
-        """In a server whose time is the test's."""
+        """A store in a Redis server whose time the test sets."""
         opened = TimedRedis(redis_server.url)
         await opened.begin()
         yield opened
@@ -48,14 +48,16 @@ class TestRedisStore(StoreContract):
 
 @pytest.fixture
 async def pool(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    """A store in Redis as nodes use it."""
+    """A Redis store as nodes use it."""
     store = RedisStore.at(redis_server.url, "p", "g1")
     yield store
     await store.close()
 
 
-async def test_time_is_that_of_the_server(pool: RedisStore, redis_server: RedisServer) -> None:
-    """Lease numbers are microseconds of the server, so clocks of gateways may differ."""
+async def test_lease_numbers_use_the_time_of_the_server(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """The store numbers leases by the server's time, so the clocks of gateways may differ."""
     seconds, us = redis_server.command("TIME")
     await pool.publish(report())
     number = (await granted(pool, "r")).number
@@ -65,7 +67,7 @@ async def test_time_is_that_of_the_server(pool: RedisStore, redis_server: RedisS
 
 
 async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
-    """Each call of the contract is exactly one command."""
+    """Each reservation is exactly one Redis command."""
     await pool.publish(report())
     await granted(pool, "before")
     redis_server.command("CONFIG", "RESETSTAT")
@@ -76,10 +78,10 @@ async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: R
     assert not {"cmdstat_eval", "cmdstat_script|load", "cmdstat_ping"} & set(stats)
 
 
-async def test_a_server_that_lost_the_scripts_gets_them_again(
+async def test_scripts_are_loaded_again_after_a_loss(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """Calls work after a restart or failover that lost the scripts."""
+    """The store loads its scripts again after a server has lost them."""
     await pool.publish(report())
     redis_server.command("SCRIPT", "FLUSH")
     await granted(pool, "r", 5)
@@ -89,7 +91,7 @@ async def test_a_server_that_lost_the_scripts_gets_them_again(
 async def test_all_keys_of_a_pool_share_its_tag(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """All keys of a pool are in one Cluster slot, and pools are separate."""
+    """All keys of a pool share a hash tag and therefore a Cluster slot, and pools are separate."""
     await pool.publish(report())
     await granted(pool, "r", 5)
     await pool.renew((), 30.0)
@@ -102,7 +104,7 @@ async def test_all_keys_of_a_pool_share_its_tag(
 
 
 async def test_ended_leases_leave_no_keys(pool: RedisStore, redis_server: RedisServer) -> None:
-    """After all leases have ended, only the last number is left."""
+    """The store keeps only the last lease number after all leases end."""
     await pool.publish(report())
     for index in range(3):
         await granted(pool, f"r{index}", 5)
@@ -114,7 +116,7 @@ async def test_ended_leases_leave_no_keys(pool: RedisStore, redis_server: RedisS
 
 
 async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer) -> None:
-    """Every gateway that renews is counted, with or without leases."""
+    """The store counts every gateway that renews, with or without leases."""
     other = RedisStore.at(redis_server.url, "p", "g2")
     assert (await pool.snapshot()).gateways == 1
     await pool.renew((), 30.0)
@@ -126,7 +128,7 @@ async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer)
 async def test_reports_of_a_newer_version_are_tolerated(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """Unknown fields are ignored, and unreadable reports are left out of the snapshot."""
+    """The store ignores unknown fields of reports and omits unreadable reports."""
     await pool.publish(report("a"))
     await pool.publish(report("b"))
     body = redis_server.command("HGET", "draftgate:{p}:w:a", "report")
@@ -137,7 +139,7 @@ async def test_reports_of_a_newer_version_are_tolerated(
 
 
 async def test_every_failure_is_a_store_error() -> None:
-    """Every failure of the server is a `StoreError` without the password."""
+    """A connection failure raises a `StoreError` that does not contain the password."""
     store = RedisStore.at(f"redis://:hush@127.0.0.1:{free_port()}", "p", "g1")
     with pytest.raises(StoreError) as caught:
         await reserve(store, "r")
@@ -146,7 +148,7 @@ async def test_every_failure_is_a_store_error() -> None:
 
 
 async def test_server_errors_are_store_errors(pool: RedisStore, redis_server: RedisServer) -> None:
-    """A key of the wrong type, a full memory or a missing right is a `StoreError`."""
+    """An error reply of the server raises a `StoreError`."""
     redis_server.command("SET", "draftgate:{p}:hb", "not a sorted set")
     with pytest.raises(StoreError):
         await pool.publish(report())
@@ -155,7 +157,7 @@ async def test_server_errors_are_store_errors(pool: RedisStore, redis_server: Re
 async def test_a_cancelled_call_keeps_the_connection_in_order(
     redis_server: RedisServer,
 ) -> None:
-    """A cancelled call does not leave its answer for the next one."""
+    """The next call does not receive the reply of a cancelled call."""
     connected = open_client(redis_server.url)
     store = RedisStore(connected, "p", "g1")
     await store.publish(report())
@@ -170,7 +172,7 @@ async def test_a_cancelled_call_keeps_the_connection_in_order(
 
 
 def test_later_epochs_compare_greater() -> None:
-    """A later start gives a greater epoch; equal times differ by the nonce."""
+    """A later start gives a greater epoch, and a nonce distinguishes starts at the same time."""
     now_s = time.time()
     epochs = [new_epoch(now_s, "ff"), new_epoch(now_s + 1e-5, "00"), new_epoch(now_s + 1e9, "0")]
     assert epochs == sorted(epochs)

@@ -1,6 +1,6 @@
-"""A guarded store in front of a real Redis that is paused, stopped, killed and emptied.
+"""Tests of a guarded store with a real Redis server that is paused, stopped, killed and emptied.
 
-Waits end on events; none depends on the speed of the machine.
+All waits end on events, so the tests do not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def guard(redis: RedisServer, name: str, deadline_s: float) -> GuardedStore:
 
 
 class Gateway:
-    """What a node does with its store: heartbeats and requests with short leases."""
+    """A gateway that sends heartbeats to a store and reserves tokens with short leases."""
 
     def __init__(self, redis: RedisServer, name: str, deadline_s: float) -> None:
         self.store = guard(redis, name, deadline_s)
@@ -42,12 +42,12 @@ class Gateway:
 
     async def beat(self) -> None:
         self.seq += 1
-        told = report(self.name, seq=self.seq, capacity_tokens=10**6)
-        await self.store.publish(told)
+        worker_report = report(self.name, seq=self.seq, capacity_tokens=10**6)
+        await self.store.publish(worker_report)
         await self.store.renew(tuple(self.held.values()), 30.0)
 
-    async def ask(self, name: str, tokens: int = 10) -> Reservation:
-        """Reserve for a request at this gateway's own worker; it never fails."""
+    async def reserve(self, name: str, tokens: int = 10) -> Reservation:
+        """Reserve tokens of this gateway's own worker and assert that the store grants a lease."""
         found = await reserve(self.store, f"{self.name}-{name}", tokens, offer(self.name))
         assert found.lease is not None, found
         self.held[found.lease.request_id] = found.lease
@@ -59,17 +59,17 @@ class Gateway:
         await self.store.release((found.lease.request_id,))
 
     async def serve_until(self, over: Callable[[Reservation], bool]) -> None:
-        """Beat and serve requests until one of them fulfils a condition."""
+        """Send heartbeats and serve requests until a reservation satisfies the condition."""
         async with asyncio.timeout(PATIENCE_S):
             for index in range(10**9):
                 await self.beat()
-                found = await self.ask(f"short{index}")
+                found = await self.reserve(f"short{index}")
                 await self.end(found)
                 if over(found):
                     return
                 await asyncio.sleep(0.005)
 
-    async def agreed(self) -> None:
+    async def wait_for_agreement(self) -> None:
         """Wait until the server has exactly this gateway's leases."""
         tokens = sum(lease.tokens for lease in self.held.values())
 
@@ -84,12 +84,12 @@ class Gateway:
 
 @asynccontextmanager
 async def holding(redis: RedisServer, deadline_s: float) -> AsyncIterator[Gateway]:
-    """A gateway with two leases, and a working server in the end."""
+    """Run a gateway with two leases, and restore the server at the end."""
     made = Gateway(redis, "w", deadline_s)
-    await made.serve_until(well)
+    await made.serve_until(is_normal)
     for name in ("long1", "long2"):
-        await made.ask(name, 500)
-    await made.agreed()
+        await made.reserve(name, 500)
+    await made.wait_for_agreement()
     yield made
     redis.start_again()
     await made.store.close()
@@ -104,12 +104,12 @@ async def gateway(own_redis: RedisServer) -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 async def patient(own_redis: RedisServer) -> AsyncIterator[Gateway]:
-    """A gateway that waits as long as this machine may need."""
+    """A gateway with a deadline that also suits slow machines."""
     async with holding(own_redis, PATIENCE_S) as made:
         yield made
 
 
-def well(found: Reservation) -> bool:
+def is_normal(found: Reservation) -> bool:
     return not found.degraded
 
 
@@ -118,53 +118,53 @@ def degraded(found: Reservation) -> bool:
 
 
 async def test_a_paused_server(gateway: Gateway, own_redis: RedisServer) -> None:
-    """While the server answers no client, every request is served, and no ended lease stays."""
+    """The gateway serves every request while the server is paused and keeps no ended lease."""
     own_redis.command("CLIENT", "PAUSE", 700, "ALL")
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
-    await gateway.serve_until(well)
-    await gateway.agreed()
+    await gateway.serve_until(is_normal)
+    await gateway.wait_for_agreement()
 
 
 async def test_a_stopped_server(gateway: Gateway, own_redis: RedisServer) -> None:
-    """A stopped process keeps connections open without answers; later everything works again."""
+    """The gateway serves requests while the server process is stopped and recovers afterwards."""
     own_redis.freeze()
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
     await gateway.serve_until(degraded)
     own_redis.thaw()
-    await gateway.serve_until(well)
-    await gateway.agreed()
+    await gateway.serve_until(is_normal)
+    await gateway.wait_for_agreement()
 
 
 async def test_a_server_restarted_empty(gateway: Gateway, own_redis: RedisServer) -> None:
-    """Leases from before and during the outage are restored exactly."""
+    """The gateway restores its leases exactly after the server restarts without data."""
     own_redis.kill()
     await gateway.serve_until(lambda found: gateway.store.outage is not None)
-    assert (await gateway.ask("taken alone", 7)).degraded
+    assert (await gateway.reserve("taken alone", 7)).degraded
     own_redis.start()
-    await gateway.serve_until(well)
-    await gateway.agreed()
+    await gateway.serve_until(is_normal)
+    await gateway.wait_for_agreement()
     assert await leased_tokens(gateway.store) == 1007
 
 
 async def test_a_flushed_server(patient: Gateway, own_redis: RedisServer) -> None:
-    """No request is refused, and leases are restored without an outage."""
+    """The gateway refuses no request and restores its leases after a flush without an outage."""
     for _ in range(5):
         own_redis.command("FLUSHALL")
-        await patient.ask("in the moment")
+        await patient.reserve("in the moment")
         await patient.beat()
-    await patient.agreed()
+    await patient.wait_for_agreement()
     assert patient.store.outage is None
 
 
 async def test_connections_that_the_server_closes(patient: Gateway, own_redis: RedisServer) -> None:
-    """After the server closes an idle connection, the next call uses another one."""
+    """The next call uses a new connection after the server closes an idle connection."""
     for index in range(5):
         own_redis.command("CLIENT", "KILL", "TYPE", "normal")
-        assert not (await patient.ask(f"r{index}")).degraded
+        assert not (await patient.reserve(f"r{index}")).degraded
 
 
 def test_broken_connections_under_uvloop(own_redis: RedisServer) -> None:
-    """Under uvloop, with its own errors, a call on a broken connection is repeated."""
+    """The store repeats a call on a broken connection under uvloop, which raises its own errors."""
 
     async def scenario() -> None:
         async with proxied(own_redis.url) as proxy:
@@ -182,18 +182,18 @@ def test_broken_connections_under_uvloop(own_redis: RedisServer) -> None:
         runner.run(scenario())
 
 
-async def test_gateways_meet_again(gateway: Gateway, own_redis: RedisServer) -> None:
-    """Two separated gateways see each other's workers and leases again afterwards."""
+async def test_separated_gateways_recover(gateway: Gateway, own_redis: RedisServer) -> None:
+    """Two separated gateways see each other's workers and leases again after an outage."""
     other = Gateway(own_redis, "v", DEADLINE_S)
-    await other.serve_until(well)
+    await other.serve_until(is_normal)
     own_redis.kill()
-    for one in (gateway, other):
-        await one.serve_until(lambda found, one=one: one.store.outage is not None)
-        await one.ask("alone", 11)
+    for member in (gateway, other):
+        await member.serve_until(lambda found, member=member: member.store.outage is not None)
+        await member.reserve("alone", 11)
     own_redis.start()
-    for one in (gateway, other):
-        await one.serve_until(well)
-        await one.agreed()
+    for member in (gateway, other):
+        await member.serve_until(is_normal)
+        await member.wait_for_agreement()
 
     async def both() -> bool:
         found = await other.store.snapshot()
@@ -206,42 +206,43 @@ async def test_gateways_meet_again(gateway: Gateway, own_redis: RedisServer) -> 
 
 @asynccontextmanager
 async def joined(redis: RedisServer) -> AsyncIterator[tuple[GuardedStore, Listening]]:
-    """A node with a store in that server, without its own heartbeat."""
+    """Run a node that uses this server, without the node's own heartbeat."""
     store = guard(redis, "g", PATIENCE_S)
-    async with running(store=store) as where:
-        yield store, where
+    async with running(store=store) as server:
+        yield store, server
     await store.close()
 
 
 async def test_a_node_serves_without_its_redis(own_redis: RedisServer) -> None:
-    """Without Redis no request fails, the node stays healthy, and `/metrics` shows the outage."""
-    async with joined(own_redis) as (store, where), client(where) as http:
+    """The node serves requests without Redis, stays healthy and reports the outage in its
+    metrics."""
+    async with joined(own_redis) as (store, server), client(server) as http:
 
-        async def served() -> None:
-            answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
-            assert answer.status_code == 200
+        async def check_served() -> None:
+            response = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            assert response.status_code == 200
 
-        async def told() -> str:
+        async def outage_metric() -> str:
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 200
             page = (await http.get("/metrics")).text.splitlines()
-            (line,) = [one for one in page if one.startswith("draftgate_state_store_out{")]
+            (line,) = [item for item in page if item.startswith("draftgate_state_store_out{")]
             return line.rpartition(" ")[2]
 
-        await where.node.heartbeat.beat()
-        await served()
-        assert await told() == "0.0"
+        await server.node.heartbeat.beat()
+        await check_served()
+        assert await outage_metric() == "0.0"
         own_redis.kill()
         async with asyncio.timeout(PATIENCE_S):
             while store.outage is None:
-                await served()
-            assert await told() == "1.0"
+                await check_served()
+            assert await outage_metric() == "1.0"
             own_redis.start()
             while store.outage is not None:
-                await served()
+                await check_served()
 
         async def nothing_leased() -> bool:
-            await where.node.heartbeat.beat()
+            await server.node.heartbeat.beat()
             (view,) = (await store.snapshot()).workers
             return view.leased_tokens == 0
 

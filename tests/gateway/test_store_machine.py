@@ -1,6 +1,7 @@
-"""Leases under any order of events: one state machine on the memory store and on Redis.
+"""A state machine of leases that runs on the memory store and on Redis.
 
-All stores execute every step and must answer alike. A simple model computes the expected sums.
+All stores execute every step and must return equal results. A simple model computes the expected
+sums.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ CAPACITY = {"w0": 100, "w1": 250, "w2": 0}
 REQUESTS = [f"r{index}" for index in range(8)]
 TTL_S = 10.0
 SILENCE_S = 40.0
-"""Longest silence of a worker, because a forgotten worker could return with an older epoch."""
+"""Longest silence of a worker, in seconds. A forgotten worker could return with an older epoch."""
 
 workers = st.sampled_from(sorted(CAPACITY))
 requests = st.sampled_from(REQUESTS)
 
 
-class Leasing(RuleBasedStateMachine):
-    """Workers that report, restart and leave; gateways that lease, renew and release."""
+class LeaseMachine(RuleBasedStateMachine):
+    """Workers that report, restart and leave, and gateways that lease, renew and release."""
 
     def __init__(self, opened: Callable[[], list[Timed]]) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.timed = self.runner.run(self._open(opened))
         self.epochs = dict.fromkeys(CAPACITY, 0)
-        self.known: dict[str, int] = {}  # epochs that the store knows
+        self.known: dict[str, int] = {}  # the epoch of each worker in the store
         self.seqs = Counter[str]()
         self.sent = Counter[str]()  # the last lease number that reached each worker
-        self.held: dict[str, Lease] = {}  # by gateways
-        self.living: dict[str, tuple[Lease, float]] = {}  # leases in the store and their expiry
-        self.rebuilt: set[str] = set()  # the part of them that skipped the capacity check
+        self.held: dict[str, Lease] = {}  # leases that gateways hold
+        self.active: dict[str, tuple[Lease, float]] = {}  # leases in the store and their expiry
+        self.rebuilt: set[str] = set()  # leases that skipped the capacity check
         self.spoken_s = dict.fromkeys(CAPACITY, 0.0)
         self.now_s = 0.0
 
@@ -73,8 +74,8 @@ class Leasing(RuleBasedStateMachine):
             self.runner.run(timed.close())
         self.runner.close()
 
-    def all_do(self, call: Callable[[Store], Awaitable[T]]) -> T:
-        """Execute a step on every store; the answers must be equal."""
+    def run_on_all(self, call: Callable[[Store], Awaitable[T]]) -> T:
+        """Execute a step on every store and assert that all results are equal."""
 
         async def done(store: Store) -> T:
             return await call(store)
@@ -86,25 +87,25 @@ class Leasing(RuleBasedStateMachine):
 
     @property
     def snapshot(self) -> Snapshot:
-        return self.all_do(lambda store: store.snapshot())
+        return self.run_on_all(lambda store: store.snapshot())
 
     # --- workers ----------------------------------------------------------------------------------
 
     @rule(worker=workers)
     def report(self, worker: str) -> None:
         self.seqs[worker] += 1
-        told = report(
+        worker_report = report(
             worker,
             f"{self.epochs[worker]:04}",
             self.seqs[worker],
             capacity_tokens=CAPACITY[worker],
             watermark=self.sent[worker],
         )
-        assert self.all_do(lambda store: store.publish(told))
-        self._entered(worker, self.epochs[worker])
+        assert self.run_on_all(lambda store: store.publish(worker_report))
+        self._record_epoch(worker, self.epochs[worker])
 
     @rule(worker=workers)
-    def begin_anew(self, worker: str) -> None:
+    def restart(self, worker: str) -> None:
         self.epochs[worker] += 1
         self.sent[worker] = 0
         self.report(worker)
@@ -113,8 +114,8 @@ class Leasing(RuleBasedStateMachine):
     def leave(self, worker: str) -> None:
         self.seqs[worker] += 1
         epoch, seq = f"{self.epochs[worker]:04}", self.seqs[worker]
-        self.all_do(lambda store: store.withdraw(worker, epoch, seq))
-        self._entered(worker, self.epochs[worker])
+        self.run_on_all(lambda store: store.withdraw(worker, epoch, seq))
+        self._record_epoch(worker, self.epochs[worker])
         assert worker not in {view.worker_id for view in self.snapshot.workers}
 
     @precondition(lambda self: self.known)
@@ -126,7 +127,7 @@ class Leasing(RuleBasedStateMachine):
         if epoch < 0 or (not lives_ago and worker not in heard):
             return  # no earlier report exists
         late = report(worker, f"{epoch:04}", 10**6 if lives_ago else 0)
-        assert not self.all_do(lambda store: store.publish(late))
+        assert not self.run_on_all(lambda store: store.publish(late))
         assert comparable(self.snapshot) == comparable(before)
 
     # --- gateways ---------------------------------------------------------------------------------
@@ -145,8 +146,8 @@ class Leasing(RuleBasedStateMachine):
             watermark = seen[worker].report.watermark if worker in seen and behind else 0
             epoch = f"{self.epochs[worker]:04}"
             offers.append(LeaseCandidate(worker, epoch, score / 4, per_token / 256, watermark))
-        found = self.all_do(lambda store: store.reserve(request, tokens, offers, TTL_S))
-        fit = [one for one in offers if fits(seen.get(one.worker_id), one, tokens)]
+        found = self.run_on_all(lambda store: store.reserve(request, tokens, offers, TTL_S))
+        fit = [offer for offer in offers if fits(seen.get(offer.worker_id), offer, tokens)]
         self.held.pop(request, None)
         if not fit:
             assert found.lease is None
@@ -154,54 +155,54 @@ class Leasing(RuleBasedStateMachine):
             self._check_refusal(found.refusal, offers, seen)
             return
         assert found.lease is not None
-        costs = [one.score + one.score_per_token * self._behind(one) for one in fit]
+        costs = [offer.score + offer.score_per_token * self._behind(offer) for offer in fit]
         best = fit[costs.index(min(costs))]
         assert (found.lease.worker_id, found.behind_tokens) == (best.worker_id, self._behind(best))
-        assert found.lease.number > max((one.number for one in self._leases()), default=0)
+        assert found.lease.number > max((lease.number for lease in self._leases()), default=0)
         self.held[request] = found.lease
-        self._live(found.lease)
+        self._activate(found.lease)
 
     @rule(request=requests)
     def arrive(self, request: str) -> None:
-        """Let the request arrive at the worker, whose next report includes it."""
+        """Record that the request has arrived at its worker, whose next report includes it."""
         lease = self.held.get(request)
         if lease is not None and int(lease.epoch) == self.epochs[lease.worker_id]:
             self.sent[lease.worker_id] = max(self.sent[lease.worker_id], lease.number)
 
     @rule(ended=st.sets(requests, max_size=3))
     def release(self, ended: set[str]) -> None:
-        for _ in range(2):  # repeating it changes nothing
-            self.all_do(lambda store: store.release(sorted(ended)))
+        for _ in range(2):  # a second release has no effect
+            self.run_on_all(lambda store: store.release(sorted(ended)))
             for request in ended:
                 self.held.pop(request, None)
-                self.living.pop(request, None)
-            self.sums()
+                self.active.pop(request, None)
+            self.check_sums()
 
     @rule(skipped=st.sets(requests, max_size=4))
     def renew(self, skipped: set[str]) -> None:
         leases = [lease for request, lease in self.held.items() if request not in skipped]
-        fenced = self.all_do(lambda store: store.renew(leases, TTL_S))
+        fenced = self.run_on_all(lambda store: store.renew(leases, TTL_S))
         for lease in leases:
             if int(lease.epoch) < self.known.get(lease.worker_id, 0):
                 assert lease.request_id in fenced
                 del self.held[lease.request_id]
                 continue
             assert lease.request_id not in fenced
-            self._entered(lease.worker_id, int(lease.epoch))
-            if self.living.get(lease.request_id, (None,))[0] != lease:
+            self._record_epoch(lease.worker_id, int(lease.epoch))
+            if self.active.get(lease.request_id, (None,))[0] != lease:
                 self.rebuilt.add(lease.request_id)
-            self._live(lease, keep=True)
+            self._activate(lease, keep=True)
 
-    # --- what happens to all ----------------------------------------------------------------------
+    # --- time and memory loss ---------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.25, 1.0, STALE_S, STALE_S + 0.25, 8.0]))
     def pass_time(self, seconds: float) -> None:
         for timed in self.timed:
             self.runner.run(timed.pass_time(seconds))
         self.now_s += seconds
-        for request, (_, until_s) in tuple(self.living.items()):
+        for request, (_, until_s) in tuple(self.active.items()):
             if until_s <= self.now_s:
-                del self.living[request]
+                del self.active[request]
         for worker, spoken_s in self.spoken_s.items():
             if self.now_s - spoken_s > SILENCE_S:
                 self.report(worker)
@@ -210,48 +211,49 @@ class Leasing(RuleBasedStateMachine):
     def flush(self) -> None:
         for timed in self.timed:
             self.runner.run(timed.flush())
-        self.living.clear()
+        self.active.clear()
         self.known.clear()
 
-    # --- what must be true ------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     @invariant()
-    def sums(self) -> None:
-        """Check leased tokens against the model, and the bound on leases."""
+    def check_sums(self) -> None:
+        """Check the leased tokens against the model and the bound on leases."""
         for view in self.snapshot.workers:
-            mine = [one for one in self._leases() if one.worker_id == view.worker_id]
-            assert view.leased_tokens == sum(one.tokens for one in mine) >= 0
-            behind = [one.tokens for one in mine if one.number > view.report.watermark]
+            mine = [lease for lease in self._leases() if lease.worker_id == view.worker_id]
+            assert view.leased_tokens == sum(lease.tokens for lease in mine) >= 0
+            behind = [lease.tokens for lease in mine if lease.number > view.report.watermark]
             assert view.behind_tokens == sum(behind) >= 0
-            asked = [one.tokens for one in mine if one.request_id not in self.rebuilt]
+            checked = [lease.tokens for lease in mine if lease.request_id not in self.rebuilt]
             capacity = CAPACITY[view.worker_id]
-            assert not capacity or sum(asked) <= capacity or len(asked) == 1
+            assert not capacity or sum(checked) <= capacity or len(checked) == 1
 
     def _leases(self) -> list[Lease]:
-        return [lease for lease, _ in self.living.values()]
+        return [lease for lease, _ in self.active.values()]
 
     def _behind(self, offered: LeaseCandidate) -> int:
-        mine = [one for one in self._leases() if one.worker_id == offered.worker_id]
-        return sum(one.tokens for one in mine if one.number > offered.watermark)
+        mine = [lease for lease in self._leases() if lease.worker_id == offered.worker_id]
+        return sum(lease.tokens for lease in mine if lease.number > offered.watermark)
 
-    def _live(self, lease: Lease, *, keep: bool = False) -> None:
+    def _activate(self, lease: Lease, *, keep: bool = False) -> None:
         if not keep:
             self.rebuilt.discard(lease.request_id)
-        self.living[lease.request_id] = (lease, self.now_s + TTL_S)
+        self.active[lease.request_id] = (lease, self.now_s + TTL_S)
 
-    def _entered(self, worker: str, epoch: int) -> None:
-        """Whether the store learns an epoch that no newer one fences."""
+    def _record_epoch(self, worker: str, epoch: int) -> None:
+        """Record the latest epoch of a worker, which ends the leases of older epochs."""
         self.spoken_s[worker] = self.now_s
         if self.known.get(worker, -1) < epoch:
             self.known[worker] = epoch
-            for request, (lease, _) in tuple(self.living.items()):
+            for request, (lease, _) in tuple(self.active.items()):
                 if lease.worker_id == worker and int(lease.epoch) < epoch:
-                    del self.living[request]
+                    del self.active[request]
 
     def _snapshot_without(self, request: str) -> Snapshot:
-        """The snapshot as if a request had no lease, which it gives up in any case."""
+        """Return the snapshot without the lease of this request, which a new reservation
+        replaces."""
         found = self.snapshot
-        lease, _ = self.living.pop(request, (None, 0.0))
+        lease, _ = self.active.pop(request, (None, 0.0))
         if lease is None:
             return found
         return replace(
@@ -267,45 +269,44 @@ class Leasing(RuleBasedStateMachine):
     def _check_refusal(
         self, refusal: Refusal, offers: list[LeaseCandidate], seen: dict[str, WorkerView]
     ) -> None:
-        """Check that `full` means that no offered worker had enough capacity."""
+        """Assert that `full` means that every fresh offered worker lacked capacity."""
         fresh = [
-            seen[one.worker_id]
-            for one in offers
-            if one.worker_id in seen
-            and seen[one.worker_id].age_s <= STALE_S
-            and seen[one.worker_id].report.epoch == one.epoch
+            seen[offer.worker_id]
+            for offer in offers
+            if offer.worker_id in seen
+            and seen[offer.worker_id].age_s <= STALE_S
+            and seen[offer.worker_id].report.epoch == offer.epoch
         ]
         assert (refusal is Refusal.FULL) == bool(fresh)
 
 
 def fits(view: WorkerView | None, offered: LeaseCandidate, tokens: int) -> bool:
-    """Whether an offer is acceptable by the previous snapshot."""
+    """Return whether the offer is acceptable in the previous snapshot."""
     if view is None or view.report.epoch != offered.epoch or view.age_s > STALE_S + 1e-6:
         return False
     capacity, leased = view.report.capacity_tokens, view.leased_tokens
     return not capacity or not leased or leased + tokens <= capacity
 
 
-def comparable(answer: object) -> object:
-    """An answer with rounded ages, because the stores keep them in different units."""
-    if not isinstance(answer, Snapshot):
-        return answer
-    rounded = (replace(view, age_s=round(view.age_s, 4)) for view in answer.workers)
-    return replace(answer, gateways=1, workers=tuple(rounded))
+def comparable(result: object) -> object:
+    """Return the result with rounded ages, because stores keep ages in different units."""
+    if not isinstance(result, Snapshot):
+        return result
+    rounded = (replace(view, age_s=round(view.age_s, 4)) for view in result.workers)
+    return replace(result, gateways=1, workers=tuple(rounded))
 
 
 def test_leases_in_memory() -> None:
-    """Leases never exceed the capacity, use it fully, end once, are fenced by a restart, and are
-    restored."""
+    """Leases in memory respect the capacity, end once, and survive restarts and memory loss."""
     run_state_machine_as_test(
-        lambda: Leasing(lambda: [TimedMemory()]),
+        lambda: LeaseMachine(lambda: [TimedMemory()]),
         settings=settings(max_examples=150, stateful_step_count=50),
     )
 
 
 def test_leases_in_redis(redis_server: RedisServer) -> None:
-    """The scripts do the same as the memory store, call by call."""
+    """The Redis scripts return the same results as the memory store, call by call."""
     run_state_machine_as_test(
-        lambda: Leasing(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
+        lambda: LeaseMachine(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
         settings=settings(max_examples=40, stateful_step_count=40),
     )

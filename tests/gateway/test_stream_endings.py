@@ -1,4 +1,4 @@
-"""Streams under random interleavings of events: one typed ending, and everything is freed."""
+"""Tests of streams under random interleavings: one typed ending, and no leaked resources."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from draftgate.gateway.node import Node
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
 
 MUCH = "x" * 200_000
-"""More than connection and kernel hold for a client that does not read."""
+"""Text that exceeds all buffers between the server and a client that does not read."""
 
 
-class Act(StrEnum):
+class Event(StrEnum):
     """An event that can happen while a stream is open."""
 
     EMIT = "a step of one token"
     EMIT_MORE = "a step of several tokens"
     EMIT_MUCH = "a step that no buffer holds"
     STOP = "the client stops reading"
-    RESUME = "the client reads on"
+    RESUME = "the client continues reading"
     LEAVE = "the client leaves"
     LAST = "a prompt's last step"
     CRASH = "the worker breaks"
-    DRAIN = "the node is told to stop"
+    DRAIN = "the node begins to drain"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ APIS = [
     Api("/v1/responses", {"input": "x", "max_output_tokens": 99}),
 ]
 
-ACTS = st.lists(st.tuples(st.sampled_from(Act), st.integers(0, 1), st.integers(0, 3)), max_size=9)
-"""What happens, to which prompt, and how often the event loop turns after it."""
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(Event), st.integers(0, 1), st.integers(0, 3)), max_size=9
+)
+"""Event, index of its prompt, and number of loop iterations after the event."""
 
 
 class Client:
-    """A client on a plain socket with a small window."""
+    """A client on a plain socket with a small receive window."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -72,10 +74,10 @@ class Client:
         self._task: asyncio.Task[None] | None = None
         self.received = b""
 
-    async def ask(self, where: Listening, api: Api) -> None:
-        """Connect, send the request, and start reading."""
+    async def send(self, gateway: Listening, api: Api) -> None:
+        """Connect, send the request and start reading."""
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._socket, ("127.0.0.1", port_of(where)))
+        await loop.sock_connect(self._socket, ("127.0.0.1", port_of(gateway)))
         data = json.dumps({**api.body, "stream": True}).encode()
         head = f"POST {api.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
@@ -92,22 +94,22 @@ class Client:
             self.received += data
 
     def stop(self) -> None:
-        """Stop reading, apart from data already under way."""
+        """Stop reading, except for data that has already arrived."""
         self._reading.clear()
 
     def resume(self) -> None:
         """Continue reading."""
         self._reading.set()
 
-    async def leave(self) -> None:
+    async def disconnect(self) -> None:
         """Close the connection."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})
         self._socket.close()
 
-    async def everything(self) -> bytes:
-        """Read to the end."""
+    async def read_to_end(self) -> bytes:
+        """Read to the end and return all received bytes."""
         assert self._task is not None
         self.resume()
         async with asyncio.timeout(10):
@@ -117,15 +119,15 @@ class Client:
 
 
 @dataclass
-class Play:
-    """One stream, the events played on it, and what its client should receive.
+class Scenario:
+    """A stream, the events on the stream, and the output that its client should receive.
 
     Attributes:
-        texts: emitted so far, by prompt.
-        ended: prompts whose last step was emitted.
+        texts: the text that the worker has emitted so far, by prompt.
+        ended: the prompts whose last step the worker has emitted.
     """
 
-    where: Listening
+    gateway: Listening
     scripted: ScriptedBackend
     api: Api
     client: Client
@@ -141,33 +143,33 @@ class Play:
         """Whether the worker has finished all choices."""
         return len(self.ended) == len(self.requests)
 
-    async def act(self, act: Act, prompt: int) -> None:
-        """Play an event, if it is still possible."""
+    async def trigger(self, event: Event, prompt: int) -> None:
+        """Trigger an event if the event is still possible."""
         prompt %= len(self.requests)
-        texts = {Act.EMIT: "one ", Act.EMIT_MORE: "two or three ", Act.EMIT_MUCH: MUCH}
-        if act in texts:
-            self.emit(prompt, texts[act])
-        elif act is Act.LAST:
+        texts = {Event.EMIT: "one ", Event.EMIT_MORE: "two or three ", Event.EMIT_MUCH: MUCH}
+        if event in texts:
+            self.emit(prompt, texts[event])
+        elif event is Event.LAST:
             self.emit(prompt, "end", last=True)
-        elif act is Act.CRASH and not self.crashed:
+        elif event is Event.CRASH and not self.crashed:
             self.crashed = not self.complete
             self.scripted.crash("broken")
-        elif act is Act.DRAIN and self.draining is None:
-            self.draining = asyncio.create_task(drain(self.where.node, 60))
+        elif event is Event.DRAIN and self.draining is None:
+            self.draining = asyncio.create_task(drain(self.gateway.node, 60))
         elif not self.left:
-            await self._reads(act)
+            await self._trigger_client(event)
 
-    async def _reads(self, act: Act) -> None:
-        if act is Act.STOP:
+    async def _trigger_client(self, event: Event) -> None:
+        if event is Event.STOP:
             self.client.stop()
-        elif act is Act.RESUME:
+        elif event is Event.RESUME:
             self.client.resume()
-        elif act is Act.LEAVE:
+        elif event is Event.LEAVE:
             self.left = True
-            await self.client.leave()
+            await self.client.disconnect()
 
     def emit(self, prompt: int, text: str, *, last: bool = False) -> None:
-        """Deliver a step, if the worker still would."""
+        """Deliver a step unless the prompt has ended or the worker has failed."""
         if prompt in self.ended or self.scripted.failure is not None:
             return
         self.texts[prompt] += text
@@ -176,19 +178,19 @@ class Play:
             self.ended.add(prompt)
 
     async def finish(self) -> None:
-        """Let the worker finish, and check what the client received."""
+        """Let the worker finish and check the output that the client received."""
         for prompt in range(len(self.requests)):
             self.emit(prompt, "end", last=True)
         if not self.left:
-            check(self, *parsed(await self.client.everything()))
-        await until(lambda: is_idle(self.where.node))
+            check(self, *parse_response(await self.client.read_to_end()))
+        await until(lambda: is_idle(self.gateway.node))
         if self.draining is not None:
             assert await self.draining
-            assert self.where.node.state is NodeState.DRAINING
+            assert self.gateway.node.state is NodeState.DRAINING
 
 
-def parsed(raw: bytes) -> tuple[int, str]:
-    """Return status and body of a whole answer."""
+def parse_response(raw: bytes) -> tuple[int, str]:
+    """Return the status and the body of a whole response."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     if b"chunked" not in head.lower():
@@ -198,50 +200,56 @@ def parsed(raw: bytes) -> tuple[int, str]:
         length, _, rest = rest.partition(b"\r\n")
         size = int(length, 16)
         if not size:
-            assert rest == b"\r\n", "something stands behind the end"
+            assert rest == b"\r\n", "data follows the last chunk"
             return status, body.decode()
-        assert rest[size : size + 2] == b"\r\n", "a chunk is cut"
+        assert rest[size : size + 2] == b"\r\n", "a chunk is truncated"
         body, rest = body + rest[:size], rest[size + 2 :]
 
 
-def check(play: Play, status: int, body: str) -> None:
-    """Check that the only ending of an answer matches what happened."""
+def check(scenario: Scenario, status: int, body: str) -> None:
+    """Assert that the response has one ending, and that the ending matches the events."""
     if status != 200:
-        assert play.crashed
+        assert scenario.crashed
         assert (status, json.loads(body)["error"]["code"]) == (503, "worker_failed")
         return
-    told = events(body)
-    if play.api.path == "/v1/responses":
-        endings = [e["type"] for e in told if e["type"] in ENDINGS_OF_RESPONSES]
-        assert endings == [told[-1]["type"]] == ["response.failed" if play.crashed else COMPLETED]
+    received = events(body)
+    if scenario.api.path == "/v1/responses":
+        endings = [e["type"] for e in received if e["type"] in ENDINGS_OF_RESPONSES]
+        assert (
+            endings
+            == [received[-1]["type"]]
+            == ["response.failed" if scenario.crashed else COMPLETED]
+        )
     else:
-        endings = [e for e in told if e == "[DONE]" or "error" in e]
-        assert endings == [told[-1]]
-        assert (endings[0] != "[DONE]") is play.crashed
-    if not play.crashed:
-        assert shown(play.api, told) == play.texts
-        assert finish_reasons(told) == (["stop"] * play.api.prompts if is_choices(play) else [])
+        endings = [e for e in received if e == "[DONE]" or "error" in e]
+        assert endings == [received[-1]]
+        assert (endings[0] != "[DONE]") is scenario.crashed
+    if not scenario.crashed:
+        assert received_texts(scenario.api, received) == scenario.texts
+        assert finish_reasons(received) == (
+            ["stop"] * scenario.api.prompts if has_choices(scenario) else []
+        )
 
 
 COMPLETED = "response.completed"
 ENDINGS_OF_RESPONSES = {COMPLETED, "response.incomplete", "response.failed", "error"}
 
 
-def is_choices(play: Play) -> bool:
-    """Whether answers have choices."""
-    return play.api.path != "/v1/responses"
+def has_choices(scenario: Scenario) -> bool:
+    """Return whether the endpoint's responses have choices."""
+    return scenario.api.path != "/v1/responses"
 
 
-def finish_reasons(told: list[Any]) -> list[str]:
+def finish_reasons(received: list[Any]) -> list[str]:
     """Return the finish reasons of the choices."""
-    choices = [choice for e in told if e != "[DONE]" for choice in e.get("choices", [])]
+    choices = [choice for e in received if e != "[DONE]" for choice in e.get("choices", [])]
     return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
 
 
-def shown(api: Api, told: list[Any]) -> list[str]:
-    """Return the texts that a client received, by choice."""
+def received_texts(api: Api, received: list[Any]) -> list[str]:
+    """Return the texts that the client received, by choice."""
     texts = [""] * api.prompts
-    for event in told:
+    for event in received:
         if event == "[DONE]":
             continue
         if event.get("type") == "response.output_text.delta":
@@ -253,47 +261,61 @@ def shown(api: Api, told: list[Any]) -> list[str]:
 
 
 def check_balanced(node: Node) -> None:
-    """Check that every reservation is settled or released."""
+    """Assert that every reservation is settled or released."""
     totals = node.dispatcher.admission.ledger.totals("")
     assert totals.open == 0
     assert totals.reserved == totals.settled + totals.released > 0
 
 
-async def played(api: Api, acts: list[tuple[Act, int, int]]) -> None:
-    """Open a stream and play events on it."""
+async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> None:
+    """Open a stream and trigger the events."""
     scripted = ScriptedBackend()
-    async with running(backends=[scripted]) as where:
+    async with running(backends=[scripted]) as gateway:
         client = Client()
-        await client.ask(where, api)
+        await client.send(gateway, api)
         requests = [await scripted.submitted.get() for _ in range(api.prompts)]
-        play = Play(where, scripted, api, client, requests, [""] * api.prompts)
-        for act, prompt, turns in acts:
-            await play.act(act, prompt)
+        scenario = Scenario(gateway, scripted, api, client, requests, [""] * api.prompts)
+        for event, prompt, turns in stream_events:
+            await scenario.trigger(event, prompt)
             for _ in range(turns):
                 await asyncio.sleep(0)
-        await play.finish()
-        check_balanced(where.node)
+        await scenario.finish()
+        check_balanced(gateway.node)
         assert not len(scripted.streams)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("api", APIS, ids=["chat", "completion", "two prompts", "response"])
 @settings(max_examples=40)
-@given(acts=ACTS)
-@example(acts=[(Act.STOP, 0, 1), (Act.EMIT_MUCH, 0, 3), (Act.EMIT_MUCH, 1, 3), (Act.LEAVE, 0, 0)])
-@example(acts=[(Act.STOP, 0, 1), (Act.EMIT_MUCH, 0, 3), (Act.LAST, 0, 3), (Act.CRASH, 0, 0)])
-@example(acts=[(Act.EMIT_MUCH, 0, 0), (Act.CRASH, 0, 0), (Act.DRAIN, 0, 0)])
-@example(acts=[(Act.LAST, 0, 3), (Act.LEAVE, 0, 0), (Act.DRAIN, 0, 0)])
+@given(stream_events=EVENTS)
+@example(
+    stream_events=[
+        (Event.STOP, 0, 1),
+        (Event.EMIT_MUCH, 0, 3),
+        (Event.EMIT_MUCH, 1, 3),
+        (Event.LEAVE, 0, 0),
+    ]
+)
+@example(
+    stream_events=[
+        (Event.STOP, 0, 1),
+        (Event.EMIT_MUCH, 0, 3),
+        (Event.LAST, 0, 3),
+        (Event.CRASH, 0, 0),
+    ]
+)
+@example(stream_events=[(Event.EMIT_MUCH, 0, 0), (Event.CRASH, 0, 0), (Event.DRAIN, 0, 0)])
+@example(stream_events=[(Event.LAST, 0, 3), (Event.LEAVE, 0, 0), (Event.DRAIN, 0, 0)])
 def test_any_interleaving_ends_once_and_frees_everything(
-    api: Api, acts: list[tuple[Act, int, int]]
+    api: Api, stream_events: list[tuple[Event, int, int]]
 ) -> None:
-    """Steps, slow reading, leaving, a failed worker and a drain happen in any order.
+    """A stream ends once and frees everything for any order of steps, pauses, failures and drains.
 
-    A client that stays gets one typed ending that matches what happened.
+    A client that stays connected receives one typed ending that matches the events.
     """
     seconds = count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
         clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
         patch.setattr("draftgate.gateway.http.routes.time", clock)
-        asyncio.run(played(api, acts))
+        asyncio.run(run_events(api, stream_events))

@@ -1,4 +1,4 @@
-"""Delta streams: what a backend guarantees its readers."""
+"""Tests of delta streams: the guarantees of a backend for its readers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def delta(*tokens: int, choice: int = 0, end: FinishReason | None = None) -> Del
 
 
 async def test_reader_gets_only_deltas_of_its_request() -> None:
-    """Deltas of unknown requests are dropped."""
+    """A reader receives only the deltas of its own request."""
     streams = DeltaStreams(lambda _: None)
     one, two = streams.open(request(request_id="1")), streams.open(request(request_id="2"))
     streams.deliver([("1", delta(1, end=DONE)), ("2", delta(2, end=DONE)), ("3", delta(3))])
@@ -43,7 +43,7 @@ async def test_reader_gets_only_deltas_of_its_request() -> None:
 
 
 async def test_waiting_deltas_of_a_choice_are_merged() -> None:
-    """A slow reader gets one delta per choice, in order and without loss."""
+    """A slow reader receives one merged delta per choice, in order and without loss."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request(n=2))
     streams.deliver([("r", delta(1)), ("r", delta(7, choice=1))])
@@ -56,7 +56,7 @@ async def test_waiting_deltas_of_a_choice_are_merged() -> None:
 
 
 async def test_traced_steps_are_merged_too() -> None:
-    """A slow reader gets every step and the phases of the choice."""
+    """A merged delta contains every traced step and the phases of the choice."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request())
     phases = Phases(0.0, 1.0, ((2.0, 3),), 2.0)
@@ -68,10 +68,10 @@ async def test_traced_steps_are_merged_too() -> None:
 
 
 async def test_unread_tokens_are_counted() -> None:
-    """They are summed over the choices until they are read."""
+    """The stream counts the unread tokens of all choices."""
     streams = DeltaStreams(lambda _: None)
     stream = streams.open(request(n=2))
-    assert streams.unread_tokens("r") == streams.unread_tokens("nobody") == 0
+    assert streams.unread_tokens("r") == streams.unread_tokens("unknown") == 0
     streams.deliver([("r", delta(1, 2)), ("r", delta(7, choice=1)), ("r", delta(3))])
     assert streams.unread_tokens("r") == 4
     await anext(stream)
@@ -81,8 +81,8 @@ async def test_unread_tokens_are_counted() -> None:
     assert [d.token_ids async for d in stream] == [(7, 8), (4,)]
 
 
-async def test_closing_an_unread_stream_abandons_it() -> None:
-    """Native generators would not run their cleanup."""
+async def test_closing_an_unread_stream_abandons_the_request() -> None:
+    """Closing a stream before the first read abandons its request."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -93,8 +93,8 @@ async def test_closing_an_unread_stream_abandons_it() -> None:
     assert [d async for d in stream] == []
 
 
-async def test_closing_a_complete_stream_does_not_abandon_it() -> None:
-    """The worker has delivered every finish reason."""
+async def test_closing_a_complete_stream_does_not_abandon_the_request() -> None:
+    """Closing a stream with all finish reasons does not abandon its request."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -105,7 +105,7 @@ async def test_closing_a_complete_stream_does_not_abandon_it() -> None:
 
 
 async def test_cancelling_the_reader_abandons_its_stream() -> None:
-    """No explicit close is needed."""
+    """Cancelling the reader abandons its request without an explicit close."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -117,7 +117,7 @@ async def test_cancelling_the_reader_abandons_its_stream() -> None:
 
 
 async def test_failure_ends_every_stream_after_delivered_deltas() -> None:
-    """Readers get the error after the deltas."""
+    """A reader receives the delivered deltas and then the error of a failed worker."""
     abandoned: list[str] = []
     streams = DeltaStreams(abandoned.append)
     stream = streams.open(request())
@@ -131,7 +131,7 @@ async def test_failure_ends_every_stream_after_delivered_deltas() -> None:
 
 
 async def test_second_stream_of_a_request_id_is_refused() -> None:
-    """It would receive deltas of the first one."""
+    """The backend refuses a second stream with the same request id."""
     streams = DeltaStreams(lambda _: None)
     first = streams.open(request())
     with pytest.raises(ValueError, match="already running"):

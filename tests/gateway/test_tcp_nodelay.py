@@ -1,4 +1,4 @@
-"""Accepted sockets send small events at once, without Nagle's algorithm."""
+"""Tests that accepted sockets send small events without the delay of Nagle's algorithm."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import uvloop
 
 from tests.gateway.harness import post_raw, running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks sockets up in /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads sockets from /proc")
 
 
 def _accepted(peer: tuple[str, int]) -> socket.socket:
-    """Return this process' end of the connection from `peer`."""
+    """Return this process's end of the connection from `peer`."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found = socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:  # no socket, or closed since
+        except OSError:  # the file is no socket or is closed
             continue
         if found.family == socket.AF_INET and _peer(found) == peer:
             return found
         found.close()
-    raise AssertionError(f"nobody accepted {peer}")
+    raise AssertionError(f"found no accepted connection from {peer}")
 
 
 def _peer(found: socket.socket) -> tuple[str, int] | None:
     try:
         return found.getpeername()
-    except OSError:  # it listens
+    except OSError:  # a listening socket has no peer
         return None
 
 
 async def _nagle_is_off() -> None:
-    async with running() as where:
+    async with running() as gateway:
         body = {"prompt": "a", "max_tokens": 2, "stream": True}
-        reader, writer = await post_raw(where, "/v1/completions", body)
+        reader, writer = await post_raw(gateway, "/v1/completions", body)
         await reader.readuntil(b"data: ")
         with _accepted(writer.get_extra_info("sockname")) as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -49,6 +49,6 @@ async def _nagle_is_off() -> None:
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_tcp_nodelay_is_set_while_a_stream_runs(new_loop) -> None:
-    """This holds on asyncio's loop and on uvloop."""
+    """The server sets TCP_NODELAY on accepted sockets under asyncio and uvloop."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_nagle_is_off())

@@ -1,4 +1,4 @@
-"""Function calls in texts: found however the text is cut."""
+"""Tests of function calls in generated text, for any division of the text."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ EXPECTED = {
 }
 
 
-def read(
+def parse(
     dialect: Dialect, parts: Iterable[str], *, several: bool = True
 ) -> tuple[str, list[tuple[str, str]], list[Piece]]:
-    """Return content, calls (name and arguments) and all pieces."""
+    """Return the content, the calls as (name, arguments) and all pieces."""
     parser = CallParser(dialect, NAMES, several=several)
     pieces = [piece for part in parts for piece in parser.add(part)] + parser.finish()
     calls: list[tuple[str, str]] = []
@@ -51,7 +51,7 @@ def read(
 
 
 def test_published_templates_have_the_expected_dialects() -> None:
-    """Templates without tools, or with another layout, have none."""
+    """The detection assigns the expected dialect, or None, to each published template."""
     found = {p.stem: dialect_of(p.read_text(encoding="utf-8")) for p in TEMPLATES.glob("*.jinja")}
     assert found == EXPECTED
 
@@ -68,7 +68,7 @@ def test_published_templates_have_the_expected_dialects() -> None:
     ],
 )
 def test_template_with_an_unsupported_layout_has_no_dialect(template: str | None) -> None:
-    """It is never taken for a supported one."""
+    """The detection assigns no dialect to a template with an unsupported layout."""
     assert dialect_of(template) is None
 
 
@@ -118,9 +118,9 @@ TEXTS = [
 def test_calls_are_separated_from_content(
     dialect: Dialect, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    """Only functions on offer are called; single letters give the same result."""
-    assert read(dialect, [text])[:2] == (content, calls)
-    assert read(dialect, text)[:2] == (content, calls)
+    """The parser separates calls of known functions from content, even letter by letter."""
+    assert parse(dialect, [text])[:2] == (content, calls)
+    assert parse(dialect, text)[:2] == (content, calls)
 
 
 FRAGMENTS = st.lists(
@@ -145,12 +145,12 @@ FRAGMENTS = st.lists(
 def test_any_split_of_the_text_gives_the_same_calls(
     dialect: Dialect, text: str, cuts: list[int], several: bool
 ) -> None:
-    """Every character is in exactly one piece."""
+    """The parser finds the same calls for any split and assigns each character to one piece."""
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]
-    content, calls, pieces = read(dialect, parts, several=several)
-    assert (content, calls) == read(dialect, [text], several=several)[:2]
-    assert (content, calls) == read(dialect, text, several=several)[:2]
+    content, calls, pieces = parse(dialect, parts, several=several)
+    assert (content, calls) == parse(dialect, [text], several=several)[:2]
+    assert (content, calls) == parse(dialect, text, several=several)[:2]
     assert "".join(piece.source for piece in pieces) == text
     assert all(
         piece.source == piece.content + piece.arguments or not piece.content + piece.arguments
@@ -159,36 +159,36 @@ def test_any_split_of_the_text_gives_the_same_calls(
 
 
 @given(text=st.text(alphabet=st.characters(exclude_characters="<{[ \t\r\n")))
-def test_plain_text_is_passed_on_at_once(text: str) -> None:
-    """Only text that may begin a call is held back."""
+def test_plain_text_is_passed_on_without_delay(text: str) -> None:
+    """The parser holds back only text that may begin a call."""
     for dialect in DIALECTS:
         parser = CallParser(dialect, NAMES)
         assert "".join(piece.content for piece in parser.add(text)) == text
 
 
 def test_second_call_is_text_without_parallel_calls() -> None:
-    """It is neither called nor lost."""
-    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    content, calls, _ = read(HERMES, [one + one], several=False)
-    assert (content, calls) == (one, [("now", "{}")])
+    """The parser returns a second call as text if parallel calls are disabled."""
+    call_text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    content, calls, _ = parse(HERMES, [call_text + call_text], several=False)
+    assert (content, calls) == (call_text, [("now", "{}")])
 
 
 def test_held_back_white_space_is_bounded() -> None:
-    """A model may write spaces without end."""
+    """The parser holds back a bounded amount of white space."""
     parser = CallParser(HERMES, NAMES)
-    given_out = "".join(piece.content for _ in range(500) for piece in parser.add(" "))
-    assert len(given_out) > 400
+    content = "".join(piece.content for _ in range(500) for piece in parser.add(" "))
+    assert len(content) > 400
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("several", [False, True])
 def test_forced_calls_are_parsed_as_calls(dialect: Dialect, several: bool) -> None:
-    """The forced form, filled in, parses with and without its markers."""
+    """The parser recognises the forced form of calls with and without the markers."""
     form = json.loads(calls_grammar(dialect, {"get": {"type": "object"}}, several=several).text)
     call = form["functions"][0]["head"] + '{"a": 1}' + form["functions"][0]["tail"]
     count = 3 if form["between"] is not None else 1
     text = form["opened"] + (form["between"] or "").join([call] * count) + form["closed"]
-    assert read(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)
-    if dialect is MISTRAL:  # its marker is a special token: no text
+    assert parse(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)
+    if dialect is MISTRAL:  # the marker is a special token without text
         text = text.replace("[TOOL_CALLS]", "")
-        assert read(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)
+        assert parse(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)

@@ -1,4 +1,4 @@
-"""`speculation.trace`: what each step did, with a description."""
+"""Tests of `speculation.trace`, which describes each step of a response."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ ENDPOINTS = {
 def test_step_description_states_the_deciding_survival_and_price(
     step: StepTrace, words: str
 ) -> None:
-    """It says what was verified, what excluded the next slot, and what was accepted."""
+    """The description of a step states the verified and accepted tokens and the deciding
+    survival."""
     assert describe_step(step) == words
 
 
@@ -80,25 +81,25 @@ def steps_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_traced_answer_has_every_step(path: str, stream: bool) -> None:
-    """Tokens and drafts are texts, streamed or whole, even if the text is held back."""
+async def test_traced_response_has_every_step(path: str, stream: bool) -> None:
+    """A traced response contains every step with tokens and drafts as texts, even without text."""
     backend = ScriptedBackend()
     a, b, c = backend.tokenizer.encode("def f")[0], *backend.tokenizer.encode(" g(")[:2]
     text = [backend.tokenizer.token_text(token) for token in (a, b, c)]
     drafted = StepTrace(2, "ngram", 3, (a, c), 1, (0.9, 0.5), 0.25)
     body = {**ENDPOINTS[path], "stream": stream, "speculation": {"trace": True}}
-    async with running(backends=[backend]) as where, client(where) as http:
-        answering = asyncio.ensure_future(http.post(path, json=body))
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
+        pending = asyncio.ensure_future(http.post(path, json=body))
         request = await backend.submitted.get()
         held_back = Delta(0, (a, b), "", steps=(drafted,))
         outcome = SpeculationOutcome()
         last = Delta(0, (c,), "".join(text), (), FinishReason.STOP, outcome, steps=(StepTrace(1),))
         for delta in (held_back, last):
             backend.streams.deliver([(request.request_id, delta)])
-        response = await answering
-        answers = events(response.text)[:-1] if stream else [response.json()]
+        response = await pending
+        responses = events(response.text)[:-1] if stream else [response.json()]
     assert request.traced
-    steps = [step for answer in answers for step in steps_of(answer["choices"][0])]
+    steps = [step for body in responses for step in steps_of(body["choices"][0])]
     assert [step["tokens"] for step in steps] == [text[:2], text[2:]]
     assert steps[0] | {"tokens": []} == {
         "tokens": [],
@@ -114,13 +115,13 @@ async def test_traced_answer_has_every_step(path: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_steps_are_absent_without_trace(path: str) -> None:
-    """The request is not traced, and no choice has the field."""
+    """A response without tracing has no field `steps`."""
     backend = ScriptedBackend()
     body = {**ENDPOINTS[path], "stream": True, "speculation": {"trace": False}}
-    async with running(backends=[backend]) as where, client(where) as http:
-        answering = asyncio.ensure_future(http.post(path, json=body))
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
+        pending = asyncio.ensure_future(http.post(path, json=body))
         request = await backend.submitted.get()
         backend.emit(request, "x", last=True)
-        response = await answering
+        response = await pending
     assert not request.traced
     assert '"steps"' not in response.text

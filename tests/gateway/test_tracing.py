@@ -1,4 +1,4 @@
-"""One trace per request, ended at the last byte, and none by default."""
+"""Tests of tracing: one trace per request that ends at the last byte, and none by default."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
 from tests.gateway.harness import client, load_of, post_raw, running, until
 
-BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
+BODY = {"prompt": "private prompt", "max_tokens": 20, "seed": 1}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 
 
 @pytest.fixture
 def exporter() -> InMemorySpanExporter:
-    """Collects the ended spans."""
+    """An exporter that stores the ended spans."""
     return InMemorySpanExporter()
 
 
 @pytest.fixture
 async def traced(exporter: InMemorySpanExporter) -> AsyncIterator[Listening]:
-    """A node that traces."""
+    """A node with tracing."""
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
-    async with running(tracing=tracing, log_level="info") as where:
-        yield where
+    async with running(tracing=tracing, log_level="info") as gateway:
+        yield gateway
     tracing.shutdown()
 
 
@@ -44,18 +44,18 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 async def test_request_has_one_trace_below_the_clients(
     traced: Listening, exporter: InMemorySpanExporter, stream: bool
 ) -> None:
-    """The SERVER span has the decision and the outcome."""
+    """The SERVER span is a child of the client's span and contains the decision and the outcome."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     async with client(traced) as http:
         await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
     spans = by_name(exporter)
-    hops = {"admit", "queue", "route", "decide", "reserve", "dispatch"}
-    assert {"POST /v1/completions", *hops} <= set(spans)
+    names = {"admit", "queue", "route", "decide", "reserve", "dispatch"}
+    assert {"POST /v1/completions", *names} <= set(spans)
     server = spans["POST /v1/completions"]
     assert server.kind is SpanKind.SERVER
     assert f"{server.context.trace_id:032x}" == TRACE
     assert f"{server.parent.span_id:016x}" == PARENT
-    for name in hops:
+    for name in names:
         assert spans[name].parent.span_id == server.context.span_id
         assert spans[name].end_time <= server.end_time
     assert [event.name for event in server.events] == ["first_token"]
@@ -64,13 +64,13 @@ async def test_request_has_one_trace_below_the_clients(
     assert found["draftgate.worker_id"] == traced.node.fleet.workers[0].worker_id
     assert found["draftgate.proposer"] == "ngram"
     assert found["draftgate.drafted_tokens"] >= found["draftgate.accepted_tokens"]
-    assert "tell nobody" not in str(found)
+    assert "private prompt" not in str(found)
 
 
 async def test_span_ends_when_its_client_leaves(
     traced: Listening, exporter: InMemorySpanExporter
 ) -> None:
-    """The trace is complete and marked as cancelled."""
+    """The trace of a disconnected client is complete and marked as cancelled."""
     body = {**BODY, "max_tokens": 8000, "stream": True}
     _, writer = await post_raw(traced, "/v1/completions", body)
     await until(lambda: load_of(traced.node).running == 1)
@@ -82,7 +82,7 @@ async def test_span_ends_when_its_client_leaves(
 async def test_rejected_request_has_a_span_without_an_error(
     traced: Listening, exporter: InMemorySpanExporter
 ) -> None:
-    """A bad request is not a server error."""
+    """The span of a rejected request has no error status."""
     async with client(traced) as http:
         await http.post("/v1/completions", json={"prompt": 5})
     (span,) = exporter.get_finished_spans()
@@ -91,9 +91,9 @@ async def test_rejected_request_has_a_span_without_an_error(
 
 
 def test_tracing_is_off_without_an_endpoint() -> None:
-    """Nothing is recorded by default."""
+    """The node records no spans without an endpoint."""
     tracing = open_tracing(None, {})
     assert type(tracing) is Tracing
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN
-    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
-    assert type(open_tracing(None, asked)) is Tracing
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
+    assert type(open_tracing(None, environ)) is Tracing

@@ -1,4 +1,4 @@
-"""OpenAI's client in front of a forwarding node, and the effects at both ends."""
+"""Tests of OpenAI's client with a forwarding node, and the effects at both ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.gateway.upstreams import (
     TOKEN,
     Clock,
     cut_after,
-    in_front,
+    forwarding,
     refusal,
     upstream,
     whole,
@@ -40,21 +40,21 @@ CHAT = [{"role": "user", "content": "def add(a, b):"}]
 
 
 @pytest.fixture
-async def where(sim: Listening) -> AsyncIterator[Listening]:
-    """Yield a node in front of a node with the simulator."""
+async def gateway(sim: Listening) -> AsyncIterator[Listening]:
+    """A node that forwards to a node with the simulator."""
     async with running(backend="openai", upstream=(sim.url + "/v1",)) as listening:
         yield listening
 
 
 @pytest.fixture
-async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """Yield OpenAI's client for the node in front."""
-    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of the forwarding node."""
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
-async def test_models_are_those_of_the_upstream(api: AsyncOpenAI, sim: Listening) -> None:
-    """The list and its entries pass."""
+async def test_models_of_the_upstream_are_listed(api: AsyncOpenAI, sim: Listening) -> None:
+    """The gateway forwards the list of models and each entry."""
     name = sim.node.served.name
     assert [model.id for model in (await api.models.list()).data] == [name]
     assert (await api.models.retrieve(name)).id == name
@@ -63,18 +63,18 @@ async def test_models_are_those_of_the_upstream(api: AsyncOpenAI, sim: Listening
 
 
 async def test_chat_and_completions_whole_and_streamed(api: AsyncOpenAI, sim: Listening) -> None:
-    """One seed gives one text in each of the four ways, with usage if requested."""
+    """The same seed gives the same text and usage, whole or streamed."""
     model = sim.node.served.name
     common = {"model": model, "max_tokens": 12, "seed": 5}
     for create, prompt in (
         (api.chat.completions.create, {"messages": CHAT}),
         (api.completions.create, {"prompt": "def f(x):"}),
     ):
-        answer = await create(**common, **prompt)
+        response = await create(**common, **prompt)
         options = {"include_usage": True}
         stream = await create(**common, **prompt, stream=True, stream_options=options)
         chunks = [chunk async for chunk in stream]
-        choice = answer.choices[0]
+        choice = response.choices[0]
         if "messages" in prompt:
             text = choice.message.content
             pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
@@ -82,11 +82,11 @@ async def test_chat_and_completions_whole_and_streamed(api: AsyncOpenAI, sim: Li
             text = choice.text
             pieces = [c.choices[0].text for c in chunks if c.choices]
         assert "".join(pieces) == text != ""
-        assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 12
+        assert chunks[-1].usage.completion_tokens == response.usage.completion_tokens == 12
 
 
 async def test_usage_is_not_added_unless_requested(api: AsyncOpenAI, sim: Listening) -> None:
-    """Without `include_usage` a client gets no chunk without choices."""
+    """The stream has no usage chunk without `include_usage`."""
     stream = await api.completions.create(
         model=sim.node.served.name, prompt="x", max_tokens=4, stream=True
     )
@@ -94,19 +94,19 @@ async def test_usage_is_not_added_unless_requested(api: AsyncOpenAI, sim: Listen
 
 
 async def test_closing_a_stream_frees_kv_at_the_upstream(
-    api: AsyncOpenAI, sim: Listening, where: Listening
+    api: AsyncOpenAI, sim: Listening, gateway: Listening
 ) -> None:
-    """The cancel crosses both nodes, and neither keeps anything of the request."""
+    """Closing a stream frees the request at the gateway and at the upstream."""
     body = {"prompt": "x", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
     stream = await api.completions.create(model=sim.node.served.name, stream=True, **body)
     await anext(aiter(stream))
-    assert load_of(sim.node).running == load_of(where.node).running == 1
+    assert load_of(sim.node).running == load_of(gateway.node).running == 1
     await stream.close()
-    await until(lambda: is_idle(sim.node) and is_idle(where.node))
+    await until(lambda: is_idle(sim.node) and is_idle(gateway.node))
 
 
 async def test_upstream_errors_keep_their_types(api: AsyncOpenAI, sim: Listening) -> None:
-    """The client raises the same exception as without a gateway."""
+    """The client raises the same exception with and without a gateway."""
     model = sim.node.served.name
     with pytest.raises(openai.BadRequestError) as bad:
         await api.completions.create(model=model, prompt="x", temperature=-1)
@@ -116,11 +116,11 @@ async def test_upstream_errors_keep_their_types(api: AsyncOpenAI, sim: Listening
 
 
 async def test_cut_stream_raises_in_the_client() -> None:
-    """A cut stream is an exception and never a short text."""
+    """The client raises an exception when the upstream's stream is cut."""
     async with (
-        upstream(cut_after(TOKEN)) as there,
-        in_front(there) as where,
-        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as api,
+        upstream(cut_after(TOKEN)) as engine,
+        forwarding(engine) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as api,
     ):
         stream = await api.completions.create(model="theirs", prompt="x", stream=True)
         assert (await anext(aiter(stream))).choices[0].text == " a"
@@ -128,24 +128,25 @@ async def test_cut_stream_raises_in_the_client() -> None:
             await anext(aiter(stream))
 
 
-async def test_tokenize_is_passed_on_or_501(where: Listening) -> None:
-    """An upstream without /tokenize gives a typed 501."""
-    async with client(where) as http:
+async def test_tokenize_is_forwarded_or_501(gateway: Listening) -> None:
+    """The gateway forwards /tokenize, or responds with 501 if the upstream does not support the
+    path."""
+    async with client(gateway) as http:
         assert (await http.post("/tokenize", json={"prompt": "a b"})).json()["count"] > 0
         assert (await http.get("/decisions")).json() == {"decisions": []}
 
     async def missing(request):
         return web.Response(status=404)
 
-    async with upstream(missing) as there, in_front(there) as bare, client(bare) as http:
-        answer = await http.post("/tokenize", json={"prompt": "a"})
-        assert answer.status_code == 501
-        assert answer.json()["error"]["code"] == "not_offered"
+    async with upstream(missing) as engine, forwarding(engine) as bare, client(bare) as http:
+        response = await http.post("/tokenize", json={"prompt": "a"})
+        assert response.status_code == 501
+        assert response.json()["error"]["code"] == "not_offered"
         assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404
 
 
 async def test_upstream_gets_the_same_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also gets our request id and our key, and not the client's key."""
+    """The upstream receives the same body with the request id and the gateway's key."""
     monkeypatch.setenv("THEIR_KEY", "secret")
     body = b'{ "model":"theirs",  "prompt":"\xc3\xbc", "speculation": {"mode": "off"}, "x": 1.50}'
     headers = {
@@ -155,86 +156,86 @@ async def test_upstream_gets_the_same_body(monkeypatch: pytest.MonkeyPatch) -> N
         "x-slo-ttft-ms": "100",
         "Cookie": "a=b",
     }
-    async with upstream(whole) as there:
-        settings = {"upstream": (there.url,), "upstream_api_key_env": "THEIR_KEY"}
-        async with running(backend="openai", **settings) as where, client(where) as http:
-            answer = await http.post("/v1/completions?a=%2F", content=body, headers=headers)
-    (request,) = there.requests
-    assert there.bodies == [body]
+    async with upstream(whole) as engine:
+        settings = {"upstream": (engine.url,), "upstream_api_key_env": "THEIR_KEY"}
+        async with running(backend="openai", **settings) as gateway, client(gateway) as http:
+            response = await http.post("/v1/completions?a=%2F", content=body, headers=headers)
+    (request,) = engine.requests
+    assert engine.bodies == [body]
     assert request.path_qs == "/v1/completions?a=%2F"
     assert request.headers["Authorization"] == "Bearer secret"
-    assert request.headers["x-request-id"] == answer.headers["x-request-id"] == "mine-1"
+    assert request.headers["x-request-id"] == response.headers["x-request-id"] == "mine-1"
     assert request.headers["x-slo-ttft-ms"] == "100"
     assert "Cookie" not in request.headers
 
 
 async def test_large_body_arrives_whole() -> None:
-    """A prompt of 3 MB passes like a small one."""
+    """The gateway forwards a body of 3 MB completely."""
     body = json.dumps({"prompt": "p" * (3 << 20)}).encode()
-    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
+    async with upstream(whole) as engine, forwarding(engine) as gateway, client(gateway) as http:
         assert (await http.post("/v1/completions", content=body)).status_code == 200
-    assert there.bodies == [body]
+    assert engine.bodies == [body]
 
 
 async def test_served_model_name_is_replaced() -> None:
-    """Only the name of the model changes in the body."""
+    """The gateway replaces only the model's name in the body."""
     body = b'{"n":1.50,"model":"ours","prompt":"\\u00fc","model_x":null}'
     async with (
-        upstream(whole) as there,
-        in_front(there, served_model_name="ours") as where,
-        client(where) as http,
+        upstream(whole) as engine,
+        forwarding(engine, served_model_name="ours") as gateway,
+        client(gateway) as http,
     ):
         assert (await http.post("/v1/completions", content=body)).status_code == 200
-        assert there.bodies == [b'{"n":1.50,"model":"theirs","prompt":"\\u00fc","model_x":null}']
+        assert engine.bodies == [b'{"n":1.50,"model":"theirs","prompt":"\\u00fc","model_x":null}']
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "ours"
-        answer = await http.post("/v1/completions", json={"model": "theirs", "prompt": "x"})
-        assert answer.json()["error"]["code"] == "model_not_found"
-        assert len(there.requests) == 1
+        response = await http.post("/v1/completions", json={"model": "theirs", "prompt": "x"})
+        assert response.json()["error"]["code"] == "model_not_found"
+        assert len(engine.requests) == 1
 
 
-async def test_embeddings_take_the_path_of_generation(tmp_path: Path) -> None:
-    """Name, priority, metrics, tenant and quota apply to them."""
+async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None:
+    """The gateway applies names, priorities, metrics and quotas to embeddings."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000}]")
-    answer = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
+    handler = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
     async with (
-        upstream(answer) as there,
-        in_front(there, served_model_name="ours", api_keys_file=str(keys)) as where,
-        client(where) as http,
+        upstream(handler) as engine,
+        forwarding(engine, served_model_name="ours", api_keys_file=str(keys)) as gateway,
+        client(gateway) as http,
     ):
         http.headers["Authorization"] = "Bearer k"
         body = {"model": "ours", "input": "x", "priority": -4}
         assert (await http.post("/v1/embeddings", json=body)).status_code == 200
-        assert json.loads(there.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
+        assert json.loads(engine.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
         metrics = (await http.get("/metrics")).text
-        ledger = where.node.dispatcher.admission.ledger
+        ledger = gateway.node.dispatcher.admission.ledger
         assert ledger.totals("search").settled == 9
     (requests,) = [line for line in metrics.splitlines() if "/v1/embeddings" in line]
     assert 'outcome="finished"' in requests
     assert 'tenant="search"} 9.0' in metrics
 
 
-async def test_openapi_document_needs_no_local_model(where: Listening) -> None:
-    """`/openapi.json` needs no tokenizer."""
-    async with client(where) as http:
-        answer = await http.get("/openapi.json")
-    assert answer.status_code == 200
-    assert "/v1/chat/completions" in answer.json()["paths"]
+async def test_openapi_document_needs_no_local_model(gateway: Listening) -> None:
+    """The gateway serves `/openapi.json` without a tokenizer."""
+    async with client(gateway) as http:
+        response = await http.get("/openapi.json")
+    assert response.status_code == 200
+    assert "/v1/chat/completions" in response.json()["paths"]
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
 async def test_upstream_continues_the_trace(traced: bool) -> None:
-    """Its parent is our span, or the client's if we do not trace."""
+    """The upstream receives the gateway's span as its parent, or the client's without tracing."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter)) if traced else None
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     async with (
-        upstream(whole) as there,
-        in_front(there, tracing=tracing) as where,
-        client(where) as http,
+        upstream(whole) as engine,
+        forwarding(engine, tracing=tracing) as gateway,
+        client(gateway) as http,
     ):
         await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    _, trace, parent, _ = there.requests[0].headers["traceparent"].split("-")
+    _, trace, parent, _ = engine.requests[0].headers["traceparent"].split("-")
     assert trace == "0af7651916cd43dd8448eb211c80319c"
     if not traced:
         assert parent == "b7ad6b7169203331"
@@ -249,10 +250,10 @@ async def test_upstream_continues_the_trace(traced: bool) -> None:
 
 
 async def test_load_of_an_upstream_without_metrics() -> None:
-    """The capacity is the setting's, and speeds are those of its streams."""
+    """The load of an upstream without metrics uses the setting and the observed streams."""
     clock, begun = Clock(), asyncio.Event()
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         clock.now_s += 2.0
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
@@ -261,10 +262,10 @@ async def test_load_of_an_upstream_without_metrics() -> None:
         await response.write(TOKEN + TOKEN + LAST + DONE)
         return response
 
-    async with upstream(answer) as there:
-        config = WorkerConfig(upstream=there.url, upstream_concurrency=7)
+    async with upstream(handler) as engine:
+        config = WorkerConfig(upstream=engine.url, upstream_concurrency=7)
         worker = OpenAIUpstream(config, clock, probe_s=3600.0)
-        async with running(backends=[worker]) as where, client(where) as http:
+        async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=7)
             body = b'{"stream": true}    '
             async with http.stream("POST", "/v1/completions", content=body) as got:
@@ -296,27 +297,27 @@ async def test_load_of_an_upstream_without_metrics() -> None:
 async def test_missing_setting_fails_the_start_with_one_line(
     settings: dict[str, object], message: str
 ) -> None:
-    """The address, the backend or the key is missing."""
+    """The start fails with one line that names the missing or conflicting setting."""
     with pytest.raises(StartError, match=message):
         await start_workers(build_node(ServeConfig(**settings)))
 
 
-async def test_invalid_json_is_left_to_the_upstream() -> None:
-    """The body passes, since the upstream knows its fields."""
-    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
+async def test_invalid_json_is_forwarded_to_the_upstream() -> None:
+    """The gateway forwards a body that is not JSON, because the upstream knows its fields."""
+    async with upstream(whole) as engine, forwarding(engine) as gateway, client(gateway) as http:
         assert (await http.post("/v1/completions", content=b"not json")).status_code == 200
-        assert there.bodies == [b"not json"]
+        assert engine.bodies == [b"not json"]
 
 
 class _Miscounting(OpenAIUpstream):
-    """Counts no request as running."""
+    """An upstream backend that counts no request as running."""
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
 
 async def test_openai_upstream_passes_conformance_suite(sim: Listening) -> None:
-    """An upstream that breaks the contract fails it."""
+    """The OpenAI upstream passes the conformance suite, and a broken upstream fails."""
     await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
     with pytest.raises(AssertionError, match="counts as running"):
         await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))

@@ -1,4 +1,4 @@
-"""Metrics pages of upstreams, and the load that is computed from them."""
+"""Tests of upstreams' metrics pages and of the load that they give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from draftgate.policies.speculation.upstream_speculation import DraftMeans, expe
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
-from tests.gateway.upstreams import Clock, held, in_front, unasked, upstream, whole
+from tests.gateway.upstreams import Clock, forwarding, held, manual_upstream, upstream, whole
 
 DRAFTS = (100, 400, 250)
 
@@ -77,20 +77,20 @@ DRAFTS = (100, 400, 250)
         "llama.cpp-drafting", "unknown", "empty",
     ],
 )  # fmt: skip
-def test_page_of_each_engine_is_read(page: str, expected: EngineMetrics | None) -> None:
-    """Replicas are added, ranks and priorities count once, and NaN is ignored."""
+def test_page_of_each_engine_is_parsed(page: str, expected: EngineMetrics | None) -> None:
+    """The reader adds replicas, counts ranks and priorities once, and ignores NaN."""
     assert read_metrics(page) == expected
 
 
 def test_broken_sample_raises_value_error() -> None:
-    """A value that is not a number is an error, not a guess."""
+    """The reader raises a ValueError for a sample that is not a number."""
     with pytest.raises(ValueError, match="could not convert"):
         read_metrics("vllm:num_requests_running{} many\n")
 
 
 @given(st.text(max_size=300))
 def test_reader_raises_only_value_error(text: str) -> None:
-    """Any text at /metrics gives metrics, None or a ValueError."""
+    """The reader returns metrics or None, or raises a ValueError, for any text."""
     for page in (
         text,
         f"vllm:num_requests_running{text}",
@@ -101,7 +101,7 @@ def test_reader_raises_only_value_error(text: str) -> None:
 
 
 async def test_page_of_another_draftgate_has_price_and_acceptance(sim: Listening) -> None:
-    """It also shows vLLM's names, but is not read as a vLLM."""
+    """The reader takes price and acceptance from another Draftgate's page."""
     async with client(sim) as http:
         body = {"prompt": "x = x + 1\n" * 20, "max_tokens": 40, "temperature": 0}
         await http.post("/v1/completions", json=body)
@@ -115,8 +115,8 @@ async def test_page_of_another_draftgate_has_price_and_acceptance(sim: Listening
     assert 0 < found.counters.accepted <= found.counters.drafted
 
 
-def test_recent_drafts_outweigh_old_ones() -> None:
-    """The means follow the latest drafts, also after a restart of the engine."""
+def test_recent_drafts_outweigh_old_drafts() -> None:
+    """The means follow the latest drafts, even after a restart of the engine."""
     recent = RecentDrafts()
     assert recent.means == PRIOR
     recent.add_counters(DraftCounters(1e6, 5e6, 4e6))
@@ -135,7 +135,7 @@ def test_recent_drafts_outweigh_old_ones() -> None:
     st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**8), st.integers(0, 10**8))),
 )
 def test_accepted_mean_never_exceeds_drafted_mean(counts: list[tuple[int, int, int]]) -> None:
-    """Counters may jump, fall or contradict each other."""
+    """The mean of accepted tokens never exceeds the mean of drafted tokens for any counters."""
     recent = RecentDrafts()
     for drafts, drafted, accepted in counts:
         recent.add_counters(DraftCounters(float(drafts), float(drafted), float(accepted)))
@@ -143,7 +143,7 @@ def test_accepted_mean_never_exceeds_drafted_mean(counts: list[tuple[int, int, i
 
 
 def test_load_separates_other_clients_from_own_requests() -> None:
-    """Others are the engine's count minus our own, which changes at once."""
+    """The load of other clients is the engine's count minus the gateway's own requests."""
     known = UpstreamLoad(0, None)
     metrics = EngineMetrics("vllm", running=9, waiting=3, kv_usage=0.5, kv_blocks=100)
     known.update(metrics, 4, 10.0)
@@ -155,15 +155,15 @@ def test_load_separates_other_clients_from_own_requests() -> None:
 
 
 def test_stale_metrics_are_ignored() -> None:
-    """An upstream that reports no longer has the load of one that never did."""
+    """The load of an upstream with stale metrics equals the load without metrics."""
     known = UpstreamLoad(0, None)
     known.update(EngineMetrics("vllm", 9, 3, kv_usage=0.9, kv_blocks=100), 0, 0.0)
     assert known.load(2, STALE_S + 0.1) == UpstreamLoad(0, None).load(2, STALE_S + 0.1)
     assert known.load(2, STALE_S + 0.1).age_s is None
 
 
-def test_max_sequences_are_declared_else_reported_else_estimated() -> None:
-    """The operator knows best, then the engine, then the engine's queue."""
+def test_max_sequences_prefer_setting_then_report_then_estimate() -> None:
+    """The setting has precedence over the engine's report, and the report over the estimate."""
     full = EngineMetrics("vllm", running=9, waiting=3)
     for declared, metrics, expected in (
         (5, full, 5),
@@ -177,13 +177,13 @@ def test_max_sequences_are_declared_else_reported_else_estimated() -> None:
 
 
 def test_price_follows_from_counters_and_times() -> None:
-    """The more the times grow with the batch, the higher it is; an idle engine's is 0."""
+    """The price grows with the effect of the batch on step times and is 0 for an idle engine."""
     known = UpstreamLoad(0, None)
     accepted = expected_accepted(0.7, 4.0)
     counters = DraftCounters(1e6, 4e6, 1e6 * accepted)
     known.update(EngineMetrics("vllm", 32, 0, drafts=True, counters=counters), 0, 0.0)
     for load in range(1, 60):
-        known.speed.add_stream(0.01 * load + 0.2, 101, 1, load)  # seconds of 100 gaps
+        known.speed.add_stream(0.01 * load + 0.2, 101, 1, load)  # duration of 100 gaps in seconds
     busy = known.load(0, 0.0)
     assert busy.proposers == (UPSTREAM_PROPOSER,)
     assert busy.acceptance == pytest.approx(0.7, abs=0.01)
@@ -195,14 +195,14 @@ def test_price_follows_from_counters_and_times() -> None:
 
 
 async def test_metrics_are_read_at_start_and_afterwards() -> None:
-    """The load is known before the first request, and updated later."""
-    async with upstream(whole) as there:
-        there.metrics = vllm(3, 0, 0.1, drafts=DRAFTS)
+    """The gateway reads the upstream's metrics at its start and updates them later."""
+    async with upstream(whole) as engine:
+        engine.metrics = vllm(3, 0, 0.1, drafts=DRAFTS)
         clock = Clock()
-        worker = unasked(WorkerConfig(upstream=there.url), clock)
-        async with running(backends=[worker]) as where, client(where) as http:
+        worker = manual_upstream(WorkerConfig(upstream=engine.url), clock)
+        async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load().running == worker.load().others == 3
-            there.metrics = vllm(5, 2, 0.1, drafts=DRAFTS)
+            engine.metrics = vllm(5, 2, 0.1, drafts=DRAFTS)
             await worker.poll()
             clock.now_s += 2.5
             assert (worker.load().running, worker.load().waiting) == (5, 2)
@@ -213,44 +213,44 @@ async def test_metrics_are_read_at_start_and_afterwards() -> None:
 
 
 async def test_background_task_polls_metrics() -> None:
-    """A change at the upstream soon shows in its load."""
-    async with upstream(whole) as there:
-        there.metrics = vllm(1)
-        worker = OpenAIUpstream(WorkerConfig(upstream=there.url), poll_s=0.001)
+    """A background task polls the upstream's metrics."""
+    async with upstream(whole) as engine:
+        engine.metrics = vllm(1)
+        worker = OpenAIUpstream(WorkerConfig(upstream=engine.url), poll_s=0.001)
         async with running(backends=[worker]):
-            there.metrics = vllm(8)
+            engine.metrics = vllm(8)
             await until(lambda: worker.load().others == 8)
 
 
-async def test_upstream_without_metrics_has_the_load_counted_here() -> None:
-    """A missing page is asked for again after a while; a broken one changes nothing."""
-    async with upstream(whole) as there:
+async def test_upstream_without_metrics_has_the_gateways_counts() -> None:
+    """The load of an upstream without metrics uses the gateway's counts until a page appears."""
+    async with upstream(whole) as engine:
         clock = Clock()
-        worker = unasked(WorkerConfig(upstream=there.url, upstream_concurrency=2), clock)
-        async with running(backends=[worker]) as where, client(where) as http:
+        worker = manual_upstream(WorkerConfig(upstream=engine.url, upstream_concurrency=2), clock)
+        async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=2)
-            there.metrics = vllm(4)
+            engine.metrics = vllm(4)
             await worker.poll()
             assert worker.load().others == 0
             clock.now_s += MISSING_S
             await worker.poll()
             assert worker.load().others == 4
             assert (await http.post("/v1/completions", json={})).status_code == 200
-            there.metrics = "vllm:num_requests_running{ nonsense"
+            engine.metrics = "vllm:num_requests_running{ nonsense"
             await worker.poll()
             assert worker.load().others == 4
 
 
 async def test_own_requests_are_counted_once() -> None:
-    """They are not taken for those of others, before and after a reading."""
-    async with upstream(held()) as there, in_front(there) as where:
-        worker = where.node.fleet.workers[0].backend
-        _, writer = await post_raw(where, "/v1/completions", {"prompt": "x", "n": 3})
-        await there.came.get()
+    """The gateway counts its own requests once, before and after a reading."""
+    async with upstream(held()) as engine, forwarding(engine) as gateway:
+        worker = gateway.node.fleet.workers[0].backend
+        _, writer = await post_raw(gateway, "/v1/completions", {"prompt": "x", "n": 3})
+        await engine.arrived.get()
         assert worker.load().running == 3, "each choice is a sequence"
-        there.metrics = vllm(5, 0)
+        engine.metrics = vllm(5, 0)
         await worker.poll()
-        assert worker.load().running == 3, "a missing page is not asked for again so soon"
+        assert worker.load().running == 3, "the gateway does not poll a missing page again so soon"
         worker._monitor._next_metrics_s = 0.0
         await worker.poll()
         assert (worker.load().running, worker.load().others) == (5, 2)
@@ -259,38 +259,39 @@ async def test_own_requests_are_counted_once() -> None:
 
 
 async def test_other_clients_leave_half_of_the_capacity() -> None:
-    """Their sequences take capacity, but never keep this gateway out."""
-    async with upstream(held()) as there:
-        there.metrics = vllm(7, 0)
-        async with in_front(there, seats=8) as where:
+    """The gateway keeps half of the capacity for its own requests when other clients use the
+    engine."""
+    async with upstream(held()) as engine:
+        engine.metrics = vllm(7, 0)
+        async with forwarding(engine, max_sequences=8) as gateway:
             writers = [
-                (await post_raw(where, "/v1/completions", {"prompt": "x"}))[1] for _ in range(6)
+                (await post_raw(gateway, "/v1/completions", {"prompt": "x"}))[1] for _ in range(6)
             ]
             for _ in range(4):
-                await there.came.get()
-            await until(lambda: len(where.node.dispatcher.queue) == 2)
-            assert len(there.requests) == 4
+                await engine.arrived.get()
+            await until(lambda: len(gateway.node.dispatcher.queue) == 2)
+            assert len(engine.requests) == 4
             for writer in writers:
                 writer.close()
-            await until(lambda: where.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.dispatcher.in_flight == 0)
 
 
 async def test_request_waits_while_kv_memory_is_full() -> None:
-    """A prompt is not sent before it fits into the engine's free KV memory."""
-    async with upstream(held()) as there:
-        there.metrics = vllm(1, 0, 0.999, blocks="100")  # 32 tokens of 3200 are free
-        async with in_front(there) as where:
-            _, first = await post_raw(where, "/v1/completions", {"prompt": "x"})
-            await there.came.get()
-            _, second = await post_raw(where, "/v1/completions", {"prompt": "y" * 400})
-            await until(lambda: len(where.node.dispatcher.queue) == 1)
-            there.metrics = vllm(1, 0, 0.1, blocks="100")
-            await where.node.fleet.workers[0].backend.poll()
-            where.node.dispatcher.queue.pump()
-            await there.came.get()
+    """The gateway holds a request until its prompt fits into the engine's free KV memory."""
+    async with upstream(held()) as engine:
+        engine.metrics = vllm(1, 0, 0.999, blocks="100")  # 32 tokens of 3200 are free
+        async with forwarding(engine) as gateway:
+            _, first = await post_raw(gateway, "/v1/completions", {"prompt": "x"})
+            await engine.arrived.get()
+            _, second = await post_raw(gateway, "/v1/completions", {"prompt": "y" * 400})
+            await until(lambda: len(gateway.node.dispatcher.queue) == 1)
+            engine.metrics = vllm(1, 0, 0.1, blocks="100")
+            await gateway.node.fleet.workers[0].backend.poll()
+            gateway.node.dispatcher.queue.pump()
+            await engine.arrived.get()
             first.close()
             second.close()
-            await until(lambda: where.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.dispatcher.in_flight == 0)
 
 
 @pytest.mark.parametrize(
@@ -299,19 +300,20 @@ async def test_request_waits_while_kv_memory_is_full() -> None:
     ids=["memory", "counts"],
 )
 async def test_upstream_with_less_work_of_others_is_chosen(pages: tuple[str, str]) -> None:
-    """Of two upstreams that are otherwise equal, it gets the requests."""
+    """The gateway prefers the upstream with less work of other clients."""
     async with upstream(whole) as a, upstream(whole) as b:
         a.metrics, b.metrics = pages
-        async with in_front(a, b) as where, client(where) as http:
+        async with forwarding(a, b) as gateway, client(gateway) as http:
             for _ in range(4):
                 assert (await http.post("/v1/completions", json={})).status_code == 200
             assert (len(a.requests), len(b.requests)) == (0, 4)
 
 
 async def test_llama_cpp_reports_slots_without_metrics() -> None:
-    """Its server is recognised by the list of models, and reports its slots at /props."""
-    async with upstream(whole) as there:
-        there.owner = "llamacpp"
-        worker = unasked(WorkerConfig(upstream=there.url), Clock())
+    """The gateway reads the slots of llama.cpp's server from `/props` if its metrics are
+    disabled."""
+    async with upstream(whole) as engine:
+        engine.owner = "llamacpp"
+        worker = manual_upstream(WorkerConfig(upstream=engine.url), Clock())
         async with running(backends=[worker]):
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=3)

@@ -1,4 +1,4 @@
-"""Retry-After headers, and observed speeds of upstreams."""
+"""Tests of Retry-After headers and of the observed speeds of upstreams."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from draftgate.backends.openai.upstream_load import ObservedSpeed
     ],
 )
 def test_retry_after_accepts_seconds_and_dates(text: str | None, seconds: float | None) -> None:
-    """All three date formats count, and any other value is ignored."""
+    """The parser accepts seconds and all three date formats and ignores other values."""
     assert retry_after_s(text, datetime(2026, 11, 21, 12, tzinfo=UTC)) == seconds
 
 
 def test_speed_is_per_choice() -> None:
-    """Two choices in a stream each have half of its tokens; a single token shows no speed."""
-    seen = ObservedSpeed()
-    seen.add_stream(1.0, 1, 1, 1.0)
-    assert seen.speed().tpot_s == 0.0
-    seen.add_stream(1.0, 22, 2, 1.0)
-    assert seen.speed().tpot_s == pytest.approx(0.1)
-    seen.add_stream(2.0, 11, 1, 1.0)
-    assert seen.speed().tpot_s == pytest.approx(0.12)
+    """The observed speed is per choice, and a single token gives no speed."""
+    observed = ObservedSpeed()
+    observed.add_stream(1.0, 1, 1, 1.0)
+    assert observed.speed().tpot_s == 0.0
+    observed.add_stream(1.0, 22, 2, 1.0)
+    assert observed.speed().tpot_s == pytest.approx(0.1)
+    observed.add_stream(2.0, 11, 1, 1.0)
+    assert observed.speed().tpot_s == pytest.approx(0.12)
 
 
 def test_speed_is_corrected_for_load() -> None:
-    """Times at several loads predict the time at a lower or higher load."""
-    seen = ObservedSpeed()
+    """The observed speed predicts the times at a lower or higher load."""
+    observed = ObservedSpeed()
     for running in (1, 8, 16, 24, 32) * 12:
-        seen.add_stream(0.1 * (20 + running), 101, 1, running)
+        observed.add_stream(0.1 * (20 + running), 101, 1, running)
     for running in (1, 20, 60):
-        speed = seen.speed(running)
+        speed = observed.speed(running)
         assert speed.tpot_s == pytest.approx(0.001 * (20 + running), rel=0.05)
         assert speed.sequence_s == pytest.approx(0.001, rel=0.05)
-    assert seen.speed(0) == seen.speed(1)
+    assert observed.speed(0) == observed.speed(1)

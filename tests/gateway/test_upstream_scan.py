@@ -1,4 +1,4 @@
-"""The scan of an upstream's events."""
+"""Tests of the scanner of an upstream's events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScanResult:
     passed: bytes
     ending: StreamEnding | None
     outputs: int
@@ -37,10 +37,10 @@ class Verdict:
     usage: TokenUsage | None
 
 
-def scanned(*blocks: bytes) -> Verdict:
+def scan_blocks(*blocks: bytes) -> ScanResult:
     scan = EventScan()
     passed = b"".join(scan.feed(block) for block in blocks)
-    return Verdict(passed, scan.ending, scan.outputs, scan.finished, scan.usage())
+    return ScanResult(passed, scan.ending, scan.outputs, scan.finished, scan.usage())
 
 
 @st.composite
@@ -58,7 +58,7 @@ def chunk(draw: st.DrawFn) -> bytes:
     return b"data:" + b" " * draw(st.integers(0, 1)) + text.encode() + b"\n\n"
 
 
-oddities = st.sampled_from(
+unusual_events = st.sampled_from(
     [DONE, USAGE, b": comment\n\n", b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
      b"data: [1,2]\ndata: 3\n\n", b"data:\xff\xfe\n\n", b"half", b'data: {"error"\n\n', b"\r",
      b"x\r\r"]
@@ -67,9 +67,9 @@ line_ends = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])
 
 
 @st.composite
-def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """Draw a stream of events, and the same bytes in random pieces."""
-    parts = draw(st.lists(st.one_of(chunk(), oddities), max_size=6))
+def split_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
+    """Draw a stream of events and the same bytes in random pieces."""
+    parts = draw(st.lists(st.one_of(chunk(), unusual_events), max_size=6))
     end = draw(line_ends)
     stream = b"".join(part.replace(b"\n", end) for part in parts)
     cuts = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=12)))
@@ -78,27 +78,27 @@ def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 
 
 @settings(max_examples=400)
-@given(torn_streams())
+@given(split_streams())
 @example((b"data: x\r\n\r\ndata: y", [b"data: x\r\n\r", b"\ndata: y"]))
 @example((b"data: x\n\n\r\n", [b"data: x\n\n\r", b"\n"]))
 @example((LAST + DONE + TOKEN, [LAST, DONE, TOKEN]))
 @example((b"\n" + DONE, [b"\n", DONE]))
 @example((TOKEN + b"\n" + DONE, [TOKEN, b"\n" + DONE]))
-def test_result_does_not_depend_on_the_pieces(torn: tuple[bytes, list[bytes]]) -> None:
-    """What passes, the ending and every count are functions of the bytes alone."""
-    stream, blocks = torn
-    expected = scanned(stream)
-    assert scanned(*blocks) == expected
-    assert scanned(*(stream[i : i + 1] for i in range(len(stream)))) == expected
+def test_result_does_not_depend_on_the_pieces(split: tuple[bytes, list[bytes]]) -> None:
+    """The scan result depends only on the bytes of the stream and not on their division."""
+    stream, blocks = split
+    expected = scan_blocks(stream)
+    assert scan_blocks(*blocks) == expected
+    assert scan_blocks(*(stream[i : i + 1] for i in range(len(stream)))) == expected
     assert stream.startswith(expected.passed)
 
 
 @given(st.lists(chunk(), max_size=6), line_ends)
-def test_result_equals_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> None:
-    """Decoding every event gives the same ending, finish reasons and usage."""
+def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
+    """The scanner finds the same ending, finish reasons and usage as a full parse."""
     stream = (
         b"".join([*chunks, DONE]).replace(b"\n", end) + b"x"
-    )  # decides whether a last CR is half of a CRLF
+    )  # shows whether a last CR is half of a CRLF
     finished = outputs = 0
     usage, ending = None, StreamEnding.UNFINISHED
     for data in chunks:
@@ -112,9 +112,9 @@ def test_result_equals_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> 
             usage = TokenUsage(3, 0, 4)
     if finished and ending is not StreamEnding.ERROR:
         ending = StreamEnding.DONE
-    verdict = scanned(stream)
-    assert (verdict.ending, verdict.finished, verdict.usage) == (ending, finished, usage)
-    assert verdict.outputs == outputs
+    result = scan_blocks(stream)
+    assert (result.ending, result.finished, result.usage) == (ending, finished, usage)
+    assert result.outputs == outputs
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_result_equals_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> 
     ],
 )
 def test_last_usage_object_counts(text: bytes, usage: TokenUsage | None) -> None:
-    """Invalid counts are 0, and a string that looks like usage is ignored."""
+    """The scanner uses the last usage object and treats invalid counts as 0."""
     assert usage_in(text) == usage

@@ -1,4 +1,4 @@
-"""Streams and whole answers of upstreams: the same bytes, and exactly one ending."""
+"""Tests of forwarded streams and whole responses: the same bytes and exactly one ending."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.gateway.upstreams import (
     TOKEN,
     USAGE,
     WHOLE,
-    Answering,
+    Handler,
     after,
     cut_after,
+    forwarding,
     held,
-    in_front,
     refusal,
     stream_of,
     upstream,
@@ -30,7 +30,7 @@ from tests.gateway.upstreams import (
 )
 
 STREAM = {"model": "theirs", "prompt": "x", "stream": True}
-OWN_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+UPSTREAM_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ OWN_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
     ids=["plain", "together", "torn", "crlf", "fields", "bad-bytes", "words"],
 )
 async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
-    """The client gets exactly the upstream's bytes, whatever pieces they arrive in."""
-    async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
-        async with client(where) as http:
-            answer = await http.post("/v1/completions", json=STREAM)
-        assert answer.status_code == 200
-        assert answer.content == b"".join(blocks)
-        assert answer.headers["content-type"] == "text/event-stream"
-        assert answer.headers["x-accel-buffering"] == "no"
-        assert is_idle(where.node)
+    """The client receives exactly the upstream's bytes for any division into writes."""
+    async with upstream(stream_of(*blocks)) as engine, forwarding(engine) as gateway:
+        async with client(gateway) as http:
+            response = await http.post("/v1/completions", json=STREAM)
+        assert response.status_code == 200
+        assert response.content == b"".join(blocks)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert is_idle(gateway.node)
 
 
 @pytest.mark.parametrize(
-    ("answer", "passed", "reason"),
+    ("handler", "passed", "reason"),
     [
         (cut_after(TOKEN, TOKEN), TOKEN * 2, "broke off"),
         (stream_of(TOKEN, TOKEN), TOKEN * 2, "without [DONE]"),
@@ -82,10 +82,10 @@ async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
     ],
 )
 async def test_cut_stream_ends_with_one_error_event(
-    answer: Answering, passed: bytes, reason: str
+    handler: Handler, passed: bytes, reason: str
 ) -> None:
-    """After the last complete event there is one typed error, no partial event and no [DONE]."""
-    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+    """A cut stream ends with one typed error event after its last complete event."""
+    async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
         assert got.startswith(passed)
         (error,) = events(got[len(passed) :].decode())
@@ -96,16 +96,16 @@ async def test_cut_stream_ends_with_one_error_event(
         assert 'outcome="failed"' in metrics
         tokens = passed.count(b"data:")
         assert f'generation_tokens_total{{model_name="theirs"}} {tokens}.0' in metrics
-        assert is_idle(where.node)
+        assert is_idle(gateway.node)
 
 
 @pytest.mark.parametrize("end", [DONE, TOKEN + DONE, b""], ids=["done", "more", "closed"])
 async def test_error_event_of_the_upstream_ends_the_stream(end: bytes) -> None:
-    """It passes unchanged; no error of ours and nothing else follows it."""
-    answer = stream_of(TOKEN, OWN_ERROR + end)
-    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+    """The gateway forwards an error event of the upstream and ends the stream."""
+    handler = stream_of(TOKEN, UPSTREAM_ERROR + end)
+    async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
-        assert got == TOKEN + OWN_ERROR
+        assert got == TOKEN + UPSTREAM_ERROR
         assert 'outcome="failed"' in (await http.get("/metrics")).text
 
 
@@ -114,30 +114,30 @@ async def test_error_event_of_the_upstream_ends_the_stream(end: bytes) -> None:
 async def test_client_that_leaves_cancels_at_the_upstream(
     sent: tuple[bytes, ...], stream: bool
 ) -> None:
-    """This holds for streams and whole answers, before and after the first byte."""
-    async with upstream(held(*sent)) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", {**STREAM, "stream": stream})
-        await there.came.get()
+    """A disconnect of the client cancels the request at the upstream."""
+    async with upstream(held(*sent)) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", {**STREAM, "stream": stream})
+        await engine.arrived.get()
         if sent:
             await reader.readuntil(b"\n\n")
-        assert not is_idle(where.node)
+        assert not is_idle(gateway.node)
         writer.close()
-        assert await there.left.get() == "/v1/completions"
-        await until(lambda: is_idle(where.node))
+        assert await engine.disconnected.get() == "/v1/completions"
+        await until(lambda: is_idle(gateway.node))
 
 
 async def test_comments_are_sent_until_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the stream follows unchanged."""
+    """The gateway sends comments until the first byte of the upstream's stream."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
-    answer = after(begin, stream_of(TOKEN, LAST, DONE))
-    async with upstream(answer) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+    handler = after(begin, stream_of(TOKEN, LAST, DONE))
+    async with upstream(handler) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
         await reader.readuntil(COMMENT)
         begin.set()
         rest = await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
-        await until(lambda: is_idle(where.node))
+        await until(lambda: is_idle(gateway.node))
     assert rest.index(TOKEN) < rest.index(LAST) < rest.index(DONE)
 
 
@@ -145,7 +145,7 @@ SPACED = b'{"error": {"message": "two  spaces\\n and a line",\n "code": "x"}}'
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("handler", "expected_error"),
     [
         (refusal(400, SPACED), {"message": "two  spaces\n and a line", "code": "x"}),
         (refusal(200, SPACED), {"message": "two  spaces\n and a line", "code": "x"}),
@@ -158,34 +158,35 @@ SPACED = b'{"error": {"message": "two  spaces\\n and a line",\n "code": "x"}}'
     ],
     ids=["error", "error-200", "html", "no-stream", "deep", "cut", "500", "503"],
 )
-async def test_answer_in_place_of_a_begun_stream_is_one_error_event(
-    answer: Answering, told: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+async def test_response_other_than_a_stream_after_comments_is_one_error_event(
+    handler: Handler, expected_error: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a comment an upstream's error passes as an event; any other answer is described."""
+    """The gateway sends one error event if the upstream does not stream after comments."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
-    async with upstream(after(begin, answer)) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM, "Connection: close\r\n")
+    async with upstream(after(begin, handler)) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM, "Connection: close\r\n")
         head = await reader.readuntil(COMMENT)
         begin.set()
         rest = await reader.read()
         writer.close()
-        await until(lambda: is_idle(where.node))
+        await until(lambda: is_idle(gateway.node))
     assert (head + rest).count(b"HTTP/1.1") == 1
     assert rest.endswith(b"\r\n0\r\n\r\n")
     data = [line for line in rest.split(b"\r\n") if line.startswith(b"data: ")]
     (error,) = events(b"".join(data).decode())
-    if told is not None:
-        assert error["error"] == told
+    if expected_error is not None:
+        assert error["error"] == expected_error
     else:
         assert error["error"]["code"] in {"upstream_failed", "upstream_unavailable"}
         assert "<" not in error["error"]["message"]
 
 
-async def test_broken_answer_in_place_of_a_begun_stream_is_one_error_event(
+async def test_broken_response_after_comments_is_one_error_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A part of a JSON document does not reach the client."""
+    """The gateway sends one error event if the upstream sends a part of a JSON document after
+    comments."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
 
@@ -197,8 +198,8 @@ async def test_broken_answer_in_place_of_a_begun_stream_is_one_error_event(
         request.transport.close()
         return response
 
-    async with upstream(after(begin, half)) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM, "Connection: close\r\n")
+    async with upstream(after(begin, half)) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM, "Connection: close\r\n")
         await reader.readuntil(COMMENT)
         begin.set()
         rest = await reader.read()
@@ -207,28 +208,28 @@ async def test_broken_answer_in_place_of_a_begun_stream_is_one_error_event(
     assert rest.count(b"data: ") == rest.count(b'"code":"upstream_failed"') == 1
 
 
-async def test_client_that_leaves_during_comments_is_a_cancel(
+async def test_disconnect_during_comments_counts_as_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It counts as cancelled and not as failed, and nothing is kept."""
+    """The gateway counts a disconnect during comments as cancelled and not as failed."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.001)
-    async with upstream(held()) as there, in_front(there) as where, client(where) as http:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+    async with upstream(held()) as engine, forwarding(engine) as gateway, client(gateway) as http:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
         await reader.readuntil(COMMENT)
         assert writer.transport is not None
         writer.transport.abort()
-        await until(lambda: is_idle(where.node))
+        await until(lambda: is_idle(gateway.node))
         metrics = (await http.get("/metrics")).text
     assert 'outcome="cancelled"' in metrics
     assert 'outcome="failed"' not in metrics
 
 
 async def test_forwarded_tokens_reach_the_live_page() -> None:
-    """The samples contain the tokens, the time to first token and the end."""
-    answer = stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)
-    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+    """The samples of the live page contain the tokens and the TTFT of forwarded streams."""
+    handler = stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)
+    async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
         await http.post("/v1/completions", json=STREAM)
-        recent = where.node.metrics.recent
+        recent = gateway.node.metrics.recent
         assert (recent.tokens, recent.requests) == (4, 1)
         assert recent.ttft_s() is not None
         metrics = (await http.get("/metrics")).text
@@ -237,7 +238,7 @@ async def test_forwarded_tokens_reach_the_live_page() -> None:
 
 @pytest.mark.long
 async def test_slow_reader_slows_the_upstream() -> None:
-    """A client that does not read stops the upstream's writing, and no byte is lost."""
+    """A client that stops reading also stops the upstream's writes, and no byte is lost."""
     block = b'data: {"text": "' + b"z" * (64 << 10) + b'"}\n\n'
     sent = 0
 
@@ -251,18 +252,18 @@ async def test_slow_reader_slows_the_upstream() -> None:
         await response.write(LAST + DONE)
         return response
 
-    async with upstream(flood) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM)
-        seen, still = -1, 0
+    async with upstream(flood) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
+        seen, unchanged_checks = -1, 0
 
         def blocked() -> bool:
-            nonlocal seen, still
-            still = still + 1 if seen == sent else 0
+            nonlocal seen, unchanged_checks
+            unchanged_checks = unchanged_checks + 1 if seen == sent else 0
             seen = sent
-            return still == 100
+            return unchanged_checks == 100
 
         await until(blocked)
-        assert sent < 512  # kernel buffers of two connections, and ours
+        assert sent < 512  # kernel buffers of two connections and the gateway's buffer
         count, tail = 0, b""
         while not tail.endswith(b"\r\n0\r\n\r\n"):
             got = await reader.read(1 << 20)
@@ -273,19 +274,19 @@ async def test_slow_reader_slows_the_upstream() -> None:
     assert LAST + DONE in tail
 
 
-async def test_whole_answer_passes_unchanged() -> None:
-    """Status, type and bytes are the upstream's, and tokens are counted."""
-    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
-        answer = await http.post("/v1/chat/completions", json={"messages": []})
-        assert (answer.status_code, answer.content) == (200, WHOLE)
-        assert answer.headers["content-type"] == "application/json"
+async def test_whole_response_passes_unchanged() -> None:
+    """The gateway forwards a whole response unchanged and counts its tokens."""
+    async with upstream(whole) as engine, forwarding(engine) as gateway, client(gateway) as http:
+        response = await http.post("/v1/chat/completions", json={"messages": []})
+        assert (response.status_code, response.content) == (200, WHOLE)
+        assert response.headers["content-type"] == "application/json"
         metrics = (await http.get("/metrics")).text
         assert 'draftgate_generation_tokens_total{model_name="theirs"} 2.0' in metrics
         assert 'draftgate_prompt_tokens_total{model_name="theirs"} 5.0' in metrics
 
 
-async def test_broken_whole_answer_is_an_error() -> None:
-    """A part of a JSON document does not reach the client."""
+async def test_broken_whole_response_is_an_error() -> None:
+    """The gateway responds with 502 if the upstream sends a part of a JSON document."""
 
     async def half(request):
         response = web.StreamResponse(headers={"Content-Length": "100"})
@@ -294,58 +295,62 @@ async def test_broken_whole_answer_is_an_error() -> None:
         request.transport.close()
         return response
 
-    async with upstream(half) as there, in_front(there) as where, client(where) as http:
-        answer = await http.post("/v1/completions", json={"prompt": "x"})
-        assert answer.status_code == 502
-        assert answer.json()["error"]["code"] == "upstream_failed"
+    async with upstream(half) as engine, forwarding(engine) as gateway, client(gateway) as http:
+        reply = await http.post("/v1/completions", json={"prompt": "x"})
+        assert reply.status_code == 502
+        assert reply.json()["error"]["code"] == "upstream_failed"
 
 
-async def test_large_whole_answer_is_not_buffered() -> None:
-    """An answer of 3 MB passes as it arrives, and is complete."""
+async def test_large_whole_response_is_complete() -> None:
+    """The gateway forwards a response of 3 MB completely."""
     body = json.dumps({"data": ["y" * 1000] * 3000}).encode()
     async with (
-        upstream(refusal(200, body)) as there,
-        in_front(there) as where,
-        client(where) as http,
+        upstream(refusal(200, body)) as engine,
+        forwarding(engine) as gateway,
+        client(gateway) as http,
     ):
         assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
 
 
-async def test_compressed_answer_is_decoded() -> None:
-    """We request no compression, and decode the answer of an upstream that compresses anyway."""
+async def test_compressed_response_is_decoded() -> None:
+    """The gateway requests no compression and decodes a compressed response."""
 
-    async def zipped(request):
+    async def compressed(request):
         response = web.StreamResponse(headers=SSE)
         response.enable_compression(web.ContentCoding.gzip)
         await response.prepare(request)
         await response.write(TOKEN + LAST + DONE)
         return response
 
-    async with upstream(zipped) as there, in_front(there) as where, client(where) as http:
-        answer = await http.post("/v1/completions", json=STREAM)
-        assert there.requests[0].headers["Accept-Encoding"] == "identity"
-        assert "content-encoding" not in answer.headers
-        assert answer.content == TOKEN + LAST + DONE
+    async with (
+        upstream(compressed) as engine,
+        forwarding(engine) as gateway,
+        client(gateway) as http,
+    ):
+        reply = await http.post("/v1/completions", json=STREAM)
+        assert engine.requests[0].headers["Accept-Encoding"] == "identity"
+        assert "content-encoding" not in reply.headers
+        assert reply.content == TOKEN + LAST + DONE
 
 
 async def test_stopped_node_ends_streams_with_an_error_event() -> None:
-    """Connections that we close are treated like any other failure."""
-    async with upstream(held(TOKEN)) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+    """A stopping gateway ends its open streams with an error event."""
+    async with upstream(held(TOKEN)) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
         await reader.readuntil(TOKEN)
-        await where.node.fleet.stop()
+        await gateway.node.fleet.stop()
         rest = await reader.read()
         writer.close()
         assert b'"code":"upstream_failed"' in rest
         assert b"[DONE]" not in rest
 
 
-async def test_stopped_node_answers_waiting_requests() -> None:
-    """A request without an answer so far gets an error and no lost connection."""
-    async with upstream(held()) as there, in_front(there) as where:
-        reader, writer = await post_raw(where, "/v1/completions", STREAM)
-        await there.came.get()
-        await where.node.fleet.stop()
+async def test_stopped_node_responds_to_waiting_requests() -> None:
+    """A stopping gateway responds to waiting requests with an error."""
+    async with upstream(held()) as engine, forwarding(engine) as gateway:
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
+        await engine.arrived.get()
+        await gateway.node.fleet.stop()
         head = await reader.readuntil(b"\r\n")
         assert head == b"HTTP/1.1 502 Bad Gateway\r\n"
         writer.close()
@@ -353,10 +358,10 @@ async def test_stopped_node_answers_waiting_requests() -> None:
 
 @pytest.mark.parametrize("usage", [True, False], ids=["usage", "counted"])
 async def test_tokens_follow_from_usage_or_events(usage: bool) -> None:
-    """The last `usage` counts; without one each event with output is a token."""
+    """The gateway counts the tokens of the last usage, or each event with output without usage."""
     blocks = (TOKEN, TOKEN, TOKEN, LAST, *([USAGE] if usage else []), DONE)
-    async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
-        async with client(where) as http:
+    async with upstream(stream_of(*blocks)) as engine, forwarding(engine) as gateway:
+        async with client(gateway) as http:
             await http.post("/v1/completions", json=STREAM)
             metrics = (await http.get("/metrics")).text
         tokens = "3.0" if usage else "4.0"
@@ -367,33 +372,33 @@ async def test_tokens_follow_from_usage_or_events(usage: bool) -> None:
 
 @pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
 async def test_connection_is_reused_after_a_complete_stream(owner: str) -> None:
-    """A server that closes its connections gets a new one for each request."""
+    """The gateway reuses a connection, unless the server closes its connections."""
     ports = []
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         ports.append(request.transport.get_extra_info("peername")[1])
         return await stream_of(TOKEN, LAST, DONE)(request)
 
-    async with upstream(answer) as there:
-        there.owner = owner
-        async with in_front(there) as where, client(where) as http:
+    async with upstream(handler) as engine:
+        engine.owner = owner
+        async with forwarding(engine) as gateway, client(gateway) as http:
             for _ in range(5):
                 await http.post("/v1/completions", json=STREAM)
     assert len(ports) == 5
     assert len(set(ports)) == (5 if owner == "llamacpp" else 1)
 
 
-async def test_two_nodes_in_a_row_give_the_answer_of_one() -> None:
-    """Text, metrics and ending are the same, apart from ids and times."""
+async def test_chain_of_two_nodes_gives_the_same_text() -> None:
+    """A chain of two nodes gives the same text and ending as a single node."""
     body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "stream": True}
-    async with running() as sim, running(backend="openai", upstream=(sim.url,)) as where:
+    async with running() as sim, running(backend="openai", upstream=(sim.url,)) as gateway:
         texts = []
-        for node in (sim, where):
+        for node in (sim, gateway):
             async with client(node) as http:
                 found = events((await http.post("/v1/completions", json=body)).text)
             assert found[-1] == "[DONE]"
             assert "metrics" in found[-2]
-            texts.append("".join(one["choices"][0]["text"] for one in found[:-1]))
+            texts.append("".join(event["choices"][0]["text"] for event in found[:-1]))
         assert texts[0] == texts[1] != ""
-        assert port_of(sim) != port_of(where)
+        assert port_of(sim) != port_of(gateway)

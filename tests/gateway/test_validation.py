@@ -1,4 +1,4 @@
-"""Validation alone: any bytes give a parsed request or a client error."""
+"""Tests of validation: any bytes give a parsed request or a client error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
 )
-LIKELY = (
+VALUES = (
     st.sampled_from(
         [[1, 2], ["a", [1]], "a", 1, 0, 0.5, True, None, "off", {"mode": "auto"}, {"mode": "off"},
          {"include_usage": True}, {"5": 1.5, "3": -100}, {"5": 101}, {"-5": 1}, -1.5, 2, 3,
@@ -48,9 +48,9 @@ LIKELY = (
 
 
 def bodies(schema: type) -> st.SearchStrategy[dict[str, object]]:
-    """Objects whose keys are the fields of a schema, with likely and unlikely values."""
+    """Return objects whose keys are fields of the schema, with plausible and invalid values."""
     fields = [name for name in schema.__struct_fields__ if name != "model"]
-    return st.dictionaries(st.sampled_from(fields), LIKELY, max_size=6)
+    return st.dictionaries(st.sampled_from(fields), VALUES, max_size=6)
 
 
 PARSERS = [
@@ -62,7 +62,7 @@ PARSERS = [
 
 @pytest.fixture(scope="module", params=["without tools", "with tools"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """The shipped model, and the same with a template that supports tools."""
+    """The shipped model, with and without a template that supports tools."""
     if request.param == "without tools":
         return SERVED
     model = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
@@ -71,7 +71,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(("parse", "schema"), PARSERS)
 def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: ServedModel) -> None:
-    """Validation raises nothing else."""
+    """The parser accepts any JSON object or raises a client error."""
 
     @given(bodies(schema))
     @settings(max_examples=300)
@@ -100,14 +100,14 @@ def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: Serv
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_parsed_or_a_client_error(body: bytes) -> None:
-    """Decoding raises nothing else."""
+    """The parser raises only client errors for random bytes."""
     for parse, _ in PARSERS:
         with pytest.raises(InvalidRequest):
             parse(body, SERVED, "id")
 
 
 def test_generated_seeds_differ_and_fit_a_double() -> None:
-    """JavaScript keeps seeds below 2^53."""
+    """Generated seeds differ and fit into a double, which JavaScript needs."""
     body = b'{"prompt": "a"}'
     seeds = {parse_completion(body, SERVED, "id").job.sampling.seed for _ in range(50)}
     assert len(seeds) == 50
@@ -115,13 +115,13 @@ def test_generated_seeds_differ_and_fit_a_double() -> None:
 
 
 def test_empty_prompt_becomes_the_beginning_token() -> None:
-    """It stands for the start of a document, as in OpenAI's API."""
+    """The parser turns an empty prompt into the beginning-of-text token."""
     (prompt,) = parse_completion(b'{"prompt": ""}', SERVED, "id").job.prompts
     assert prompt.tolist() == [SERVED.tokenizer.special_id("bos_token")]
 
 
 def test_developer_role_becomes_system() -> None:
-    """Templates know only the older name."""
+    """The parser treats the role `developer` as `system`."""
     calls = [
         parse_chat(
             json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(), SERVED, "id"
@@ -132,7 +132,7 @@ def test_developer_role_becomes_system() -> None:
 
 
 def test_max_completion_tokens_overrides_max_tokens() -> None:
-    """It is the newer of the two names."""
+    """The newer field `max_completion_tokens` overrides `max_tokens`."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     body["max_completion_tokens"] = 7
     assert parse_chat(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7

@@ -1,4 +1,4 @@
-"""The watchdog abandons a worker that makes no progress, and only such a worker."""
+"""Tests of the watchdog, which abandons only workers that make no progress."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from draftgate.gateway.dispatch.watchdog import CHECK_INTERVAL_S, Reading
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S, RETRY_S
 from tests.gateway.harness import ScriptedBackend
-from tests.gateway.test_failover import CONFIG, job, outcome
-from tests.gateway.test_failover_details import asked, serving, settled
+from tests.gateway.test_failover import CONFIG, make_job, run_with_faults
 from tests.gateway.test_failover_details import job as short_job
+from tests.gateway.test_failover_details import send_job, serving, settle
 from tests.gateway.troubles import (
     Choice,
-    Look,
-    Told,
-    Trouble,
-    answer,
-    behind,
+    DeviceFault,
+    RecordingWatch,
+    StepCondition,
+    after_tokens,
     dispatching,
     in_step,
-    play,
     quick_starts,
-    read,
+    read_rest,
+    run_job,
+    run_scenario,
     simulated,
     texts,
 )
 
 LATEST_S = LEAST_PATIENCE_S + 2.5 * CHECK_INTERVAL_S
-"""Time by which a silence that starts just after a check has been detected."""
+"""Latest time at which the watchdog detects a silence that starts after a check, in seconds."""
 
 DECODING = Phases(0.0, 0.0, (), 0.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """Start workers quickly, because tests here start many."""
+def _quick_starts() -> Iterator[None]:
+    """Start workers faster with one shared tokenizer."""
     with quick_starts():
         yield
 
@@ -51,256 +51,263 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-@pytest.mark.parametrize("look", [in_step(0), in_step(6), behind(12)], ids=["first", "7th", "all"])
-def test_streams_of_a_hung_worker_continue_elsewhere(look: Look) -> None:
-    """Its stream continues elsewhere in time with the same text."""
-    plain = outcome(job(n=2)).choices
+@pytest.mark.parametrize(
+    "condition", [in_step(0), in_step(6), after_tokens(12)], ids=["first", "7th", "all"]
+)
+def test_streams_of_a_hung_worker_continue_elsewhere(condition: StepCondition) -> None:
+    """The stream of a hung worker continues on another worker in time with the same text."""
+    plain = run_with_faults(make_job(n=2)).choices
 
     async def scenario() -> None:
-        told = Told()
-        async with dispatching(simulated({0: Trouble(hangs=look)}), 2, config=CONFIG) as there:
-            assert await answer(there.dispatcher, job(n=2), told) == plain
+        watch = RecordingWatch()
+        async with dispatching(
+            simulated({0: DeviceFault(hangs=condition)}), 2, config=CONFIG
+        ) as dispatched:
+            assert await run_job(dispatched.dispatcher, make_job(n=2), watch) == plain
             assert LEAST_PATIENCE_S < now_s() < LATEST_S + 1.0
-            (resume,) = told.resumes
+            (resume,) = watch.resumes
             assert resume.cause is Cause.STALLED
-            assert [worker.hung for worker in there.fleet.workers] == [True, False]
-            beside = Told()
-            assert await answer(there.dispatcher, replace(job(), request_id="next"), beside)
-            assert beside.workers == ["w-1"]
-            assert await there.is_idle()
+            assert [worker.hung for worker in dispatched.fleet.workers] == [True, False]
+            next_watch = RecordingWatch()
+            assert await run_job(
+                dispatched.dispatcher, replace(make_job(), request_id="next"), next_watch
+            )
+            assert next_watch.workers == ["w-1"]
+            assert await dispatched.is_idle()
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-def test_a_worker_that_wakes_up_serves_again() -> None:
-    """A single hung worker is waited for, and its stream continues with its next step."""
-    plain = outcome(job()).choices
+def test_a_hung_worker_that_recovers_serves_again() -> None:
+    """The stream of a single hung worker waits and continues when the worker completes a step."""
+    plain = run_with_faults(make_job()).choices
 
     async def scenario() -> None:
-        told = Told()
-        factory = simulated({0: Trouble(hangs=in_step(6), hung_s=3 * LEAST_PATIENCE_S)})
-        async with dispatching(factory, 1, config=CONFIG) as there:
-            answering = asyncio.create_task(answer(there.dispatcher, job(), told))
+        watch = RecordingWatch()
+        factory = simulated({0: DeviceFault(hangs=in_step(6), hung_s=3 * LEAST_PATIENCE_S)})
+        async with dispatching(factory, 1, config=CONFIG) as dispatched:
+            result = asyncio.create_task(run_job(dispatched.dispatcher, make_job(), watch))
             await asyncio.sleep(LATEST_S)
-            assert there.fleet.workers[0].hung
-            assert len(there.dispatcher.queue) == 1
-            assert await answering == plain
-            assert not there.fleet.workers[0].hung
+            assert dispatched.fleet.workers[0].hung
+            assert len(dispatched.dispatcher.queue) == 1
+            assert await result == plain
+            assert not dispatched.fleet.workers[0].hung
             assert 3 * LEAST_PATIENCE_S < now_s() < 3 * LEAST_PATIENCE_S + 3.0
-            assert [resume.placed.worker.worker_id for resume in told.resumes] == ["w-0"]
+            assert [resume.placed.worker.worker_id for resume in watch.resumes] == ["w-0"]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
-    """Without another worker the wait is bounded and ends with one error."""
+def test_a_permanently_hung_worker_ends_its_streams() -> None:
+    """The stream of a permanently hung worker ends with one error after the queue timeout."""
 
     async def scenario() -> None:
-        told = Told()
-        factory = simulated({0: Trouble(hangs=in_step(6))})
-        async with dispatching(factory, 1, config=CONFIG, timeout_s=20.0) as there:
+        watch = RecordingWatch()
+        factory = simulated({0: DeviceFault(hangs=in_step(6))})
+        async with dispatching(factory, 1, config=CONFIG, timeout_s=20.0) as dispatched:
             with pytest.raises(BackendFailed, match="completes no further step"):
-                await answer(there.dispatcher, job(), told)
+                await run_job(dispatched.dispatcher, make_job(), watch)
             assert now_s() < LATEST_S + 21.0
-            assert there.dispatcher.admission.ledger.totals("").open == 0
-        assert told.losses == [(Cause.STALLED, GivenUp.NO_WORKER)]
+            assert dispatched.dispatcher.admission.ledger.totals("").open == 0
+        assert watch.losses == [(Cause.STALLED, GivenUp.NO_WORKER)]
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_slow_worker_is_not_hung() -> None:
-    """Steps that take almost the patience each show progress."""
-    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * CHECK_INTERVAL_S)
+    """The watchdog does not abandon a worker whose steps take slightly less than the patience."""
+    slow = DeviceFault(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * CHECK_INTERVAL_S)
 
     async def scenario() -> None:
-        told = Told()
-        async with dispatching(simulated({0: slow}), 2, config=CONFIG) as there:
-            await answer(there.dispatcher, job(), told)
+        watch = RecordingWatch()
+        async with dispatching(simulated({0: slow}), 2, config=CONFIG) as dispatched:
+            await run_job(dispatched.dispatcher, make_job(), watch)
             assert now_s() > 5 * LEAST_PATIENCE_S
-            assert not told.resumes
+            assert not watch.resumes
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_long_prompt_is_progress() -> None:
-    """A prompt that is computed over many steps is progress."""
-    one = job()
+    """The watchdog counts the chunks of a long prompt as progress."""
+    one = make_job()
     one = replace(one, prompts=(one.prompts[0] * 50,))
-    slow = Trouble(hangs=lambda plan: plan.chunks > 0, hung_s=LEAST_PATIENCE_S / 2)
+    slow = DeviceFault(hangs=lambda plan: plan.chunks > 0, hung_s=LEAST_PATIENCE_S / 2)
 
     async def scenario() -> None:
-        told = Told()
+        watch = RecordingWatch()
         config = structs.replace(CONFIG, max_step_tokens=16)
-        async with dispatching(simulated({0: slow}), 2, config=config) as there:
-            async with there.dispatcher.run(one, watch=told) as run:
+        async with dispatching(simulated({0: slow}), 2, config=config) as dispatched:
+            async with dispatched.dispatcher.run(one, watch=watch) as run:
                 await anext(run.deltas)
             assert now_s() > 5 * LEAST_PATIENCE_S
-            assert not told.resumes
+            assert not watch.resumes
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-class Talker:
-    """A worker that completes a step per second and sends what the test wants."""
+class SteppingWorker:
+    """A worker that completes a step per second and sends only the test's deltas."""
 
     def __init__(self) -> None:
         self.backend = ScriptedBackend()
         self.backend.steps = 0
 
-    async def live(self) -> None:
+    async def step_forever(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             if self.backend.steps is not None:
                 self.backend.steps += 1
 
     async def wait(self, seconds: float) -> None:
-        """Advance time."""
-        living = asyncio.create_task(self.live())
+        """Advance the time while the worker completes steps."""
+        stepping = asyncio.create_task(self.step_forever())
         await asyncio.sleep(seconds)
-        living.cancel()
+        stepping.cancel()
 
-    def speak(self, request: GenerationRequest) -> None:
-        """Let a request decode."""
+    def send_delta(self, request: GenerationRequest) -> None:
+        """Deliver a delta of a decoding request."""
         self.backend.emit(request, "half ", phases=DECODING)
 
 
 def test_a_lost_stream_of_a_working_worker_continues_elsewhere() -> None:
-    """A decoding stream without deltas is lost, although its worker makes steps."""
+    """A decoding stream without deltas continues elsewhere although its worker completes steps."""
 
     async def scenario() -> None:
-        talker, other, told = Talker(), ScriptedBackend(), Told()
-        async with serving(talker.backend, other) as there:
-            answering, request = await asked(there, talker.backend, short_job(), told)
-            talker.speak(request)
-            await talker.wait(LATEST_S)
-            assert [resume.cause for resume in told.resumes] == [Cause.STALLED]
+        worker, other, watch = SteppingWorker(), ScriptedBackend(), RecordingWatch()
+        async with serving(worker.backend, other) as dispatched:
+            result, request = await send_job(dispatched, worker.backend, short_job(), watch)
+            worker.send_delta(request)
+            await worker.wait(LATEST_S)
+            assert [resume.cause for resume in watch.resumes] == [Cause.STALLED]
             other.emit(await other.submitted.get(), "whole", last=True)
-            assert texts(await answering) == ["half whole"]
-            assert not there.fleet.workers[0].hung
-            assert talker.backend.abandoned.get_nowait() == request.request_id
+            assert texts(await result) == ["half whole"]
+            assert not dispatched.fleet.workers[0].hung
+            assert worker.backend.abandoned.get_nowait() == request.request_id
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 @pytest.mark.parametrize("why", ["queued", "preempted", "sparing", "paused", "unknown"])
-def test_requests_that_owe_no_output_are_left_alone(why: str) -> None:
-    """Queued, preempted and paused requests, and workers without step counts, are not lost."""
+def test_requests_without_expected_output_are_not_abandoned(why: str) -> None:
+    """The watchdog ignores queued, preempted and paused requests and workers without step
+    counts."""
 
     async def scenario() -> None:
-        talker, other, told = Talker(), ScriptedBackend(), Told()
+        worker, other, watch = SteppingWorker(), ScriptedBackend(), RecordingWatch()
         async with (
-            serving(talker.backend, other) as there,
-            there.dispatcher.run(short_job(), watch=told) as run,
+            serving(worker.backend, other) as dispatched,
+            dispatched.dispatcher.run(short_job(), watch=watch) as run,
         ):
             choice = Choice()
-            reading = asyncio.create_task(read(run, [choice]))
-            request = await talker.backend.submitted.get()
+            reading = asyncio.create_task(read_rest(run, [choice]))
+            request = await worker.backend.submitted.get()
             if why in {"preempted", "sparing", "paused"}:
-                talker.speak(request)
-                await settled()
+                worker.send_delta(request)
+                await settle()
             if why == "preempted":
-                talker.backend.waiting = 1
+                worker.backend.waiting = 1
             if why in {"sparing", "paused"}:
                 run.set_pace(Pace.SPARING if why == "sparing" else Pace.PAUSED)
             if why == "unknown":
-                talker.backend.steps = None
-            if why == "paused":  # the worker is otherwise idle, so it makes no step
+                worker.backend.steps = None
+            if why == "paused":  # an idle worker completes no steps
                 await asyncio.sleep(100 * LEAST_PATIENCE_S)
-            await talker.wait(100 * LEAST_PATIENCE_S)
-            assert not told.resumes
-            talker.backend.emit(request, "end", last=True)
+            await worker.wait(100 * LEAST_PATIENCE_S)
+            assert not watch.resumes
+            worker.backend.emit(request, "end", last=True)
             await reading
             assert choice.text.endswith("end")
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_slow_client_is_not_silence() -> None:
-    """The worker owes nothing while the client has an unread delta."""
+    """The watchdog expects no output while the client has an unread delta."""
 
     async def scenario() -> None:
-        talker, other, told = Talker(), ScriptedBackend(), Told()
+        worker, other, watch = SteppingWorker(), ScriptedBackend(), RecordingWatch()
         async with (
-            serving(talker.backend, other) as there,
-            there.dispatcher.run(short_job(), watch=told) as run,
+            serving(worker.backend, other) as dispatched,
+            dispatched.dispatcher.run(short_job(), watch=watch) as run,
         ):
             reading = asyncio.ensure_future(anext(run.deltas))
-            request = await talker.backend.submitted.get()
-            talker.speak(request)
+            request = await worker.backend.submitted.get()
+            worker.send_delta(request)
             await reading
-            await talker.wait(100 * LEAST_PATIENCE_S)
-            await asyncio.sleep(100 * LEAST_PATIENCE_S)  # without a step
-            assert not there.fleet.workers[0].hung
-            talker.backend.emit(request, "end", last=True)
+            await worker.wait(100 * LEAST_PATIENCE_S)
+            await asyncio.sleep(100 * LEAST_PATIENCE_S)  # the worker completes no step
+            assert not dispatched.fleet.workers[0].hung
+            worker.backend.emit(request, "end", last=True)
             assert (await anext(run.deltas)).text == "end"
-        assert not told.resumes
+        assert not watch.resumes
 
-    play(scenario())
+    run_scenario(scenario())
 
 
-@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("order", ["before", "after"])
 def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simultaneous disconnect takes precedence over the watchdog."""
     leaving: list[asyncio.Task] = []
     interrupt = Reading.interrupt
 
-    def interrupt_and_leave(self: Reading, reason: str) -> None:
+    def interrupt_and_disconnect(self: Reading, reason: str) -> None:
         acts = [lambda: interrupt(self, reason), leaving[0].cancel]
-        for act in acts if order == "behind" else reversed(acts):
+        for act in acts if order == "after" else reversed(acts):
             act()
 
     async def scenario() -> None:
-        talker, other, told = Talker(), ScriptedBackend(), Told()
-        async with serving(talker.backend, other) as there:
-            answering, request = await asked(there, talker.backend, short_job(), told)
-            leaving.append(answering)
-            talker.speak(request)
-            await talker.wait(LATEST_S)
-            assert answering.cancelled()
-            assert not told.resumes
+        worker, other, watch = SteppingWorker(), ScriptedBackend(), RecordingWatch()
+        async with serving(worker.backend, other) as dispatched:
+            result, request = await send_job(dispatched, worker.backend, short_job(), watch)
+            leaving.append(result)
+            worker.send_delta(request)
+            await worker.wait(LATEST_S)
+            assert result.cancelled()
+            assert not watch.resumes
             assert other.submitted.empty()
-            assert await there.is_idle()
+            assert await dispatched.is_idle()
 
-    monkeypatch.setattr(Reading, "interrupt", interrupt_and_leave)
-    play(scenario())
+    monkeypatch.setattr(Reading, "interrupt", interrupt_and_disconnect)
+    run_scenario(scenario())
 
 
-def test_a_hung_worker_is_tried_again_after_a_while() -> None:
-    """A hung worker without news is used again after a while."""
+def test_a_hung_worker_is_used_again_after_the_retry_time() -> None:
+    """The dispatcher uses a hung worker again after `RETRY_S`."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
         one.steps = other.steps = 0
-        async with serving(one, other) as there:
-            answering, _ = await asked(there, one, short_job())
+        async with serving(one, other) as dispatched:
+            result, _ = await send_job(dispatched, one, short_job())
             rest = await other.submitted.get()
             other.emit(rest, "whole", last=True)
-            await answering
-            worker = there.fleet.workers[0]
+            await result
+            worker = dispatched.fleet.workers[0]
             assert worker.hung
             await asyncio.sleep(RETRY_S / 2)
             assert worker.hung
             await asyncio.sleep(RETRY_S)
             assert not worker.hung
-            assert worker in there.fleet.open
+            assert worker in dispatched.fleet.open
 
-    play(scenario())
+    run_scenario(scenario())
 
 
 def test_a_recovered_worker_is_not_hung() -> None:
-    """A recovered worker is not hung, whatever was found before its failure."""
+    """A worker that recovers from a failure is not hung, even if it was hung before the failure."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
         one.steps = other.steps = 0
-        async with serving(one, other) as there:
-            answering, _ = await asked(there, one, short_job())
+        async with serving(one, other) as dispatched:
+            result, _ = await send_job(dispatched, one, short_job())
             other.emit(await other.submitted.get(), "whole", last=True)
-            await answering
-            assert there.fleet.workers[0].hung
+            await result
+            assert dispatched.fleet.workers[0].hung
             one.crash("gone")
             await asyncio.sleep(2 * CHECK_INTERVAL_S)
-            one.failure = None  # as a peer's worker may
-            assert there.fleet.workers[0] in there.fleet.open
+            one.failure = None  # the worker of a peer may recover
+            assert dispatched.fleet.workers[0] in dispatched.fleet.open
 
-    play(scenario())
+    run_scenario(scenario())

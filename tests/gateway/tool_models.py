@@ -1,4 +1,4 @@
-"""The shipped model with chat templates that support tools; its calls are random."""
+"""The shipped model with chat templates that support tools. The model's calls are random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 
 
 def with_template(directory: Path, name: str) -> Path:
-    """Write a checkpoint: the shipped one with a published template."""
+    """Write a checkpoint of the shipped model with a published template."""
     directory.mkdir()
     for path in SHIPPED_MODEL.iterdir():
         if path.name != "tokenizer_config.json":
@@ -26,7 +26,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells the weather.",
+        "description": "Returns the weather.",
         "parameters": {
             "type": "object",
             "properties": {

@@ -1,6 +1,6 @@
-"""Workers that fail or hang when a test says so, behind the production dispatcher.
+"""Simulated workers whose devices fail or hang when a test decides, and a dispatcher for them.
 
-The workers are simulated, on any clock; only their devices are controlled by the test.
+The workers run on any clock, and only their devices are under the control of the test.
 """
 
 from __future__ import annotations
@@ -44,50 +44,51 @@ T = TypeVar("T")
 
 DEVICE_ERROR = "an illegal memory access was encountered"
 NEVER_S = 1e6
-"""Longer than any test takes."""
+"""Duration that exceeds the limit of every test, in seconds."""
 
-PLAY_S = 7200.0
-"""Limit of a test in virtual time, after which it fails."""
+MOST_SCENARIO_S = 7200.0
+"""Limit of a test in virtual time, in seconds."""
 
-Look = Callable[[StepPlan], bool]
-"""Whether the failure happens in a step."""
+StepCondition = Callable[[StepPlan], bool]
+"""Condition that selects the step in which a device fails or hangs."""
 
 
 def never(_plan: StepPlan) -> bool:
     return False
 
 
-def behind(tokens: int) -> Look:
-    """The first step in which a request has this many output tokens."""
+def after_tokens(tokens: int) -> StepCondition:
+    """Select the steps in which a request has at least this many output tokens."""
     return lambda plan: any(w.samples and w.sequence.output_tokens >= tokens for w in plan.work)
 
 
-def in_step(number: int) -> Look:
-    """The n-th step that is checked, from 0, and none after it."""
+def in_step(number: int) -> StepCondition:
+    """Select only the step with this number, counted from 0."""
     steps = iter(range(number + 1))
     return lambda _plan: next(steps, None) == number
 
 
 @dataclass
-class Trouble:
-    """A failure of a device.
+class DeviceFault:
+    """A fault of a device.
 
     Attributes:
-        breaks: the step in which it fails, and every step after it.
-        hangs: a step that takes `hung_s`.
+        breaks: the condition of the first step that fails. All later steps fail too.
+        hangs: the condition of the steps that take `hung_s`.
+        hung_s: the duration of a hung step, in seconds.
     """
 
-    breaks: Look = never
-    hangs: Look = never
+    breaks: StepCondition = never
+    hangs: StepCondition = never
     hung_s: float = NEVER_S
 
 
-class TroubledExecutor:
-    """A simulated device with a failure."""
+class FaultyExecutor:
+    """A simulated device with a fault."""
 
-    def __init__(self, device: SimExecutor, trouble: Trouble) -> None:
+    def __init__(self, device: SimExecutor, fault: DeviceFault) -> None:
         self._device = device
-        self._trouble = trouble
+        self._fault = fault
         self._broken = False
 
     @property
@@ -95,20 +96,21 @@ class TroubledExecutor:
         return self._device.drafting_s
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._broken = self._broken or self._trouble.breaks(plan)
+        self._broken = self._broken or self._fault.breaks(plan)
         if self._broken:
             raise RuntimeError(DEVICE_ERROR)
         result = self._device.execute(plan)
-        return replace(result, step_s=self._trouble.hung_s) if self._trouble.hangs(plan) else result
+        return replace(result, step_s=self._fault.hung_s) if self._fault.hangs(plan) else result
 
 
 def simulated(
-    troubles: Mapping[int, Trouble], profiles: Mapping[int, str] | None = None
+    faults: Mapping[int, DeviceFault], profiles: Mapping[int, str] | None = None
 ) -> Callable[[WorkerConfig], Backend]:
-    """Make simulated workers, some of them with failures, by device.
+    """Return a factory of simulated workers, some of them with faulty devices.
 
     Args:
-        profiles: profiles of some workers, each with its own numerics class.
+        troubles: faults by device index.
+        profiles: profile names by device index. Each profile has its own numerics class.
     """
 
     def factory(config: WorkerConfig) -> Backend:
@@ -117,7 +119,7 @@ def simulated(
 
         def build(config: WorkerConfig) -> assembly.SimWorker:
             made = assembly.serving_worker(config)
-            executor = TroubledExecutor(made.executor, troubles.get(index, Trouble()))
+            executor = FaultyExecutor(made.executor, faults.get(index, DeviceFault()))
             return replace(made, executor=executor)
 
         return SimBackend(own, build=build)
@@ -125,11 +127,11 @@ def simulated(
     return factory
 
 
-def play(scenario: Coroutine[Any, Any, T]) -> T:
-    """Run a scenario in virtual time."""
+def run_scenario(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run a scenario in virtual time, with a limit of `PLAY_S` seconds."""
 
     async def timed() -> T:
-        async with asyncio.timeout(PLAY_S):
+        async with asyncio.timeout(MOST_SCENARIO_S):
             return await scenario
 
     return run_virtual(timed())
@@ -137,7 +139,7 @@ def play(scenario: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def quick_starts() -> Iterator[None]:
-    """Read the simulator's tokenizer once instead of once per worker."""
+    """Read the simulator's tokenizer only once for all workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "Tokenizer", cache(Tokenizer))
         patch.setattr(assembly, "printable_vocabulary", cache(assembly.printable_vocabulary))
@@ -154,7 +156,7 @@ class Dispatched:
     decisions: Decisions
 
     async def is_idle(self) -> bool:
-        """Whether queue, store and working workers hold nothing of any request."""
+        """Return whether the queue, the store and the working workers hold no resources."""
         loads = [worker.backend.load() for worker in self.fleet.serving]
         busy = any(load.running + load.waiting + load.paused for load in loads)
         reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
@@ -174,7 +176,7 @@ async def dispatching(
     shared: bool = False,
     store: Store | None = None,
 ) -> AsyncIterator[Dispatched]:
-    """Start workers behind a dispatcher as a node does, without HTTP, on any clock."""
+    """Start workers and a dispatcher as a node does, without HTTP and on any clock."""
     config = config or WorkerConfig()
     configs = [structs.replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
@@ -198,8 +200,8 @@ async def dispatching(
 
 
 @dataclass
-class Told:
-    """Records the notifications of a job's observer."""
+class RecordingWatch:
+    """An observer that records the notifications of a job."""
 
     workers: list[str] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
@@ -217,7 +219,8 @@ class Told:
 
 @dataclass
 class Choice:
-    """A choice as the client sees it; equal if clients cannot tell a difference."""
+    """A choice as the client sees the text. Choices are equal if clients cannot distinguish
+    them."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -225,28 +228,28 @@ class Choice:
     finish_reason: FinishReason | None = None
     outcome: SpeculationOutcome | None = field(default=None, compare=False)
 
-    def add(self, delta: Delta) -> None:
-        """Add a delta; none may follow an ending."""
-        assert self.finish_reason is None, "a delta behind the end"
+    def append(self, delta: Delta) -> None:
+        """Append a delta, which must not follow a finish reason."""
+        assert self.finish_reason is None, "a delta after the finish reason"
         self.token_ids.extend(delta.token_ids)
         self.text += delta.text
         self.logprobs.extend(delta.logprobs)
         self.finish_reason, self.outcome = delta.finish_reason, delta.outcome
 
 
-async def answer(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> list[Choice]:
-    """Run a job to its end; every choice must end once."""
+async def run_job(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> list[Choice]:
+    """Run a job to its end and return its choices, each with a finish reason."""
     async with dispatcher.run(job, watch=watch) as run:
         choices = [Choice() for _ in range(job.n * len(job.prompts))]
-        await read(run, choices)
+        await read_rest(run, choices)
     assert all(choice.finish_reason is not None for choice in choices)
     return choices
 
 
-async def read(run: Run, choices: Sequence[Choice]) -> None:
-    """Add the rest of a job to its choices."""
+async def read_rest(run: Run, choices: Sequence[Choice]) -> None:
+    """Append the remaining deltas of a run to its choices."""
     async for delta in run.deltas:
-        choices[delta.choice].add(delta)
+        choices[delta.choice].append(delta)
 
 
 def texts(choices: Sequence[Choice]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Upstreams with scripted answers, and nodes in front of them."""
+"""Scripted upstream servers, and nodes that forward requests to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 
-Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SSE = {"Content-Type": "text/event-stream"}
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":" a","finish_reason":null}]}\n\n'
@@ -31,26 +31,28 @@ WHOLE = b'{"id": "c", "choices": [{"text": "hi", "finish_reason": "stop"}], "usa
 
 @dataclass
 class ScriptedUpstream:
-    """A server on a free port whose answers a test decides.
+    """A server on a free port whose responses a test decides.
 
     Attributes:
-        answer: handles a request; set by the test.
-        status: of `/health`.
-        owner: `owned_by` of its model.
-        metrics: its metrics page; empty for none.
-        requests, bodies: received, without probes.
-        left: gets the path of each request whose client left before the answer was complete.
+        answer: the handler of a request, which the test sets.
+        status: the HTTP status of `/health`.
+        owner: the field `owned_by` of the server's model.
+        metrics: the metrics page, or an empty text for a server without metrics.
+        requests: the requests that the server received, without probes.
+        bodies: the bodies of these requests.
+        left: the path of each request whose client disconnected before the end of the response.
+        came: each request on its arrival.
     """
 
     url: str = ""
-    answer: Answering | None = None
+    handler: Handler | None = None
     status: int = 200
     owner: str = "somebody"
     metrics: str = ""
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
-    left: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    came: asyncio.Queue[web.Request] = field(default_factory=asyncio.Queue)
+    disconnected: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[web.Request] = field(default_factory=asyncio.Queue)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
@@ -64,19 +66,19 @@ class ScriptedUpstream:
             return web.json_response({"total_slots": 3})
         self.bodies.append(await request.read())
         self.requests.append(request)
-        self.came.put_nowait(request)
-        assert self.answer is not None
+        self.arrived.put_nowait(request)
+        assert self.handler is not None
         try:
-            return await self.answer(request)
+            return await self.handler(request)
         except asyncio.CancelledError:
-            self.left.put_nowait(request.path)
+            self.disconnected.put_nowait(request.path)
             raise
 
 
 @asynccontextmanager
-async def upstream(answer: Answering | None = None) -> AsyncIterator[ScriptedUpstream]:
-    """Serve a scripted upstream."""
-    scripted = ScriptedUpstream(answer=answer)
+async def upstream(handler: Handler | None = None) -> AsyncIterator[ScriptedUpstream]:
+    """Run a scripted upstream server."""
+    scripted = ScriptedUpstream(handler=handler)
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{path:.*}", scripted.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
@@ -90,7 +92,7 @@ async def upstream(answer: Answering | None = None) -> AsyncIterator[ScriptedUps
 
 
 class Clock:
-    """A clock that a test advances."""
+    """A clock that a test advances, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -100,25 +102,32 @@ class Clock:
 
 
 @asynccontextmanager
-async def in_front(
-    *upstreams: ScriptedUpstream, clock: Clock | None = None, seats: int = 0, **settings: Any
+async def forwarding(
+    *upstreams: ScriptedUpstream,
+    clock: Clock | None = None,
+    max_sequences: int = 0,
+    **settings: Any,
 ) -> AsyncIterator[Listening]:
-    """Yield a node in front of them, on the test's clock, that probes only on request."""
-    configs = [WorkerConfig(upstream=one.url, upstream_concurrency=seats) for one in upstreams]
-    backends = [unasked(config, clock or Clock()) for config in configs]
-    async with running(backends=backends, **settings) as where:
-        yield where
+    """Run a node that forwards to these upstreams and sends probes only when the test calls for
+    them."""
+    configs = [
+        WorkerConfig(upstream=server.url, upstream_concurrency=max_sequences)
+        for server in upstreams
+    ]
+    backends = [manual_upstream(config, clock or Clock()) for config in configs]
+    async with running(backends=backends, **settings) as gateway:
+        yield gateway
 
 
-def unasked(config: WorkerConfig, clock: Clock) -> OpenAIUpstream:
-    """Return an upstream that probes and polls at its start, and then only on request."""
+def manual_upstream(config: WorkerConfig, clock: Clock) -> OpenAIUpstream:
+    """Return a backend that probes and polls only at its start and when the test calls for it."""
     return OpenAIUpstream(config, clock, probe_s=3600.0, poll_s=3600.0)
 
 
-def stream_of(*blocks: bytes) -> Answering:
-    """Answer with these blocks, each in its own write, and end the body."""
+def stream_of(*blocks: bytes) -> Handler:
+    """Return a handler that sends each block in its own write and ends the body."""
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
         for block in blocks:
@@ -126,45 +135,45 @@ def stream_of(*blocks: bytes) -> Answering:
         await response.write_eof()
         return response
 
-    return answer
+    return handler
 
 
-def cut_after(*blocks: bytes) -> Answering:
-    """Answer with these blocks and break the connection."""
+def cut_after(*blocks: bytes) -> Handler:
+    """Return a handler that sends these blocks and closes the connection."""
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
         for block in blocks:
             await response.write(block)
         assert request.transport is not None
-        request.transport.close()  # after the written blocks
+        request.transport.close()  # closes after the written blocks
         return response
 
-    return answer
+    return handler
 
 
-def refusal(status: int, body: bytes = b"", **headers: str) -> Answering:
-    """Answer with a status; header names have _ for -."""
+def refusal(status: int, body: bytes = b"", **headers: str) -> Handler:
+    """Return a handler that responds with this status. Header names have _ in place of -."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         return web.Response(
             status=status, body=body, headers={"Content-Type": "application/json", **names}
         )
 
-    return answer
+    return handler
 
 
 async def whole(request: web.Request) -> web.StreamResponse:
-    """Answer with `WHOLE`."""
+    """Respond with `WHOLE`."""
     return web.Response(body=WHOLE, content_type="application/json")
 
 
-def held(*blocks: bytes) -> Answering:
-    """Answer with these blocks without an end."""
+def held(*blocks: bytes) -> Handler:
+    """Return a handler that sends these blocks and never ends the response."""
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         if blocks:
             response = web.StreamResponse(headers=SSE)
             await response.prepare(request)
@@ -172,14 +181,14 @@ def held(*blocks: bytes) -> Answering:
                 await response.write(block)
         return await asyncio.get_running_loop().create_future()
 
-    return answer
+    return handler
 
 
-def after(event: asyncio.Event, answer: Answering) -> Answering:
-    """Answer once the event is set."""
+def after(event: asyncio.Event, handler: Handler) -> Handler:
+    """Return a handler that waits for the event and then calls `answer`."""
 
     async def wait(request: web.Request) -> web.StreamResponse:
         await event.wait()
-        return await answer(request)
+        return await handler(request)
 
     return wait

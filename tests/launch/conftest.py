@@ -1,4 +1,4 @@
-"""Fixtures of the launcher's tests, shared with the gateway's tests."""
+"""Fixtures of the launcher's tests, shared with the gateway tests."""
 
 from tests.gateway.conftest import own_redis, redis_server, shared_redis
 

@@ -1,10 +1,10 @@
-"""A Ray cluster of several nodes on this machine, in its own process.
+"""A Ray cluster of several local nodes in its own process.
 
     python ray_cluster.py
 
-prints the address of the cluster and then answers each line on stdin: `remove HOST` kills the node
-at that address, `add HOST` adds one, and the end of stdin ends the cluster. The head has no cores,
-so that every worker runs on another node than the launcher.
+The program prints the address of the cluster and then executes each line on stdin. The line `remove
+HOST` kills the node at that address, and `add HOST` adds a node. The cluster stops at the end of
+stdin. The head has no cores, so every worker runs on another node than the launcher.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import sys
 from typing import Any
 
 CPUS = 2
-"""Cores of each node, which limit its workers."""
+"""Number of cores of each node, which limits its workers."""
 
 
 def main() -> None:
     from ray.cluster_utils import Cluster
 
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # keep Ray's own output away from the answers
+    os.dup2(2, 1)  # separates Ray's output from the replies
     cluster = Cluster()
     cluster.add_node(num_cpus=0, include_dashboard=False)
     nodes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A worker's process without Ray: its notices and its end."""
+"""Tests of a worker's process without Ray: its notices and its exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 @asynccontextmanager
 async def child(secret: str | None = None, **settings: Any) -> AsyncIterator[Process]:
-    """A process with an order, killed at the end."""
+    """Start a process with an order, and kill the process at the end."""
     order = Order(config=ServeConfig(**{"port": 0, "backend": "sim", **settings}), secret=secret)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "draftgate.gateway.launch.child",
@@ -40,48 +40,49 @@ async def child(secret: str | None = None, **settings: Any) -> AsyncIterator[Pro
 
 
 async def notice(process: Process) -> Notice:
-    """The next notice of the process."""
+    """Return the next notice of the process."""
     return msgspec.json.decode(await process.stdout.readline(), type=Notice)
 
 
 async def joined(process: Process) -> Notice:
-    """The notice that the process sends when the pool lists it."""
-    told = await notice(process)
-    while not told.joined:
-        assert not told.failure
-        told = await notice(process)
-    return told
+    """Wait for the notice that reports the membership in the pool."""
+    last_notice = await notice(process)
+    while not last_notice.joined:
+        assert not last_notice.failure
+        last_notice = await notice(process)
+    return last_notice
 
 
 async def test_notices_report_the_url_and_the_membership_in_the_pool(
     redis_server: RedisServer,
 ) -> None:
-    """The notice has the URL, and `joined` only once Redis lists the worker; SIGTERM drains it."""
+    """The notice contains the URL and reports `joined` only when Redis lists the worker."""
     async with child(join=redis_server.url, pool="blue") as process:
-        told = await joined(process)
+        last_notice = await joined(process)
         (worker,) = redis_server.command("ZRANGE", "draftgate:{blue}:hb", 0, -1)
-        assert told.url == f"http://{worker.removesuffix('-0')}"
+        assert last_notice.url == f"http://{worker.removesuffix('-0')}"
         process.terminate()
         assert await process.wait() == 0
         assert redis_server.command("ZRANGE", "draftgate:{blue}:hb", 0, -1) == []
 
 
-async def test_a_process_without_its_actor_leaves_the_pool_and_exits_at_once(
+async def test_a_process_without_its_actor_leaves_the_pool_and_exits(
     redis_server: RedisServer,
 ) -> None:
-    """Without its actor, a process waits for no stream: its cores and GPU are reassigned."""
+    """A process without its actor exits without waiting for streams, because Ray reassigns its
+    GPU."""
     async with child(join=redis_server.url, drain_timeout_s=1e6, profile="h100-8b") as process:
-        told = await joined(process)
+        last_notice = await joined(process)
         body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}
         async with (
-            httpx.AsyncClient(base_url=told.url, timeout=PATIENCE_S) as http,
-            http.stream("POST", "/v1/completions", json=body) as answer,
+            httpx.AsyncClient(base_url=last_notice.url, timeout=PATIENCE_S) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
         ):
-            lines = answer.aiter_lines()
+            lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: ")
             process.stdin.close()
             rest = []
-            with suppress(httpx.RemoteProtocolError):  # its last lines may take 2 s
+            with suppress(httpx.RemoteProtocolError):  # the last lines may take 2 s
                 rest += [line async for line in lines if line]
         assert not any(line.endswith("[DONE]") for line in rest) or "error" in "".join(rest)
         assert await process.wait() == 0
@@ -89,7 +90,7 @@ async def test_a_process_without_its_actor_leaves_the_pool_and_exits_at_once(
 
 
 async def test_a_failed_start_is_reported_with_its_reason(redis_server: RedisServer) -> None:
-    """The reason is in the notice and on stderr, and the exit status is 1."""
+    """The notice and stderr contain the reason of a failed start, and the exit status is 1."""
     for settings, why in (
         ({"model": "/nowhere/model"}, "/nowhere/model"),
         ({"host": "0.0.0.0"}, "no other node may use this worker: set --peer-secret-env NAME"),
@@ -102,7 +103,7 @@ async def test_a_failed_start_is_reported_with_its_reason(redis_server: RedisSer
 
 
 async def test_the_secret_of_the_order_is_used(redis_server: RedisServer) -> None:
-    """The secret of the order is used although the machine's environment does not have it."""
+    """The worker uses the secret of its order if the machine's environment has none."""
     secret = "a secret of the cluster"
     async with child(secret, join=redis_server.url, peer_secret_env="HANDED") as process:
         assert (await joined(process)).url

@@ -1,4 +1,4 @@
-"""Decisions of the launcher, with fake actors; `test_cluster.py` uses real ones."""
+"""Tests of the launcher's decisions with fake actors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.gateway.harness import until
 JOINED = Notice("http://10.0.0.2:5", joined=True)
 
 
-class PlayedActor:
-    """An actor that answers as the test says."""
+class FakeActor:
+    """An actor whose replies the test decides."""
 
-    def __init__(self, name: str, said: Notice | type[Exception] | None = JOINED) -> None:
+    def __init__(self, name: str, reply: Notice | type[Exception] | None = JOINED) -> None:
         self.name = name
-        self.said = said  # None before the actor is placed
+        self.reply = reply  # None until Ray places the actor
         self.stops = 0
         self.stopped = asyncio.Event()
         self.stopped.set()
@@ -31,11 +31,11 @@ class PlayedActor:
         self.ended = False
 
     async def status(self) -> WorkerStatus:
-        if self.said is None:
+        if self.reply is None:
             await asyncio.Event().wait()
-        if not isinstance(self.said, Notice):
-            raise self.said("it is gone")
-        return WorkerStatus("10.0.0.2", (), 1, restarted=False, notice=self.said)
+        if not isinstance(self.reply, Notice):
+            raise self.reply("the actor is gone")
+        return WorkerStatus("10.0.0.2", (), 1, restarted=False, notice=self.reply)
 
     async def stop(self) -> int:
         self.stops += 1
@@ -55,14 +55,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "STATUS_TIMEOUT_S", 0.05)
 
 
-def send(signal_number: int = signal.SIGTERM) -> None:
+def send_signal(signal_number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), signal_number)
 
 
-async def during(
-    lines: list[str], actors: list[PlayedActor], act: Callable[[], None], *, once: str
+async def launch_until(
+    lines: list[str], actors: list[FakeActor], act: Callable[[], None], *, once: str
 ) -> bool:
-    """Launch, act when a line with this text appears, and return the outcome."""
+    """Launch workers, call `act` when a line contains this text, and return the outcome."""
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
     await until(lambda: any(once in line for line in lines) or running.done())
     act()
@@ -70,104 +70,104 @@ async def during(
 
 
 async def test_a_signal_drains_all_workers_and_succeeds() -> None:
-    """The first signal stops each worker once, then ends its actor."""
-    actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
-    assert await during(lines, actors, send, once="all 2 workers have joined")
+    """The first signal stops each worker once and then ends its actor."""
+    actors, lines = [FakeActor("p/0"), FakeActor("p/1")], list[str]()
+    assert await launch_until(lines, actors, send_signal, once="all 2 workers have joined")
     assert [(actor.stops, actor.ended) for actor in actors] == [(1, True)] * 2
     assert [line.split()[1] for line in lines[-2:]] == ["stopped"] * 2
 
 
 async def test_a_second_signal_does_not_wait_for_streams() -> None:
-    """The second signal tells draining workers to stop at once."""
-    actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
+    """The second signal stops draining workers without waiting for their streams."""
+    actors, lines = [FakeActor("p/0"), FakeActor("p/1")], list[str]()
     actors[0].stopped.clear()
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
     await until(lambda: any("have joined" in line for line in lines))
-    send()
+    send_signal()
     await until(lambda: actors[0].stops == 1)
     assert not running.done()
-    send(signal.SIGINT)
+    send_signal(signal.SIGINT)
     assert await running
     assert [actor.stops for actor in actors] == [2, 1]
 
 
 async def test_a_worker_that_cannot_start_stops_all_others() -> None:
-    """If one worker cannot start, the reason is printed and the others are stopped."""
-    bad, good = PlayedActor("p/0", Notice(failure="no such model")), PlayedActor("p/1")
+    """The launcher prints why a worker cannot start and stops all other workers."""
+    bad, good = FakeActor("p/0", Notice(failure="no such model")), FakeActor("p/1")
     lines: list[str] = []
     assert not await launch([bad, good], lines.append, detached=False)
     assert any("(no such model)" in line for line in lines)
     assert (bad.ended, good.ended, good.stops) == (True, True, 1)
 
 
-async def test_a_worker_lost_later_does_not_stop_the_others() -> None:
-    """The launcher gives up only when no worker is left."""
-    actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
+async def test_a_lost_worker_does_not_stop_the_others() -> None:
+    """The launcher continues after a lost worker and fails when no worker is left."""
+    actors, lines = [FakeActor("p/0"), FakeActor("p/1")], list[str]()
     running = asyncio.create_task(launch(actors, lines.append, detached=False))
     await until(lambda: any("have joined" in line for line in lines))
-    actors[0].said = WorkerGone
+    actors[0].reply = WorkerGone
     await until(lambda: any(line.startswith("p/0") and "lost" in line for line in lines))
     await asyncio.sleep(0.01)
     assert not running.done()
-    actors[1].said = WorkerGone
+    actors[1].reply = WorkerGone
     assert not await running
 
 
 async def test_a_restarted_worker_joins_again() -> None:
-    """A worker that Ray restarts joins again, and the launcher continues."""
-    actor, lines = PlayedActor("p/0"), list[str]()
+    """The launcher continues when Ray restarts a worker, which joins the pool again."""
+    actor, lines = FakeActor("p/0"), list[str]()
 
     def restart() -> None:
-        actor.said = Restarting
+        actor.reply = Restarting
 
     running = asyncio.create_task(launch([actor], lines.append, detached=False))
     await until(lambda: any("have joined" in line for line in lines))
     restart()
     await until(lambda: "restarting" in lines[-1])
-    actor.said = JOINED
+    actor.reply = JOINED
     await until(lambda: "joined" in lines[-1])
-    send()
+    send_signal()
     assert await running
 
 
-@pytest.mark.parametrize("said", [None, Notice()])
+@pytest.mark.parametrize("reply", [None, Notice()])
 async def test_a_worker_that_does_not_serve_yet_is_ended_without_draining(
-    said: Notice | None,
+    reply: Notice | None,
 ) -> None:
-    """Workers without a machine would never answer, and loading ones have no streams to drain."""
-    actor = PlayedActor("p/0", said)
+    """The launcher ends waiting and loading workers without draining."""
+    actor = FakeActor("p/0", reply)
     running = asyncio.create_task(launch([actor], [].append, detached=False))
     await asyncio.sleep(0.01)
-    send()
+    send_signal()
     assert await running
     assert (actor.stops, actor.ended) == (0, True)
 
 
 async def test_the_launcher_leaves_detached_workers_running() -> None:
-    """The launcher returns without stopping any worker."""
-    actor = PlayedActor("p/0")
+    """The launcher exits without stopping detached workers."""
+    actor = FakeActor("p/0")
     assert await launch([actor], [].append, detached=True)
     assert (actor.stops, actor.ended) == (0, False)
 
 
 async def test_a_failure_while_draining_fails_the_command() -> None:
-    """A worker that fails while it drains is printed and fails the command."""
-    actor, lines = PlayedActor("p/0"), list[str]()
+    """The command prints the failure of a draining worker and fails."""
+    actor, lines = FakeActor("p/0"), list[str]()
     actor.code = 1
     assert not await stop([actor], lines.append)
     assert "(exit status 1)" in lines[-1]
 
 
 async def test_status_lists_unplaced_workers_and_fails_for_an_incomplete_pool() -> None:
-    """A worker that has not been placed is listed, and the status fails."""
+    """The status command lists unplaced workers and fails for an incomplete pool."""
     lines: list[str] = []
-    assert await show_status([PlayedActor("p/0")], lines.append)
-    assert not await show_status([PlayedActor("p/0"), PlayedActor("p/1", None)], lines.append)
+    assert await show_status([FakeActor("p/0")], lines.append)
+    assert not await show_status([FakeActor("p/0"), FakeActor("p/1", None)], lines.append)
     assert lines[-1].split(maxsplit=1) == ["p/1", "waits for Ray"]
 
 
 @pytest.fixture(autouse=True)
-async def no_handlers_left() -> object:
+async def removed_handlers() -> object:
     """Remove the signal handlers of the loop after the test."""
     yield
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The launcher's orders for workers and its printed lines, without Ray."""
+"""Tests of the launcher's orders for workers and of its printed lines, without Ray."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def orders(
     return list(worker_orders(given, numbers, cpus, environ or {}).values())
 
 
-def test_ports_are_free_ones_or_count_up() -> None:
-    """Without `--port` each start takes a free port; with it a worker keeps its port."""
+def test_ports_are_free_or_count_up_from_the_setting() -> None:
+    """Each worker uses a free port, or a fixed port that counts up from `--port`."""
     assert [order.config.port for order in orders()] == [0, 0, 0]
     assert [order.config.port for order in orders(range(2, 4), port="8100")] == [8102, 8103]
     with pytest.raises(ConfigError, match="--port: the last worker would need port"):
@@ -34,15 +34,14 @@ def test_ports_are_free_ones_or_count_up() -> None:
 
 
 def test_threads_equal_the_cores_that_ray_reserves() -> None:
-    """Workers use the cores that Ray reserves, unless `--threads` is set, so all have one numerics
-    class."""
+    """Each worker uses the cores that Ray reserves, unless `--threads` is set."""
     assert {order.config.threads for order in orders(cpus=2.5)} == {2}
     assert {order.config.threads for order in orders(cpus=0.5)} == {1}
     assert {order.config.threads for order in orders(cpus=2.5, threads="7")} == {7}
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"host": "10.0.0.9"}, "--host: workers listen at"),
         ({"advertise": "http://10.0.0.9:1"}, "--advertise: workers advertise"),
@@ -50,20 +49,20 @@ def test_threads_equal_the_cores_that_ray_reserves() -> None:
         ({"backend": "openai", "upstream": "http://x:1"}, "--upstream: a node with upstreams"),
     ],
 )
-def test_settings_that_ray_decides_are_refused(flags: dict[str, str], said: str) -> None:
-    """A setting that Ray decides is refused by name."""
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_ray_decides_are_rejected(flags: dict[str, str], message: str) -> None:
+    """The launcher rejects settings that Ray decides and names each setting."""
+    with pytest.raises(ConfigError, match=message):
         orders(**flags)
 
 
 def test_workers_need_a_pool() -> None:
-    """Without `--join` no gateway could find the workers."""
+    """The launcher requires `--join`, because gateways find workers in the pool."""
     with pytest.raises(ConfigError, match="--join is missing"):
         worker_orders(effective_config({}, {}), range(1), 1.0, {})
 
 
 def test_an_order_survives_encoding() -> None:
-    """Every setting and the secret are equal after encoding and decoding."""
+    """An order is equal after encoding and decoding."""
     (order,) = orders(
         range(1),
         environ={"S": "a secret of the cluster"},
@@ -76,16 +75,15 @@ def test_an_order_survives_encoding() -> None:
     assert order.secret == "a secret of the cluster"
     assert b"\n" not in order.encoded()
     assert Order.decoded(order.encoded()) == order
-    assert (
-        orders(range(1), peer_secret_env="S")[0].secret is None
-    )  # the machine's own secret is used
+    # Without a secret in the order, the worker uses the secret of its machine.
+    assert orders(range(1), peer_secret_env="S")[0].secret is None
 
 
 def test_a_worker_name_belongs_to_one_pool() -> None:
     """The name of a worker belongs to exactly one pool."""
     assert worker_number("blue", actor_name("blue", 12)) == 12
     assert worker_number("blue", actor_name("blue.1", 12)) is None
-    assert worker_number("blue", "somebody-else") is None
+    assert worker_number("blue", "other-name") is None
 
 
 @pytest.mark.parametrize(
@@ -110,21 +108,21 @@ def test_a_worker_name_belongs_to_one_pool() -> None:
             State.FAILED,
             "blue/0       failed                 10.0.0.2 GPU 3 (no such model)",
         ),
-        (Notice(failure="once more"), True, State.LOADING, None),  # Ray retries
+        (Notice(failure="will retry"), True, State.LOADING, None),  # Ray retries
     ],
 )
 def test_a_line_shows_a_worker_and_its_state(
     notice: Notice, again: bool, state: State, line: str | None
 ) -> None:
-    """The line has name, state, address, GPUs and the reason of an end."""
+    """The line of a worker contains its name, state, address, GPUs and failure."""
     status = WorkerStatus("10.0.0.2", ("3",), 1, again, notice)
     assert worker_state(status) is state
     if line is not None:
         assert status_line("blue/0", state, status) == line
 
 
-def test_without_ray_the_command_says_what_to_install() -> None:
-    """Without Ray, the command prints one line with the extra to install and exits with 1."""
+def test_missing_ray_is_one_line_with_the_install_command() -> None:
+    """The command without Ray prints one line with the install command and exits with 1."""
     script = (
         "import sys; sys.modules['ray'] = None\nfrom draftgate.gateway.cli import main\n"
         "sys.argv = ['draftgate', 'ray', 'start', '--join', 'redis://127.0.0.1:1']\nmain()"

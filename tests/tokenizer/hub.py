@@ -1,4 +1,4 @@
-"""A local model hub that answers the three requests of `huggingface_hub` for a snapshot."""
+"""A local model hub that responds to the three requests of `huggingface_hub` for a snapshot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ MODELS: dict[str, dict[str, bytes]] = {
 
 
 class Hub(NamedTuple):
-    """Its address, and the method, path and token of every request."""
+    """A running hub.
+
+    Attributes:
+        url: the address of the hub.
+        requests: the method, path and token of every request.
+    """
 
     url: str
     requests: list[tuple[str, str, str | None]]
@@ -52,7 +57,7 @@ def serving() -> Iterator[Hub]:
     requests: list[tuple[str, str, str | None]] = []
 
     class Handler(_Handler):
-        asked = requests
+        received = requests
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -80,15 +85,15 @@ print(json.dumps(found))
 
 
 def find(home: Path, *names: str | tuple[str, bool], **environment: str) -> tuple[list[str], str]:
-    """Find checkpoints in a new process, since the library reads its environment once.
+    """Find checkpoints in a new process, because the library reads its environment only once.
 
     Args:
         home: directory of the cache.
-        names: of checkpoints; a pair with False asks for no weights.
+        names: names of checkpoints. A pair of a name and False requests no weights.
         environment: further variables for the library.
 
     Returns:
-        For each name the directory, or `error: ` and the message; and the output to stderr.
+        The directory of each name, or `error: ` and the message, and the output to stderr.
     """
     pairs = [name if isinstance(name, tuple) else (name, True) for name in names]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
@@ -104,23 +109,23 @@ def find(home: Path, *names: str | tuple[str, bool], **environment: str) -> tupl
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves the repositories, trees and files of `MODELS`."""
+    """Request handler that serves the repositories, trees and files of `MODELS`."""
 
-    asked: list[tuple[str, str, str | None]]
+    received: list[tuple[str, str, str | None]]
 
     def do_HEAD(self) -> None:
-        self._answer()
+        self._respond()
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
     def log_message(self, *args: object) -> None:
-        """Log nothing."""
+        """Discard the message."""
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         token = self.headers.get("Authorization")
         path = unquote(urlsplit(self.path).path)
-        self.asked.append((self.command, path, token))
+        self.received.append((self.command, path, token))
         parts = path.strip("/").removeprefix("api/models/").split("/")
         repo, verb, revision = "/".join(parts[:2]), *(parts[2:4] or ["revision", "main"])
         files = MODELS.get(repo)

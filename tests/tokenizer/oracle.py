@@ -1,4 +1,4 @@
-"""Checkpoints of tests, loaded by our tokenizer and by `transformers`."""
+"""Test checkpoints that our tokenizer and `transformers` both load."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
-NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # templates write local time
+NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # templates use local time
 REFUSED = "(refused)"
 
 
 class Pair(NamedTuple):
-    """One checkpoint, loaded by both."""
+    """A checkpoint in both tokenizers."""
 
     ours: Tokenizer
     theirs: PreTrainedTokenizerBase
 
-    def both(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
-        """Return our prompt and theirs; an error gives `REFUSED`."""
+    def render_both(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
+        """Return our prompt and the prompt of `transformers`, or `REFUSED` for an error."""
         return (
             _outcome(lambda: self.ours.render_chat(messages, tools)),
             _outcome(
@@ -37,12 +37,12 @@ class Pair(NamedTuple):
 
 
 def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
-    """Write a tokenizer with these settings and templates.
+    """Write a tokenizer with these settings and templates and return its directory.
 
     Args:
-        directory: created if necessary.
-        settings: of `tokenizer_config.json`, without the class.
-        files: texts of template files: `chat_template`, or `more__rag` for an additional one.
+        directory: the directory of the checkpoint, which is created if necessary.
+        settings: the content of `tokenizer_config.json`, without the class.
+        files: template texts by name: `chat_template`, or `more__rag` for an additional file.
     """
     directory.mkdir(exist_ok=True)
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", directory)
@@ -56,12 +56,12 @@ def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
 
 
 def load(directory: Path) -> Pair:
-    """Load a checkpoint with both."""
+    """Load a checkpoint with both tokenizers."""
     return Pair(Tokenizer(directory, lambda: NOW), AutoTokenizer.from_pretrained(directory))
 
 
 def _outcome(render: Callable[[], str]) -> str:
     try:
         return render()
-    except Exception:  # noqa: BLE001  # transformers passes on any error of a template
+    except Exception:  # noqa: BLE001  # transformers raises any error of a template
         return REFUSED

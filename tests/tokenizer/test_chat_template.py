@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they may use, and how they are bounded."""
+"""Tests of chat templates: their locations, features and limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tokenizer.oracle import REFUSED, checkpoint, load
 HELLO = [{"role": "user", "content": "<Hé & 'you'>"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
 
-ABILITIES = {
+FEATURES = {
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}",
     "json for ascii": "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
     "json of nothing": "{{ nothing | tojson }}",
@@ -43,51 +43,51 @@ ABILITIES = {
 }
 
 
-@pytest.mark.parametrize("ability", ABILITIES)
-def test_template_features_match_transformers(ability: str, tmp_path: Path) -> None:
-    """Filters, functions, tags, undefined names, whitespace and errors are the same."""
-    settings = {"bos_token": "<s>", "chat_template": ABILITIES[ability]}
+@pytest.mark.parametrize("feature", FEATURES)
+def test_template_features_match_transformers(feature: str, tmp_path: Path) -> None:
+    """Every template feature gives the same prompt, or an error, as in `transformers`."""
+    settings = {"bos_token": "<s>", "chat_template": FEATURES[feature]}
     pair = load(checkpoint(tmp_path, settings))
-    ours, theirs = pair.both(HELLO)
+    ours, theirs = pair.render_both(HELLO)
     assert ours == theirs
-    ours, theirs = pair.both(HELLO, TOOLS)
+    ours, theirs = pair.render_both(HELLO, TOOLS)
     assert ours == theirs
 
 
-ONE, TWO, THREE = "one {{ tools }}", "two {{ tools }}", "three"
+FIRST, SECOND, THIRD = "one {{ tools }}", "two {{ tools }}", "three"
 PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "none": ({}, {}),
-    "text in the settings": ({"chat_template": ONE}, {}),
+    "text in the settings": ({"chat_template": FIRST}, {}),
     "list with a default": (
         {
             "chat_template": [
-                {"name": "default", "template": ONE},
-                {"name": "tool_use", "template": TWO},
-                {"name": "rag", "template": THREE},
+                {"name": "default", "template": FIRST},
+                {"name": "tool_use", "template": SECOND},
+                {"name": "rag", "template": THIRD},
             ]
         },
         {},
     ),
-    "list without a default": ({"chat_template": [{"name": "tool_use", "template": ONE}]}, {}),
-    "file": ({}, {"chat_template": ONE}),
-    "file beside settings": ({"chat_template": TWO}, {"chat_template": ONE}),
-    "folder": ({}, {"chat_template": ONE, "more__tool_use": TWO}),
-    "folder beside settings": ({"chat_template": TWO}, {"more__rag": ONE}),
+    "list without a default": ({"chat_template": [{"name": "tool_use", "template": FIRST}]}, {}),
+    "file": ({}, {"chat_template": FIRST}),
+    "file beside settings": ({"chat_template": SECOND}, {"chat_template": FIRST}),
+    "folder": ({}, {"chat_template": FIRST, "more__tool_use": SECOND}),
+    "folder beside settings": ({"chat_template": SECOND}, {"more__rag": FIRST}),
     "default in the folder": (
         {},
-        {"chat_template": ONE, "more__default": TWO},
+        {"chat_template": FIRST, "more__default": SECOND},
     ),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_chosen_template_matches_transformers(place: str, tmp_path: Path) -> None:
-    """Of files and settings the same template is chosen, with and without tools."""
+    """The tokenizer chooses the same template as `transformers`, with and without tools."""
     settings, files = PLACES[place]
     pair = load(checkpoint(tmp_path, settings, **files))
-    ours, theirs = pair.both(HELLO)
+    ours, theirs = pair.render_both(HELLO)
     assert ours == theirs
-    ours, theirs = pair.both(HELLO, TOOLS)
+    ours, theirs = pair.render_both(HELLO, TOOLS)
     assert ours == theirs
 
 
@@ -113,12 +113,13 @@ SPECIALS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 @pytest.mark.parametrize("case", SPECIALS)
 def test_special_tokens_match_transformers(case: str, tmp_path: Path) -> None:
-    """Each role has the same text, and a role without a token is undefined."""
+    """Each special token has the same text as in `transformers`, and a missing token is
+    undefined."""
     settings, legacy = SPECIALS[case]
     directory = checkpoint(tmp_path, settings | {"chat_template": SHOW})
     if legacy is not None:
         (directory / "special_tokens_map.json").write_text(json.dumps(legacy))
-    ours, theirs = load(directory).both(HELLO)
+    ours, theirs = load(directory).render_both(HELLO)
     assert ours == theirs != REFUSED
 
 
@@ -134,8 +135,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_huge_template_results_are_refused(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output, products, powers and ranges of absurd size are not computed."""
+def test_huge_template_results_are_rejected(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renderer rejects output, products, powers and ranges of excessive size."""
     monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARS", 1 << 16)
     template = ChatTemplate({"default": BOMBS[bomb]}, {})
     with pytest.raises(
@@ -154,7 +155,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_template_is_an_error_on_loading(damage: str, tmp_path: Path) -> None:
-    """The message names the template, before any request uses it."""
+    """The loader rejects a damaged template and names the template."""
     settings, files, message = DAMAGE[damage]
     directory = checkpoint(tmp_path, settings, **files)
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""Finding checkpoints by directory or hub name, and the errors for names that are neither."""
+"""Tests of finding checkpoints by directory or hub name, and of the errors for other names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOADABLE = {
 
 
 def snapshot(home: Path, repo: str = MODEL) -> Path:
-    """The directory of a model in the cache."""
+    """Return the directory of a model in the cache."""
     return home / "hub" / f"models--{repo.replace('/', '--')}" / "snapshots" / COMMIT
 
 
@@ -45,7 +45,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_hub_model_is_downloaded_once(tmp_path: Path) -> None:
-    """Only files that are loaded are downloaded; afterwards the cache works without a hub."""
+    """The library downloads the required files once and uses the cache without a hub later."""
     with hub.serving() as online:
         (first, by_tag, by_commit), stderr = hub.find(
             tmp_path, MODEL, f"{MODEL}@v1", f"{MODEL}@{COMMIT}", HF_ENDPOINT=online.url
@@ -55,7 +55,7 @@ def test_hub_model_is_downloaded_once(tmp_path: Path) -> None:
     assert contents(snapshot(tmp_path)) == expected
     got = [path for method, path, _ in online.requests if method == "GET" and "/resolve/" in path]
     assert len(got) == len(set(got)) == len(LOADABLE)
-    assert stderr == ""  # no progress bars in a server's log
+    assert stderr == ""  # a server's log contains no progress bars
 
     (unplugged,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
     (unreachable,), _ = hub.find(tmp_path, f"{MODEL}@v1", HF_ENDPOINT=online.url)
@@ -63,7 +63,7 @@ def test_hub_model_is_downloaded_once(tmp_path: Path) -> None:
 
 
 def test_download_without_weights_has_only_settings(tmp_path: Path) -> None:
-    """It also works for models whose weights have other formats."""
+    """A download without weights contains only settings, even if the weights have other formats."""
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, (MODEL, False), ("org/gguf", False), HF_ENDPOINT=online.url)
     assert found == [str(snapshot(tmp_path)), str(snapshot(tmp_path, "org/gguf"))]
@@ -72,15 +72,15 @@ def test_download_without_weights_has_only_settings(tmp_path: Path) -> None:
 
 
 def test_hf_token_gives_access_to_gated_model(tmp_path: Path) -> None:
-    """Every request to the hub carries HF_TOKEN."""
+    """Every request to the hub has the token of HF_TOKEN, which gives access to a gated model."""
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, "org/gated", HF_ENDPOINT=online.url, HF_TOKEN="hf_good")
     assert found == [str(snapshot(tmp_path, "org/gated"))]
     assert {token for _, _, token in online.requests} == {"Bearer hf_good"}
 
 
-def test_hub_errors_say_what_to_do(tmp_path: Path) -> None:
-    """The model is unknown, gated, in another format, or lacks the revision."""
+def test_hub_errors_explain_the_solution(tmp_path: Path) -> None:
+    """The error for each hub failure names the problem and its solution."""
     names = ("org/nothing", "org/gated", "org/gguf", f"{MODEL}@v9")
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, *names, HF_ENDPOINT=online.url)
@@ -95,7 +95,7 @@ def test_hub_errors_say_what_to_do(tmp_path: Path) -> None:
 
 
 def test_uncached_model_is_not_found_offline(tmp_path: Path) -> None:
-    """The message mentions the cache, HF_HUB_OFFLINE and directories."""
+    """The offline error mentions the cache, HF_HUB_OFFLINE and directories."""
     (offline,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
     (unreachable,), _ = hub.find(tmp_path, MODEL, HF_ENDPOINT="http://127.0.0.1:1")
     for message in (offline, unreachable):
@@ -107,7 +107,7 @@ def test_uncached_model_is_not_found_offline(tmp_path: Path) -> None:
 
 
 def test_model_cached_by_another_program_is_found_offline(tmp_path: Path) -> None:
-    """The usual layout of the cache, with links into blobs, is enough."""
+    """The loader finds a model in the cache that another program wrote."""
     blobs, refs = snapshot(tmp_path).parents[1] / "blobs", snapshot(tmp_path).parents[1] / "refs"
     for directory in (blobs, refs, snapshot(tmp_path)):
         directory.mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_model_cached_by_another_program_is_found_offline(tmp_path: Path) -> Non
 def test_directory_takes_precedence_over_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory whose path looks like a hub name is used, under its own name."""
+    """The loader prefers a directory to a hub model with the same name."""
     (tmp_path / MODEL).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint(MODEL) == Path(MODEL)
@@ -133,7 +133,7 @@ def test_directory_takes_precedence_over_hub(
 
 
 @pytest.mark.parametrize(
-    ("name", "called"),
+    ("name", "expected"),
     [
         (None, SHIPPED_MODEL_ID),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
@@ -141,21 +141,21 @@ def test_directory_takes_precedence_over_hub(
         ("/models/mine/", "mine"),
     ],
 )
-def test_model_id_for_clients(name: str | None, called: str) -> None:
-    """It is organisation and model of a hub name without the revision, or the last path part."""
-    assert checkpoint_id(name) == called
+def test_model_id_for_clients(name: str | None, expected: str) -> None:
+    """The model id is the hub name without its revision, or the last part of a path."""
+    assert checkpoint_id(name) == expected
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no/where", "a/b/c", "a/b@", "-a/b"])
 def test_name_that_is_neither_directory_nor_hub_name_is_an_error(name: str) -> None:
-    """The hub is not asked, and the message shows both forms of a name."""
+    """The loader rejects other names without a request to the hub."""
     with pytest.raises(CheckpointError, match="neither a directory nor organisation/model"):
         find_checkpoint(name)
 
 
 @pytest.mark.hub
 def test_published_model_is_downloaded_from_the_hub() -> None:
-    """The settings of a real model can be downloaded, and its template renders."""
+    """The loader downloads the settings of a published model, and its template renders."""
     directory = find_checkpoint("Qwen/Qwen3-0.6B", weights=False)
     prompt = Tokenizer(directory).render_chat([{"role": "user", "content": "Hello"}])
     assert prompt.endswith("<|im_start|>assistant\n")

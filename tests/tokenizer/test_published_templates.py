@@ -1,4 +1,4 @@
-"""Published chat templates render conversations as `transformers` does."""
+"""Tests that published chat templates render conversations as `transformers` does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "description": "Says <b>how</b> it's in Zürich & elsewhere",
+            "description": "Returns the <b>weather</b> in city's & towns",
             "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
         },
     }
@@ -76,10 +76,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 def test_published_template_matches_transformers(
     pairs: dict[str, Pair], template: str, conversation: str, tools: Any
 ) -> None:
-    """Both give the same prompt, or both refuse the conversation."""
-    ours, theirs = pairs[template].both(CONVERSATIONS[conversation], tools)
+    """Both renderers give the same prompt or reject the conversation."""
+    ours, theirs = pairs[template].render_both(CONVERSATIONS[conversation], tools)
     assert ours == theirs
-    assert ours  # two empty prompts would be equal, too
+    assert ours  # two empty prompts would also be equal
 
 
 @given(
@@ -97,17 +97,17 @@ def test_published_template_matches_transformers(
 def test_random_conversation_matches_transformers(
     pairs: dict[str, Pair], template: str, messages: list[dict[str, str]]
 ) -> None:
-    """Roles come in any order, and texts have any characters."""
-    ours, theirs = pairs[template].both(messages)
+    """Both renderers agree for any order of roles and any characters."""
+    ours, theirs = pairs[template].render_both(messages)
     assert ours == theirs
 
 
-def test_template_error_refuses_conversation(pairs: dict[str, Pair]) -> None:
-    """Mistral's templates require alternating roles, so both renderers refuse."""
+def test_template_error_rejects_conversation(pairs: dict[str, Pair]) -> None:
+    """Both renderers reject a conversation whose roles do not alternate for Mistral's templates."""
     for name in ("mistral_v1", "mistral_v2v3", "mistral_v3_tekken"):
-        assert pairs[name].both(CONVERSATIONS["two users"]) == (REFUSED, REFUSED)
+        assert pairs[name].render_both(CONVERSATIONS["two users"]) == (REFUSED, REFUSED)
 
 
 def test_template_writes_date_of_injected_clock(pairs: dict[str, Pair]) -> None:
-    """The template of Llama 3.2 writes the date."""
+    """The template of Llama 3.2 writes the date of the injected clock."""
     assert NOW.strftime("%d %b %Y") in pairs["llama3_2"].ours.render_chat([user("Hello")])

@@ -1,4 +1,4 @@
-"""Texts of single tokens with several kinds of decoders."""
+"""Tests of the texts of single tokens with several kinds of decoders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sentencepiece(tmp_path_factory) -> Tokenizer:
 @example([INVALID, 2 + len(WORDS), *EMOJI, 0], [])
 @example([*EMOJI[:2], 0, *EMOJI[2:], INVALID, INVALID, INVALID, INVALID, INVALID, 0], [0])
 def test_token_texts_agree_with_decoding_all_tokens(sentencepiece: Tokenizer, ids, context) -> None:
-    """This includes byte fallback and a decoder that strips the start."""
+    """The texts of single tokens join to the decoded text, including byte fallback."""
     fast, slow = (
         TextStream(sentencepiece.decode, (), context, alone=alone)
         for alone in (sentencepiece.texts.__getitem__, lambda _token: None)
@@ -61,6 +61,6 @@ def test_token_texts_agree_with_decoding_all_tokens(sentencepiece: Tokenizer, id
     ],
 )
 def test_context_dependent_decoder_has_no_token_texts(decoder) -> None:
-    """Decoders that join, clean up or strip the end leave every text to decoding."""
+    """A decoder that depends on context has no texts of single tokens."""
     assert not _is_local({"type": "Sequence", "decoders": [{"type": "Fuse"}, decoder]})
     assert TokenTexts(lambda ids: "a" * len(ids), decoder, [0])[1] is None

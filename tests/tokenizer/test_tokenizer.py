@@ -1,4 +1,4 @@
-"""The vocabulary of a tokenizer, and its behaviour in threads."""
+"""Tests of a tokenizer's vocabulary and of its behaviour in threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.tokenizer import Tokenizer
 
 
 def test_vocab_size_is_largest_id_plus_one(tmp_path: Path) -> None:
-    """Ids may have gaps, and an unused id has no text."""
+    """The vocabulary size is the largest id plus one, and an unused id has no text."""
     fast = FastTokenizer(models.WordLevel({"a": 0, "b": 7, "?": 3}, unk_token="?"))
     fast.add_special_tokens([AddedToken("<s>")])
     fast.save(str(tmp_path / "tokenizer.json"))
@@ -28,20 +28,20 @@ def test_vocab_size_is_largest_id_plus_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_other_threads_run_during_long_encode_or_decode(work: str) -> None:
-    """Both release the GIL, so in a thread they do not block the event loop."""
+    """Encoding and decoding release the GIL, so other threads run during long calls."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
-    given = "def f(x): return x + 1\n" * 20_000 if work == "encode" else [1000] * 1_000_000
+    argument = "def f(x): return x + 1\n" * 20_000 if work == "encode" else [1000] * 1_000_000
     ended = threading.Event()
 
     def run() -> None:
-        getattr(tokenizer, work)(given)
+        getattr(tokenizer, work)(argument)
         ended.set()
 
     thread = threading.Thread(target=run)
     thread.start()
     turns = 0
     while not ended.is_set():
-        time.sleep(0)  # releases the GIL, and has to get it back
+        time.sleep(0)  # releases the GIL and acquires it again
         turns += 1
     thread.join()
-    assert turns > 1000  # if they held the GIL it would be some tens
+    assert turns > 1000  # a call that holds the GIL allows only some tens of turns

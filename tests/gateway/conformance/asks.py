@@ -1,4 +1,4 @@
-"""The requests of the conformance tests."""
+"""Prompts of the conformance tests."""
 
 from __future__ import annotations
 

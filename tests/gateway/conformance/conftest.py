@@ -1,4 +1,4 @@
-"""A node with each backend, used by OpenAI's own client."""
+"""A node with each backend, and OpenAI's own client of the node."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ENGINE = pytest.param(
 
 
 FORWARDED = "openai"
-"""A node in front of a node with the simulator."""
+"""Parameter for a node that forwards to a node with the simulator."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sim", ENGINE, FORWARDED])
-async def where(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
+async def gateway(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
     """A node with each backend."""
     own = "sim" if request.param == FORWARDED else request.param
     async with running(backend=own, kv_bytes=32 << 20, threads=1) as listening:
@@ -40,21 +40,21 @@ async def where(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
-    """OpenAI's client, pointed at the node."""
-    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as client:
+async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of the node."""
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def sampled(where: Listening) -> Listening:
-    """The node, if its tokens are sampled from logits."""
-    if where.node.config.backend in {"sim", FORWARDED}:
+def sampled(gateway: Listening) -> Listening:
+    """The node, if its backend samples tokens from logits."""
+    if gateway.node.config.backend in {"sim", FORWARDED}:
         pytest.skip("the simulator has no logits")
-    return where
+    return gateway
 
 
 @pytest.fixture
-def model(where: Listening) -> str:
+def model(gateway: Listening) -> str:
     """The model's name for clients."""
-    return where.node.model_name
+    return gateway.node.model_name

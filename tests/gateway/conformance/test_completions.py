@@ -1,4 +1,4 @@
-"""`/v1/completions` through OpenAI's client."""
+"""Tests of `/v1/completions` with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_same_seed_gives_the_same_text(api: AsyncOpenAI, model: str) -> None:
-    """The text does not depend on streaming or drafts."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 11}
-    whole = await api.completions.create(**ask)
-    plain = await api.completions.create(**ask, extra_body={"speculation": {"mode": "off"}})
-    stream = await api.completions.create(**ask, stream=True)
+    """The same seed gives the same text with and without streaming and drafts."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 11}
+    whole = await api.completions.create(**request)
+    plain = await api.completions.create(**request, extra_body={"speculation": {"mode": "off"}})
+    stream = await api.completions.create(**request, stream=True)
     text = "".join([c.text async for chunk in stream for c in chunk.choices])
     assert whole.choices[0].text == plain.choices[0].text == text
     assert whole.usage.completion_tokens <= 24
@@ -34,10 +34,10 @@ async def test_same_seed_gives_the_same_text(api: AsyncOpenAI, model: str) -> No
 
 
 async def test_choice_i_is_the_same_whatever_n_is(api: AsyncOpenAI, model: str) -> None:
-    """The choices of a request differ from each other."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 1.0}
-    three = [c.text for c in (await api.completions.create(**ask, n=3)).choices]
-    two = [c.text for c in (await api.completions.create(**ask, n=2)).choices]
+    """The first choices are the same for any `n`, and the choices differ from each other."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 1.0}
+    three = [c.text for c in (await api.completions.create(**request, n=3)).choices]
+    two = [c.text for c in (await api.completions.create(**request, n=2)).choices]
     assert len(set(three)) == 3
     assert three[:2] == two
 
@@ -45,14 +45,14 @@ async def test_choice_i_is_the_same_whatever_n_is(api: AsyncOpenAI, model: str) 
 async def test_choices_of_several_prompts_are_numbered_by_prompt(
     api: AsyncOpenAI, model: str
 ) -> None:
-    """Choice c of prompt p has index p * n + c and equals the prompt's answer alone."""
-    ask = {"model": model, "max_tokens": 8, "seed": 3, "n": 2}
+    """Choice c of prompt p has the index p * n + c and the same text as a single prompt."""
+    request = {"model": model, "max_tokens": 8, "seed": 3, "n": 2}
     prompts = ["import os", "class A:", "x = 1"]
-    both = await api.completions.create(**ask, prompt=prompts)
+    both = await api.completions.create(**request, prompt=prompts)
     assert [c.index for c in both.choices] == list(range(6))
-    alone = [await api.completions.create(**ask, prompt=prompt) for prompt in prompts]
-    assert [c.text for c in both.choices] == [c.text for one in alone for c in one.choices]
-    stream = await api.completions.create(**ask, prompt=prompts, stream=True)
+    alone = [await api.completions.create(**request, prompt=prompt) for prompt in prompts]
+    assert [c.text for c in both.choices] == [c.text for single in alone for c in single.choices]
+    stream = await api.completions.create(**request, prompt=prompts, stream=True)
     texts = dict.fromkeys(range(6), "")
     async for chunk in stream:
         for choice in chunk.choices:
@@ -61,66 +61,66 @@ async def test_choices_of_several_prompts_are_numbered_by_prompt(
 
 
 async def test_prompt_of_token_ids_equals_its_text(api: AsyncOpenAI, model: str) -> None:
-    """Both forms give the same answer."""
+    """A prompt of token ids gives the same response as its text."""
     ids = Tokenizer(SHIPPED_MODEL).encode(PROMPT)
-    ask = {"model": model, "max_tokens": 8, "seed": 3}
-    by_ids = await api.completions.create(**ask, prompt=ids)
-    by_text = await api.completions.create(**ask, prompt=PROMPT)
+    request = {"model": model, "max_tokens": 8, "seed": 3}
+    by_ids = await api.completions.create(**request, prompt=ids)
+    by_text = await api.completions.create(**request, prompt=PROMPT)
     assert by_ids.choices[0].text == by_text.choices[0].text
     assert by_ids.usage.prompt_tokens == len(ids)
 
 
 async def test_stop_string_is_found_across_tokens(api: AsyncOpenAI, model: str) -> None:
-    """Neither the stop string nor the text after it is sent."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
-    full = (await api.completions.create(**ask)).choices[0].text
+    """The server omits a stop string that spans tokens and the text after the stop string."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
+    full = (await api.completions.create(**request)).choices[0].text
     stop = full[9:14]
     expected = full[: full.find(stop)]
-    cut = (await api.completions.create(**ask, stop=[stop, "never\x00"])).choices[0]
+    cut = (await api.completions.create(**request, stop=[stop, "never\x00"])).choices[0]
     assert (cut.text, cut.finish_reason) == (expected, "stop")
-    stream = await api.completions.create(**ask, stop=stop, stream=True)
+    stream = await api.completions.create(**request, stop=stop, stream=True)
     assert "".join([c.text async for chunk in stream for c in chunk.choices]) == expected
 
 
 async def test_completion_logprobs_have_four_lists_of_equal_length(
     api: AsyncOpenAI, model: str
 ) -> None:
-    """Offsets point at each token in the text, streamed or whole."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "seed": 1, "logprobs": 2}
-    answer = await api.completions.create(**ask)
-    found = answer.choices[0].logprobs
-    assert len(found.tokens) == answer.usage.completion_tokens
+    """The log probabilities are lists of equal length, and each offset points at its token."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 6, "seed": 1, "logprobs": 2}
+    response = await api.completions.create(**request)
+    found = response.choices[0].logprobs
+    assert len(found.tokens) == response.usage.completion_tokens
     assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.tokens)
     assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
     assert all(token in top for token, top in zip(found.tokens, found.top_logprobs, strict=True))
-    stream = await api.completions.create(**ask, stream=True)
+    stream = await api.completions.create(**request, stream=True)
     chunks = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
     assert [t for part in chunks for t in part.tokens] == found.tokens
     assert [o for part in chunks for o in part.text_offset] == found.text_offset
 
 
 async def test_stop_string_is_ignored_before_min_tokens(api: AsyncOpenAI, model: str) -> None:
-    """A stop string ends the text only after the minimum length."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
-    stop = (await api.completions.create(**ask)).choices[0].text[:3]
-    early = await api.completions.create(**ask, stop=stop)
-    late = await api.completions.create(**ask, stop=stop, extra_body={"min_tokens": 30})
+    """The server ignores a stop string before `min_tokens` tokens."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
+    stop = (await api.completions.create(**request)).choices[0].text[:3]
+    early = await api.completions.create(**request, stop=stop)
+    late = await api.completions.create(**request, stop=stop, extra_body={"min_tokens": 30})
     assert early.usage.completion_tokens < 30 <= late.usage.completion_tokens
 
 
 async def test_completions_and_chunks_satisfy_the_clients_strict_type(
-    where: Listening, model: str
+    gateway: Listening, model: str
 ) -> None:
-    """Every field has its type, which the client itself does not check."""
+    """Whole completions and chunks satisfy the client's type in every field."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "n": 2, "logprobs": 2}
-    async with client(where) as http:
+    async with client(gateway) as http:
         whole = await http.post("/v1/completions", json=body)
         stream = await http.post("/v1/completions", json={**body, "stream": True})
     *chunks, done = events(stream.text)
     assert done == "[DONE]"
     for reply in (whole.json(), *chunks):
         for choice in reply["choices"]:
-            # Between the ends of a stream there is no reason yet, which OpenAI's type forgets.
+            # OpenAI's type requires a finish reason, which only the last chunk of a choice has.
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         Completion.model_validate(reply)
 
@@ -128,13 +128,13 @@ async def test_completions_and_chunks_satisfy_the_clients_strict_type(
 async def test_greedy_settings_give_the_same_text_for_all_seeds(
     api: AsyncOpenAI, model: str, sampled: Listening
 ) -> None:
-    """Temperature 0, top_k 1 and a tiny top_p are equivalent."""
-    ask = {"model": model, "prompt": PROMPT, "max_tokens": 16}
-    ways = [
-        await api.completions.create(**ask, temperature=0, seed=1),
-        await api.completions.create(**ask, temperature=0, seed=2),
-        await api.completions.create(**ask, top_p=1e-9, seed=3),
-        await api.completions.create(**ask, seed=4, extra_body={"top_k": 1}),
-        await api.completions.create(**ask, seed=5, extra_body={"min_p": 1.0}),
+    """Temperature 0, `top_k` 1, a tiny `top_p` and `min_p` 1 give the same greedy text."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 16}
+    responses = [
+        await api.completions.create(**request, temperature=0, seed=1),
+        await api.completions.create(**request, temperature=0, seed=2),
+        await api.completions.create(**request, top_p=1e-9, seed=3),
+        await api.completions.create(**request, seed=4, extra_body={"top_k": 1}),
+        await api.completions.create(**request, seed=5, extra_body={"min_p": 1.0}),
     ]
-    assert len({way.choices[0].text for way in ways}) == 1
+    assert len({response.choices[0].text for response in responses}) == 1

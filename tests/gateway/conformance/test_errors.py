@@ -1,4 +1,4 @@
-"""Errors through OpenAI's client: its exceptions, with OpenAI's fields."""
+"""Tests of errors with OpenAI's client: exceptions with OpenAI's fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_client_raises_the_exception_of_each_error(api: AsyncOpenAI, model: str) -> None:
-    """Status and body make the client raise the right class with the parameter."""
+    """The client raises the exception class of each error with its code or parameter."""
     with pytest.raises(openai.NotFoundError) as missing:
         await api.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -46,21 +46,23 @@ CASES = [
 async def test_bad_request_has_status_type_code_and_parameter(
     api: AsyncOpenAI, model: str, stream: bool, chat: bool
 ) -> None:
-    """Errors of both endpoints are HTTP errors before a stream begins."""
+    """The server rejects a bad request with 400, a type, a code and a parameter before a stream."""
     for fields, param, code in CASES:
-        ask = {"model": model, "stream": stream, **fields}
+        request = {"model": model, "stream": stream, **fields}
         create = api.chat.completions.create if chat else api.completions.create
-        ask |= {"messages": CHAT} if chat else {"prompt": "x"}
+        request |= {"messages": CHAT} if chat else {"prompt": "x"}
         with pytest.raises(openai.BadRequestError) as bad:
-            await create(**ask)
+            await create(**request)
         error = bad.value
         assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
         assert error.request_id
         assert error.message
 
 
-async def test_tools_are_refused_if_the_template_has_none(api: AsyncOpenAI, model: str) -> None:
-    """The shipped model's template does not support tools."""
+async def test_tools_are_rejected_if_the_template_does_not_support_them(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """The server rejects tools if the model's template does not support tools."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with pytest.raises(openai.BadRequestError) as bad:
         await api.chat.completions.create(model=model, messages=CHAT, tools=[tool])
@@ -68,7 +70,7 @@ async def test_tools_are_refused_if_the_template_has_none(api: AsyncOpenAI, mode
 
 
 async def test_request_id_of_the_client_is_returned(api: AsyncOpenAI, model: str) -> None:
-    """Without an id of the client, the answer has a generated one."""
+    """The server returns the client's request id, or a generated id without one."""
     plain = await api.completions.create(model=model, prompt="x", max_tokens=1)
     assert plain._request_id
     named = await api.completions.create(
@@ -77,13 +79,13 @@ async def test_request_id_of_the_client_is_returned(api: AsyncOpenAI, model: str
     assert named._request_id == "mine"
 
 
-async def test_loading_node_answers_503_with_retry_after(api: AsyncOpenAI) -> None:
-    """The client raises its exception for server errors."""
+async def test_loading_node_responds_with_503_and_retry_after(api: AsyncOpenAI) -> None:
+    """The client raises an internal server error with Retry-After while the node loads."""
     backend = ScriptedBackend()
     backend.gate.clear()
     async with (
-        running(backends=[backend], start=False) as where,
-        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as early,
+        running(backends=[backend], start=False) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as early,
     ):
         with pytest.raises(openai.InternalServerError) as unavailable:
             await early.completions.create(model="scripted", prompt="x")
@@ -92,10 +94,10 @@ async def test_loading_node_answers_503_with_retry_after(api: AsyncOpenAI) -> No
 
 
 async def test_too_large_body_raises_the_clients_status_error(api: AsyncOpenAI) -> None:
-    """Status 413 has no exception class of its own in the client."""
+    """The client raises a status error with code `body_too_large` for a large body."""
     async with (
-        running(max_body_bytes=2000) as where,
-        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as small,
+        running(max_body_bytes=2000) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as small,
     ):
         with pytest.raises(openai.APIStatusError) as large:
             await small.completions.create(model="draftgate-demo", prompt="x" * 3000)

@@ -1,4 +1,4 @@
-"""Logit biases and penalties through OpenAI's client, on both endpoints."""
+"""Tests of logit biases and penalties with OpenAI's client on both endpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_logit_bias_forces_or_bans_a_token(
     api: AsyncOpenAI, model: str, sampled: Listening, chat: bool
 ) -> None:
-    """A bias of +100 forces the token and -100 bans it, greedy or sampled."""
+    """A bias of +100 forces a token and a bias of -100 bans it, greedy or sampled."""
 
     async def tokens(**fields: object) -> list[str]:
         if chat:
-            ask = {"model": model, "messages": CHAT, "max_tokens": 6, "logprobs": True, **fields}
-            answer = await api.chat.completions.create(**ask)
-            return [entry.token for entry in answer.choices[0].logprobs.content]
-        ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, **fields}
-        return (await api.completions.create(**ask)).choices[0].logprobs.tokens
+            request = {
+                "model": model,
+                "messages": CHAT,
+                "max_tokens": 6,
+                "logprobs": True,
+                **fields,
+            }
+            response = await api.chat.completions.create(**request)
+            return [entry.token for entry in response.choices[0].logprobs.content]
+        request = {"model": model, "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, **fields}
+        return (await api.completions.create(**request)).choices[0].logprobs.tokens
 
     tokenizer = sampled.node.served.tokenizer
     for fields in ({"temperature": 0}, {"seed": 3, "temperature": 1.5, "top_p": 0.9}):
@@ -42,12 +48,12 @@ async def test_logit_bias_forces_or_bans_a_token(
 async def test_penalties_stop_repetition_with_and_without_drafts(
     api: AsyncOpenAI, model: str, sampled: Listening, penalty: dict[str, float]
 ) -> None:
-    """The penalised greedy text does not depend on drafts."""
-    ask = {"model": model, "prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature": 0}
-    plain = (await api.completions.create(**ask)).choices[0].text
-    ways = [
-        await api.completions.create(**ask, extra_body={**penalty, **more})
+    """A penalty changes a repetitive greedy text in the same way with and without drafts."""
+    request = {"model": model, "prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature": 0}
+    plain = (await api.completions.create(**request)).choices[0].text
+    responses = [
+        await api.completions.create(**request, extra_body={**penalty, **more})
         for more in ({}, {"speculation": {"mode": "off"}})
     ]
-    assert ways[0].choices[0].text == ways[1].choices[0].text != plain
-    assert ways[1].model_extra["metrics"]["speculative_decoding"]["num_drafted_tokens"] == 0
+    assert responses[0].choices[0].text == responses[1].choices[0].text != plain
+    assert responses[1].model_extra["metrics"]["speculative_decoding"]["num_drafted_tokens"] == 0

@@ -1,4 +1,4 @@
-"""`usage` through OpenAI's client, whole and streamed."""
+"""Tests of `usage` with OpenAI's client, whole and streamed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_usage_reports_cached_prompt_tokens(
     api: AsyncOpenAI, model: str, stream: bool
 ) -> None:
-    """A repeated prompt is read from the cache, and usage reports how much of it."""
+    """The usage of a repeated prompt reports its cached tokens."""
     prompt = f"# seen before, {'streamed' if stream else 'whole'}\n" + "value = value + 1\n" * 20
     cached = []
     for _ in range(2):
-        ask = {"model": model, "prompt": prompt, "max_tokens": 2, "n": 2}
+        request = {"model": model, "prompt": prompt, "max_tokens": 2, "n": 2}
         if stream:
             options = {"include_usage": True}
-            chunks = await api.completions.create(**ask, stream=True, stream_options=options)
+            chunks = await api.completions.create(**request, stream=True, stream_options=options)
             usage = [chunk.usage async for chunk in chunks][-1]
         else:
-            usage = (await api.completions.create(**ask)).usage
+            usage = (await api.completions.create(**request)).usage
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         cached.append(usage.prompt_tokens_details.cached_tokens)
     assert cached[0] == 0
@@ -35,17 +35,17 @@ async def test_usage_reports_cached_prompt_tokens(
 async def test_continuous_usage_grows_to_the_total(
     api: AsyncOpenAI, model: str, chat: bool
 ) -> None:
-    """With `continuous_usage_stats` each chunk has the usage so far."""
+    """Each chunk has the usage so far if the client requests `continuous_usage_stats`."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    ask = {"model": model, "max_tokens": 12, "seed": 1, "n": 2}
+    request = {"model": model, "max_tokens": 12, "seed": 1, "n": 2}
     if chat:
-        ask |= {"messages": CHAT}
-        whole = (await api.chat.completions.create(**ask)).usage
-        stream = await api.chat.completions.create(**ask, stream=True, stream_options=options)
+        request |= {"messages": CHAT}
+        whole = (await api.chat.completions.create(**request)).usage
+        stream = await api.chat.completions.create(**request, stream=True, stream_options=options)
     else:
-        ask |= {"prompt": PROMPT}
-        whole = (await api.completions.create(**ask)).usage
-        stream = await api.completions.create(**ask, stream=True, stream_options=options)
+        request |= {"prompt": PROMPT}
+        whole = (await api.completions.create(**request)).usage
+        stream = await api.completions.create(**request, stream=True, stream_options=options)
     usages = [chunk.usage async for chunk in stream]
     counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts)
@@ -55,6 +55,6 @@ async def test_continuous_usage_grows_to_the_total(
 
 
 async def test_chunks_have_no_usage_by_default(api: AsyncOpenAI, model: str) -> None:
-    """This is OpenAI's default."""
+    """The chunks of a stream have no usage by default."""
     stream = await api.completions.create(model=model, prompt="x", max_tokens=3, stream=True)
     assert [chunk.usage async for chunk in stream if chunk.usage is not None] == []

@@ -1,4 +1,4 @@
-"""A worker for the page whose steps, drafts, prices and proposers a test sets."""
+"""Deltas for the page with steps, drafts, prices and proposers that a test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATTERN = (
     StepTrace(3, "grammar", 2, (), 2, (1.0, 1.0), 0.2),
     StepTrace(2, "medusa", 1, (), 1, (0.8,), 0.2),
 )
-"""How many tokens each step adds and how it came to them; the drafts are filled in."""
+"""Steps with their number of tokens and their draft statistics, but without the drafts."""
 
 WRONG = " wrong"
 
@@ -28,7 +28,7 @@ WRONG = " wrong"
 def in_steps(
     tokenizer: Tokenizer, text: str, pattern: Sequence[StepTrace] = PATTERN
 ) -> list[Delta]:
-    """Return a text as deltas of steps that repeat a pattern; the last one ends the choice."""
+    """Return a text as deltas whose steps repeat the pattern. The last delta ends the choice."""
     ids = tokenizer.encode(text)
     texts = TextStream(tokenizer.decode)
     wrong = tokenizer.encode(WRONG)[0]
@@ -38,9 +38,9 @@ def in_steps(
         accepted = min(step.accepted, len(taken))
         refused = max(len(step.survivals) - 1, accepted) - accepted if step.offered > 1 else 0
         drafts = (*taken[:accepted], *[wrong] * refused)
-        told = step._replace(tokens=len(taken), draft_ids=drafts, accepted=accepted)
+        filled_step = step._replace(tokens=len(taken), draft_ids=drafts, accepted=accepted)
         added = "".join(texts.add(token) for token in taken)
-        deltas.append(Delta(0, tuple(taken), added, steps=(told,)))
+        deltas.append(Delta(0, tuple(taken), added, steps=(filled_step,)))
         if not ids:
             break
     last = deltas[-1]
