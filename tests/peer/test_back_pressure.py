@@ -15,7 +15,7 @@ from draftgate.gateway.http import slow_readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
-from tests.gateway.test_slow_readers import StoppedReader, generated
+from tests.gateway.test_slow_readers import StoppedReader, emit_until
 from tests.peer.harness import linked_to
 
 WORDS = "word " * 200
@@ -36,15 +36,15 @@ async def test_slow_client_pauses_its_request_at_the_peer(
         running(backend="peer", upstream=(there.url,)) as where,
     ):
         reader = StoppedReader()
-        await reader.ask(where, {"prompt": "x", "max_tokens": 400, "stream": True})
+        await reader.send(where, {"prompt": "x", "max_tokens": 400, "stream": True})
         request = await scripted.submitted.get()
         paused = (request.request_id, Pace.PAUSED)
-        steps = await generated(scripted, request, lambda: paused in scripted.paces)
+        steps = await emit_until(scripted, request, lambda: paused in scripted.paces)
         reading = asyncio.create_task(reader.read())
         await until(lambda: scripted.paces[-1] == (request.request_id, Pace.FULL))
         scripted.emit(request, "end", last=True)
         text = await reading
-        reader.leave()
+        reader.close()
     assert text.count("word ") == steps * 40
     assert text.count("data: [DONE]") == 1
 
