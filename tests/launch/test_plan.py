@@ -87,7 +87,7 @@ def test_a_worker_name_belongs_to_one_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notice", "again", "state", "line"),
+    ("notice", "restarted", "state", "line"),
     [
         (Notice(), False, State.LOADING, "blue/0       loading                10.0.0.2 GPU 3"),
         (
@@ -112,10 +112,10 @@ def test_a_worker_name_belongs_to_one_pool() -> None:
     ],
 )
 def test_a_line_shows_a_worker_and_its_state(
-    notice: Notice, again: bool, state: State, line: str | None
+    notice: Notice, restarted: bool, state: State, line: str | None
 ) -> None:
     """The line of a worker contains its name, state, address, GPUs and failure."""
-    status = WorkerStatus("10.0.0.2", ("3",), 1, again, notice)
+    status = WorkerStatus("10.0.0.2", ("3",), 1, restarted, notice)
     assert worker_state(status) is state
     if line is not None:
         assert status_line("blue/0", state, status) == line
