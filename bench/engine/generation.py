@@ -137,8 +137,8 @@ def _generate(
 ) -> list[list[int]]:
     view = RequestView(len(prompts[0]), new_tokens, 0.0, mode)
     plan = speculation_policy("auto").decide(view, serving.engine.worker.load())
-    made = serving.run(greedy_requests(prompts, new_tokens, plan))
-    return [made.outputs[str(index)] for index in range(len(prompts))]
+    generation = serving.run(greedy_requests(prompts, new_tokens, plan))
+    return [generation.outputs[str(index)] for index in range(len(prompts))]
 
 
 def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dict[str, Participant]:
@@ -213,8 +213,8 @@ def _ratio(theirs: Participant, ours: Participant) -> float:
 
 def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, float]:
     """Return the share of equal outputs, and the share of tokens before the first difference."""
-    equal = [list(made) == list(due) for made, due in zip(outputs, expected, strict=True)]
-    before = sum(map(_common, outputs, expected))
+    equal = [list(output) == list(other) for output, other in zip(outputs, expected, strict=True)]
+    before = sum(map(_common_length, outputs, expected))
     tokens = sum(map(len, expected))
     return {
         "equal_outputs": round(sum(equal) / len(equal), 3),
@@ -222,10 +222,10 @@ def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, 
     }
 
 
-def _common(made: Many[int], due: Many[int]) -> int:
+def _common_length(output: Many[int], expected: Many[int]) -> int:
     """Return the length of the common prefix of two outputs."""
-    differing = (i for i, (a, b) in enumerate(zip(made, due, strict=False)) if a != b)
-    return next(differing, min(len(made), len(due)))
+    differing = (i for i, (a, b) in enumerate(zip(output, expected, strict=False)) if a != b)
+    return next(differing, min(len(output), len(expected)))
 
 
 def reason(error: Exception) -> str:

@@ -104,14 +104,16 @@ class KernelCase:
             AssertionError: the results differ.
         """
         self.reset()
-        made = [tensor.clone() for tensor in self.run()]
+        results = [tensor.clone() for tensor in self.run()]
         self.reset()
-        for tensor, wanted in zip(made, self.reference(), strict=True):
+        for tensor, expected in zip(results, self.reference(), strict=True):
             if self.may_differ:
-                share = float((tensor != wanted).double().mean())
+                share = float((tensor != expected).double().mean())
                 assert share <= self.may_differ, f"{self.name}: {share:.2%} of tokens differ"
             else:
-                torch.testing.assert_close(tensor, wanted, rtol=self.tolerance, atol=self.tolerance)
+                torch.testing.assert_close(
+                    tensor, expected, rtol=self.tolerance, atol=self.tolerance
+                )
 
 
 class Inputs:

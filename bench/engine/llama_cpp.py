@@ -1,7 +1,6 @@
 """Compare decode steps with llama.cpp's server on the same weights, in the same run.
 
-    python -m bench.engine.llama_cpp --server llama-server \
-        --gguf FILE --model DIR --dtype bfloat16 --json OUT
+    python -m bench.engine.llama_cpp --gguf FILE --model DIR --dtype bfloat16 --json OUT
 
 The source distribution of `llama-cpp-python` contains the sources of `llama-server`, and
 `convert_hf_to_gguf.py`, which writes the GGUF. The time of the server is the median gap between the
@@ -96,7 +95,7 @@ def stream_times(port: int, seed: int) -> list[float]:
     return [time.perf_counter() for line in lines if line.startswith(b"data: ")]
 
 
-def their_step_s(port: int, streams: int, turn: int) -> float:
+def llama_cpp_step_s(port: int, streams: int, turn: int) -> float:
     """Return the median seconds between tokens while all streams decode."""
     with ThreadPoolExecutor(streams) as pool:
         seeds = [turn * streams + index for index in range(streams)]
@@ -129,7 +128,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             case = Case("decode", streams, 1, CONTEXT_TOKENS)
             taken: list[tuple[float, float]] = []
             for turn in range(ROUNDS):
-                theirs_s = their_step_s(port, streams, turn)
+                theirs_s = llama_cpp_step_s(port, streams, turn)
                 taken.append(
                     (median(bench_engine.step_s(case) for _ in range(NEW_TOKENS)), theirs_s)
                 )

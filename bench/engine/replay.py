@@ -94,8 +94,8 @@ class ReplayProposer:
         sequence = request.sequence
         self._judge(sequence)
         known = self.drafts.get(tuple(sequence.request.prompt_ids), ())
-        made = sequence.output_tokens
-        token_ids = known[made : made + request.max_tokens]
+        generated_tokens = sequence.output_tokens
+        token_ids = known[generated_tokens : generated_tokens + request.max_tokens]
         if token_ids:
             self._latest[sequence.key] = _Proposal(len(sequence.token_ids), token_ids)
         return Draft(token_ids)

@@ -106,7 +106,7 @@ class Serving:
             BaseException: the error that ended the worker.
         """
         queued = list(requests)
-        made = Generation(time.perf_counter(), {request.request_id: [] for request in queued})
+        generation = Generation(time.perf_counter(), {request.request_id: [] for request in queued})
         for request in queued:
             self._loop.submit(request)
         unfinished = len(queued)
@@ -114,8 +114,8 @@ class Serving:
             news = self._news.get()
             if isinstance(news, BaseException):
                 raise news
-            unfinished -= sum(_add(made, news[0], *each) for each in news[1])
-        return made
+            unfinished -= sum(_add(generation, news[0], *each) for each in news[1])
+        return generation
 
     def loading(self, share: float) -> None:
         """Ignore progress, because the model is already loaded."""
@@ -153,11 +153,11 @@ def greedy_requests(
     ]
 
 
-def _add(made: Generation, arrived_s: float, request_id: str, delta: Delta) -> bool:
+def _add(generation: Generation, arrived_s: float, request_id: str, delta: Delta) -> bool:
     """Add a delta, and return whether its request is complete."""
     if delta.token_ids:
-        made.outputs[request_id].extend(delta.token_ids)
-        made.arrivals.append((arrived_s, request_id, len(delta.token_ids)))
+        generation.outputs[request_id].extend(delta.token_ids)
+        generation.arrivals.append((arrived_s, request_id, len(delta.token_ids)))
     if delta.outcome is not None:
-        made.outcome += delta.outcome
+        generation.outcome += delta.outcome
     return delta.finish_reason is not None

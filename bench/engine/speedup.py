@@ -69,11 +69,11 @@ def measure_speedups(
     """Return a row for each policy and batch size of a model."""
     prompts = bench_engine.model.prompts(max(BATCHES))
     with Serving(bench_engine.worker(speculation_policy("off"), {})) as plain:
-        made = plain.run(greedy_requests(prompts, settings.new_tokens, PLAIN))
-    known = {prompt: made.outputs[str(index)] for index, prompt in enumerate(prompts)}
+        generation = plain.run(greedy_requests(prompts, settings.new_tokens, PLAIN))
+    continuations = {prompt: generation.outputs[str(index)] for index, prompt in enumerate(prompts)}
     rows = []
     for batch in BATCHES:
-        runs = _run_all(bench_engine, settings, in_batches(prompts, batch), known)
+        runs = _run_all(bench_engine, settings, in_batches(prompts, batch), continuations)
         rows += [_row(bench_engine, settings, rates, batch, name, runs) for name in runs]
         for row in rows[-len(runs) :]:
             print({"model": bench_engine.model.name, **row}, flush=True)
@@ -90,7 +90,7 @@ def _run_all(
     bench_engine: BenchEngine,
     settings: Replayed,
     groups: Many[Many[Prompt]],
-    known: dict[Prompt, list[int]],
+    continuations: dict[Prompt, list[int]],
 ) -> dict[str, _Runs]:
     policies = _policies(settings)
     runs = {name: _Runs() for name in policies}
@@ -98,15 +98,15 @@ def _run_all(
     with ExitStack() as running:
         servings = {}
         for name in policies:
-            proposer = ReplayProposer.of(known.items(), settings.acceptance, vocab_size)
+            proposer = ReplayProposer.of(continuations.items(), settings.acceptance, vocab_size)
             runs[name].tested = proposer.tested
             engine = bench_engine.worker(speculation_policy(name), {NAME: proposer})
             servings[name] = running.enter_context(Serving(engine))
         for turn in range(settings.rounds):
             order = list(policies.items())
             for name, longest in order if turn % 2 else reversed(order):
-                made = [_run(servings[name], group, longest, settings) for group in groups]
-                _count(runs[name], made, groups, known)
+                generations = [_run(servings[name], group, longest, settings) for group in groups]
+                _count(runs[name], generations, groups, continuations)
     return runs
 
 
@@ -119,21 +119,21 @@ def _run(serving: Serving, group: Many[Prompt], longest: int, settings: Replayed
 
 def _count(
     runs: _Runs,
-    made: Many[Generation],
+    generations: Many[Generation],
     groups: Many[Many[Prompt]],
-    known: dict[Prompt, list[int]],
+    continuations: dict[Prompt, list[int]],
 ) -> None:
     """Add the results of a round."""
-    windows = [each.decode_window for each in made]
+    windows = [each.decode_window for each in generations]
     tokens, seconds = (sum(parts) for parts in zip(*windows, strict=True))
     runs.rates.append(tokens / seconds if seconds else 0.0)
-    for each, group in zip(made, groups, strict=True):
+    for each, group in zip(generations, groups, strict=True):
         runs.outcome += each.outcome
         for index, prompt in enumerate(group):
             output = each.outputs[str(index)]
             runs.tokens += len(output)
             runs.outputs += 1
-            runs.equal += output == known[prompt]
+            runs.equal += output == continuations[prompt]
 
 
 def _row(

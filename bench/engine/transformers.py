@@ -110,14 +110,14 @@ class TransformersGenerate:
     @torch.inference_mode()
     def _generate(self, prompt: Prompt, **options: Any) -> list[int]:
         ids = torch.tensor([prompt], device=self._device)
-        made = self._model.generate(
+        token_ids = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=self._new_tokens,
             **options,
         )
-        output: list[int] = made[0, len(prompt) :].tolist()
+        output: list[int] = token_ids[0, len(prompt) :].tolist()
         return output
 
 

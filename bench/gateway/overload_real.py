@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *("--profile", args.profile, "--max-num-seqs", str(args.seats)),
         *("--max-model-len", str(config.max_model_len), "--admission", args.admission),
     ]
-    theirs, ours = two_cores()
+    server_core, client_core = two_cores()
     results: dict[str, Any] = {
         "format": "overload-real/1",
         **simulated_provenance("overload", arguments),
@@ -285,8 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with (
         tempfile.TemporaryDirectory() as scratch,
-        run_server(flags, Path(scratch), theirs) as server,
-        on_core(ours),
+        run_server(flags, Path(scratch), server_core) as server,
+        on_core(client_core),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         results |= runner.run(measure(overload, server, args))

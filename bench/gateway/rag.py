@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    theirs, ours = two_cores()
+    server_core, client_core = two_cores()
     results = {
         "format": "rag/1",
         **simulated_provenance("rag", arguments),
@@ -193,13 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run_server(
                     (*("--threads", "1", "--kv-bytes", str(KV_BYTES)), "--speculation", policy),
                     Path(scratch),
-                    theirs,
+                    server_core,
                     backend="engine",
                 )
             )
             for policy in POLICIES
         }
-        with on_core(ours):
+        with on_core(client_core):
             results |= measure(servers, args)
     write_results(args, results, "Questions over documents", body(results))
 

@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(arguments)
     allow_many_files(FILES)
-    theirs, ours = two_cores()
+    server_core, client_core = two_cores()
     results: dict[str, Any] = {
         "format": "readers/1",
         **simulated_provenance("readers", arguments),
@@ -274,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with (
         tempfile.TemporaryDirectory() as scratch,
-        run_server(_flags(args, Path(scratch)), Path(scratch), theirs) as server,
-        on_core(ours),
+        run_server(_flags(args, Path(scratch)), Path(scratch), server_core) as server,
+        on_core(client_core),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         results |= runner.run(measure(server, args))

@@ -21,7 +21,7 @@ SMALL_WINDOW_BYTES: Final = 4096
 """Receive buffer (SO_RCVBUF) of slow readers in bytes. Unread bytes then wait in the server."""
 
 STOP_EVERY: Final = 4
-"""Interval of readers that read nothing for `STOP_S` and then catch up, as every fourth does."""
+"""Every fourth slow reader reads nothing for `STOP_S` and then catches up."""
 
 STOP_S: Final = 12.0
 TICK_S: Final = 1.0

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (Path(scratch) / TEXT).write_text(text, encoding="utf-8")
         with (
             chdir(scratch),  # runs then name their text file without a folder
-            on_core(two_cores().ours),
+            on_core(two_cores().clients),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             sweep, done, capacities = runner.run(measure(found, args, Console(stderr=True)))

@@ -72,11 +72,11 @@ def _collect(port: Connection) -> None:
 def _collector() -> Iterator[str]:
     """Run a collector in its own process, and yield its URL."""
     context = multiprocessing.get_context("spawn")
-    ours, its = context.Pipe()
-    process = context.Process(target=_collect, args=(its,), daemon=True)
+    parent, child = context.Pipe()
+    process = context.Process(target=_collect, args=(child,), daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{ours.recv()}"
+        yield f"http://127.0.0.1:{parent.recv()}"
     finally:
         process.terminate()
         process.join()

@@ -67,7 +67,7 @@ class Cores(NamedTuple):
     """The cores of the servers and of their clients, or None on a machine with a single core."""
 
     servers: int | None
-    ours: int | None
+    clients: int | None
 
 
 def two_cores() -> Cores:

@@ -31,7 +31,7 @@ from bench.tool_comparison.tools import (
     Tool,
     aiperf_command,
     read_aiperf,
-    read_ours,
+    read_draftgate,
     tools,
 )
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
@@ -76,12 +76,12 @@ def _mock_tools(environments: Path) -> list[Tool]:
 def _real_tools(environments: Path) -> list[Tool]:
     """Return both tools with a single prompt at temperature 0, so that all responses are equal."""
 
-    def ours(_: object, url: str, folder: Path) -> Sequence[str]:
+    def draftgate_load(_: object, url: str, folder: Path) -> Sequence[str]:
         return [
             *(sys.executable, "-m", "draftgate.loadgen", url, "--completions", "--prompt", PROMPT),
             *("--max-tokens", str(TOKENS), "--temperature", "0", "--rate", f"{REAL_RATE:g}"),
             *("--arrival", "constant", "--requests", str(REQUESTS)),
-            *("--json", str(folder / "ours.json")),
+            *("--json", str(folder / "draftgate.json")),
         ]
 
     def aiperf(_: object, url: str, folder: Path) -> Sequence[str]:
@@ -95,18 +95,18 @@ def _real_tools(environments: Path) -> list[Tool]:
             *("--extra-inputs", f"max_tokens:{TOKENS}", "--extra-inputs", "temperature:0"),
         ]
 
-    return [Tool(DRAFTGATE, ours, read_ours), Tool("aiperf", aiperf, read_aiperf)]
+    return [Tool(DRAFTGATE, draftgate_load, read_draftgate), Tool("aiperf", aiperf, read_aiperf)]
 
 
 def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
         _measure_tool(
-            pair[0], url, cores.ours
+            pair[0], url, cores.clients
         )  # the first run warms the server up and is not compared
         for number in range(rounds):
             order = pair if number % 2 else pair[::-1]
-            metrics = {tool.name: _measure_tool(tool, url, cores.ours) for tool in order}
+            metrics = {tool.name: _measure_tool(tool, url, cores.clients) for tool in order}
             rows.append(metrics)
             print(server, json.dumps(differ(metrics["aiperf"], metrics[DRAFTGATE])), flush=True)
     found = [differ(metrics["aiperf"], metrics[DRAFTGATE]) for metrics in rows]
@@ -129,13 +129,13 @@ def _measure_tool(tool: Tool, url: str, core: int | None) -> Metrics:
         return tool.read(folder)
 
 
-def differ(theirs: Metrics, ours: Metrics) -> dict[str, float]:
+def differ(aiperf_metrics: Metrics, draftgate_metrics: Metrics) -> dict[str, float]:
     """Return the differences of Draftgate's metrics, relative to those of aiperf."""
     found = {}
     for name, (their_key, our_key) in PAIRS.items():
-        their, our = theirs[their_key], ours[our_key]
+        their, our = aiperf_metrics[their_key], draftgate_metrics[our_key]
         if not their or our is None:
-            raise RuntimeError(f"no {name} in {theirs} or {ours}")
+            raise RuntimeError(f"no {name} in {aiperf_metrics} or {draftgate_metrics}")
         found[name] = our / their - 1.0
     return found
 

@@ -69,10 +69,10 @@ def dialect_metrics(events: Path) -> dict[str, Metrics]:
     return found
 
 
-def differences(theirs: Metrics, ours: Metrics) -> Metrics:
+def differences(tool_metrics: Metrics, draftgate_metrics: Metrics) -> Metrics:
     """Return the differences of `--as` relative to the tool's metrics, where both exist."""
     return {
-        key: None if not value else (ours[key] or 0.0) / value - 1.0
-        for key, value in theirs.items()
-        if ours.get(key) is not None and value is not None
+        key: None if not value else (draftgate_metrics[key] or 0.0) / value - 1.0
+        for key, value in tool_metrics.items()
+        if draftgate_metrics.get(key) is not None and value is not None
     }

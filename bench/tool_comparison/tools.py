@@ -58,21 +58,21 @@ def _spread(name: str, of: Callable[[str], float | None]) -> Metrics:
     return {f"{name}_{column}_ms": of(column) for column in ("mean", "p50", "p99")}
 
 
-def ours(case: Case, url: str, folder: Path) -> list[str]:
+def draftgate_command(case: Case, url: str, folder: Path) -> list[str]:
     """Return Draftgate's command, without a limit of concurrent requests."""
     prompt = " ".join(["return"] * PROMPT_TOKENS)
     return [
         *(sys.executable, "-m", "draftgate.loadgen", url, "--chat", "--prompt", prompt),
         *("--max-tokens", str(case.tokens), "--rate", f"{RATE:g}", "--arrival", "constant"),
         *("--requests", str(case.requests), "--slo-ttft-ms", f"{TTFT_LIMIT_MS:g}"),
-        *("--slo-tpot-ms", f"{TPOT_LIMIT_MS:g}", "--json", str(folder / "ours.json")),
+        *("--slo-tpot-ms", f"{TPOT_LIMIT_MS:g}", "--json", str(folder / "draftgate.json")),
         *("--events", str(folder / "events.jsonl")),
     ]
 
 
-def read_ours(folder: Path) -> Metrics:
+def read_draftgate(folder: Path) -> Metrics:
     """Return the metrics of a `summary/1` file."""
-    report = json.loads((folder / "ours.json").read_text(encoding="utf-8"))
+    report = json.loads((folder / "draftgate.json").read_text(encoding="utf-8"))
     figures, failed = report["details"]["figures"], sum(report["errors"].values())
 
     def of(key: str, column: str) -> float | None:
@@ -275,7 +275,7 @@ def tools(environments: Path | None) -> list[Tool]:
     Args:
         environments: folder that `python -m bench.tool_comparison.rivals` creates.
     """
-    found = [Tool(DRAFTGATE, ours, read_ours)]
+    found = [Tool(DRAFTGATE, draftgate_command, read_draftgate)]
     if environments is not None:
         made = {
             "vllm": _vllm,
