@@ -253,8 +253,8 @@ async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detach
         await until_signal(signals, follow())
     if detached and joined:
         return True
-    asked = signals.first.is_set()
-    return await launcher.stop(signals.second) and asked
+    was_requested = signals.first.is_set()
+    return await launcher.stop(signals.second) and was_requested
 
 
 async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:

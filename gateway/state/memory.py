@@ -41,9 +41,9 @@ class _Worker:
     heard_s: float = 0.0
     leases: dict[str, Lease] = field(default_factory=dict)
 
-    def leased_tokens(self, behind: int = -1) -> int:
-        """Return the tokens of leases with numbers above `behind`."""
-        return sum(lease.tokens for lease in self.leases.values() if lease.number > behind)
+    def leased_tokens(self, watermark: int = -1) -> int:
+        """Return the tokens of leases with numbers above the watermark."""
+        return sum(lease.tokens for lease in self.leases.values() if lease.number > watermark)
 
 
 class MemoryStore:

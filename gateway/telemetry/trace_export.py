@@ -33,7 +33,7 @@ def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
         "OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOL
     )
     if protocol != PROTOCOL:
-        log(logging.WARNING, "unsupported OTLP protocol", asked=protocol, used=PROTOCOL)
+        log(logging.WARNING, "unsupported OTLP protocol", requested=protocol, used=PROTOCOL)
     # The import of the SDK takes 0.15 s, which nodes without an exporter avoid.
     from draftgate.gateway.telemetry.otel import otlp_tracing
 

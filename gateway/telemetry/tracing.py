@@ -1,4 +1,4 @@
-"""The interfaces of spans and tracing, whose base classes here record nothing.
+"""The interfaces of spans and tracing, whose base classes record nothing.
 
 The module `otel` has subclasses that record. A node without an exporter therefore pays only for
 method calls that return immediately.

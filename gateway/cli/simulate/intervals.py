@@ -3,7 +3,7 @@
 Requests of one run influence each other through queues. Their mean is therefore less certain than
 the mean of the same number of independent requests. The means of consecutive batches are nearly
 independent (batch means; Law, Simulation Modeling and Analysis, 2015, section 9.5.3). Runs with
-different seeds are independent.
+different seeds are also nearly independent.
 
 All policies get the same arrivals, lengths, texts and noise. Their *differences* per batch or per
 seed are therefore far more certain than each mean (common random numbers; ibid., section 11.2).

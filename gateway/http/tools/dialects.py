@@ -110,7 +110,7 @@ class Dialect:
         arguments: the key of the arguments.
         opened, between, closed: the text around the objects of forced calls. The value of `between`
             is None if a response can have only one call.
-        markers: the strings here that the vocabulary may have as one token.
+        markers: the strings of the dialect that the vocabulary may have as one token.
     """
 
     name: str

@@ -90,9 +90,9 @@ def _sentinel(url: RedisUrl) -> Connected:
     given = _url_options(url)
     own = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     tls = {name: value for name, value in given.items() if name.startswith("ssl")}
-    asking = {**_options(), **tls, **own, "retry": Retry(NoBackoff(), 0)}
+    sentinel_options = {**_options(), **tls, **own, "retry": Retry(NoBackoff(), 0)}
     sentinel = Sentinel(  # type: ignore[no-untyped-call]
-        url.hosts, sentinel_kwargs=asking, **_options(), **given
+        url.hosts, sentinel_kwargs=sentinel_options, **_options(), **given
     )
     client = sentinel.master_for(url.service)
     _try_options(client)
