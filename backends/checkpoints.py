@@ -111,14 +111,14 @@ def _advice(error: Exception) -> str:
 
     # The first match counts, because a gated repository is also a repository that was not found.
     advice: dict[type[Exception], str] = {
-        errors.GatedRepoError: "its owner requires a licence; accept it on the model's page and "
+        errors.GatedRepoError: "the owner requires a licence: accept it on the model's page and "
         "set HF_TOKEN to a token of that account",
-        errors.RepositoryNotFoundError: "it is neither a directory here nor a model on the hub; "
-        "if the model is private, set HF_TOKEN to a token that may read it",
+        errors.RepositoryNotFoundError: "the name is neither a local directory nor a model on "
+        "the hub; if the model is private, set HF_TOKEN to a token that may read it",
         errors.RevisionNotFoundError: "the hub has the model, but not this revision",
-        errors.LocalEntryNotFoundError: "it is not a directory here, is not complete in the hub's "
-        "cache, and the hub cannot be reached; unset HF_HUB_OFFLINE, check the network, or pass a "
-        "directory",
+        errors.LocalEntryNotFoundError: "the name is not a local directory, is not complete in "
+        "the hub's cache, and the hub cannot be reached; unset HF_HUB_OFFLINE, check "
+        "the network, or pass a directory",
     }
     for kind, text in advice.items():
         if isinstance(error, kind):

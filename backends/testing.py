@@ -123,9 +123,9 @@ async def check_endings(backend: Backend) -> None:
         choices = await collect(backend, make_request(backend, n=n, max_tokens=max_tokens))
         for choice in choices:
             assert len(choice.token_ids) == max_tokens, "the number of tokens must be max_tokens"
-            assert choice.finish_reason is FinishReason.LENGTH, "only the length may end it"
+            assert choice.finish_reason is FinishReason.LENGTH, "only the length may end the choice"
             assert choice.text == backend.tokenizer.decode(choice.token_ids), (
-                "the text must be that of the tokens"
+                "the text must match the tokens"
             )
 
 
@@ -211,14 +211,14 @@ def _check_details(deltas: list[Delta], *, traced: bool) -> None:
         for step in delta.steps:
             drafted = len(step.draft_ids)
             assert step.accepted <= drafted <= step.offered, (
-                "accepted tokens are a part of those offered"
+                "accepted tokens must be among the offered tokens"
             )
             assert step.tokens - 1 <= step.accepted <= step.tokens, (
                 "a step samples at most one token itself"
             )
             assert len(step.survivals) == drafted, "each draft token has a survival"
             assert (step.proposer is not None) == (step.offered > 0), (
-                "drafts, and only they, have a proposer"
+                "a proposer must be set exactly for drafts"
             )
     phases = deltas[0].phases
     assert phases is not None
@@ -356,9 +356,11 @@ async def _read(stream: AsyncGenerator[Delta, None], deltas: dict[int, list[Delt
     """Read a stream to its end into `deltas`, by choice, and check the form of each delta."""
     async with _patience():
         async for delta in stream:
-            assert delta.choice in deltas, "a delta of an unknown choice"
+            assert delta.choice in deltas, "every delta must be of a requested choice"
             mine = deltas[delta.choice]
-            assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
+            assert not mine or mine[-1].finish_reason is None, (
+                "a choice must have no delta after its end"
+            )
             ended = delta.finish_reason is not None
             assert ended == (delta.outcome is not None), "only the last delta has an outcome"
             mine.append(delta)
@@ -398,8 +400,8 @@ async def _until_idle(backend: Backend) -> None:
 
 
 def _outcome(deltas: list[Delta]) -> Outcome:
-    assert deltas, "a choice without deltas"
+    assert deltas, "every choice must have deltas"
     reason = deltas[-1].finish_reason
-    assert reason is not None, "a choice without a finish reason"
+    assert reason is not None, "every choice must have a finish reason"
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
     return Outcome(token_ids, "".join(delta.text for delta in deltas), reason)

@@ -28,8 +28,8 @@ async def check_upstream(upstream: Upstream) -> None:
     """
     await upstream.start()
     try:
-        assert upstream.failure is None, "an upstream whose server answers must be well"
-        assert upstream.pause is None, "an upstream that is well must not pause"
+        assert upstream.failure is None, "an upstream with a running server must be healthy"
+        assert upstream.pause is None, "a healthy upstream must not pause"
         assert upstream.card.model_id, "an upstream that was reached must know its model"
         async with asyncio.timeout(PATIENCE_S):
             await check_whole_answers(upstream)
@@ -52,12 +52,12 @@ async def check_whole_answers(upstream: Upstream) -> None:
     async with upstream.forward(make_call(upstream)) as exchange:
         body = b"".join([block async for block in exchange.blocks()])
         assert (exchange.status, exchange.streaming) == (200, False), (
-            "a whole answer has status 200"
+            "a complete response must have status 200"
         )
         assert json.loads(body)["choices"], "the body must be complete"
         usage = exchange.usage()
-        assert usage.prompt > 0, "the usage of a whole answer must be read"
-        assert usage.output > 0, "the usage of a whole answer must be read"
+        assert usage.prompt > 0, "the usage of a complete response must be read"
+        assert usage.output > 0, "the usage of a complete response must be read"
 
 
 async def check_streams(upstream: Upstream) -> None:
@@ -71,7 +71,7 @@ async def check_streams(upstream: Upstream) -> None:
         )
         assert blocks[-1].rstrip().endswith(_DONE), "a stream must end with [DONE]"
         assert exchange.outputs > 0, "events with output must be counted"
-        assert exchange.usage().output > 0, "without usage each event counts as a token"
+        assert exchange.usage().output > 0, "each event must count as a token without usage"
         assert not exchange.error_sent, "a complete stream has sent no error"
     assert upstream.load().running == 0, "a request that has ended must not count"
 

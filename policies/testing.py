@@ -45,19 +45,21 @@ def check_decision(policy: SpeculationPolicy, request: RequestView, load: Worker
     """
     plan = policy.decide(request, load)
     assert plan == policy.decide(request, load), "the same inputs must give the same plan"
-    assert plan.mode is request.mode, "the plan must repeat what was asked for"
+    assert plan.mode is request.mode, "the plan must repeat the requested mode"
     assert plan.reason, "the plan needs a reason for the client"
-    assert (plan.proposer is None) == (plan.max_draft_tokens == 0), "no proposer, no drafts"
+    assert (plan.proposer is None) == (plan.max_draft_tokens == 0), (
+        "a plan without a proposer must have no drafts"
+    )
     allowed: set[str | None] = {None, *load.proposers}
     if request.mode is SpeculationMode.AUTO and load.proposers:
         allowed.add(ANY_PROPOSER)
-    assert plan.proposer in allowed, "the worker does not have the proposer"
+    assert plan.proposer in allowed, "the plan must use a proposer of the worker"
     if request.mode in PROPOSER_MODES:
-        assert plan.proposer in {None, request.mode.value}, "a named proposer is binding"
+        assert plan.proposer in {None, request.mode.value}, "the plan must use the named proposer"
     if request.max_draft_tokens is not None:
         assert plan.max_draft_tokens <= request.max_draft_tokens, "the client's cap must hold"
     if request.mode is SpeculationMode.OFF:
-        assert plan.proposer is None, "off must mean off"
+        assert plan.proposer is None, "mode off must disable drafts"
 
 
 def check_draft_lengths(policy: SpeculationPolicy, step: StepView, cost: StepCost) -> None:
@@ -71,8 +73,10 @@ def check_draft_lengths(policy: SpeculationPolicy, step: StepView, cost: StepCos
     lengths = list(policy.draft_lengths(step, cost))
     assert len(lengths) == len(step.candidates), "every candidate needs a length"
     for length, candidate in zip(lengths, step.candidates, strict=True):
-        assert 0 <= length <= candidate.max_draft_tokens, "a length exceeds its candidate's limit"
-    assert sum(lengths) <= step.slot_budget, "the lengths exceed the slot budget"
+        assert 0 <= length <= candidate.max_draft_tokens, (
+            "a length must not exceed its candidate's limit"
+        )
+    assert sum(lengths) <= step.slot_budget, "the lengths must not exceed the slot budget"
     best = max((c.weight * max(c.survivals, default=0.0) for c in step.candidates), default=0.0)
     assert not any(lengths) or not least or best > least, "no slot exceeds least_survival"
 
@@ -120,9 +124,13 @@ def check_batching(policy: BatchingPolicy) -> None:
     ):
         batch = BatchView(2 * sequences, 100 * sequences, sequences, most, cached, within_s)
         tokens = policy.prefill_tokens(batch, cost)
-        assert tokens == policy.prefill_tokens(batch, cost), "the same inputs, the same answer"
-        assert 0 <= tokens <= most, "more prompt tokens than wait"
-        assert tokens or not most or sequences, "nothing decodes, and a prompt waits"
+        assert tokens == policy.prefill_tokens(batch, cost), (
+            "the same inputs must give the same result"
+        )
+        assert 0 <= tokens <= most, "prompt tokens must not exceed the waiting tokens"
+        assert tokens or not most or sequences, (
+            "a step without decodes must take waiting prompt tokens"
+        )
 
 
 def check_ordering(build: Callable[[], OrderingPolicy]) -> None:
@@ -144,8 +152,10 @@ def check_ordering(build: Callable[[], OrderingPolicy]) -> None:
         queue.push(ticket)
         waiting[key] = ticket
         if key % 7 == 3:
-            assert queue.remove(key - 2) == waiting.pop(key - 2, None), "remove returns the ticket"
-            assert queue.remove(key - 2) is None, "a removed ticket is gone"
+            assert queue.remove(key - 2) == waiting.pop(key - 2, None), (
+                "remove must return the ticket"
+            )
+            assert queue.remove(key - 2) is None, "remove must return None for a removed ticket"
         if key % 3 == 2:
             _check_taking(queue, waiting, now_s)
         _check_counts(queue, waiting)
@@ -164,25 +174,27 @@ def _ticket(key: int, now_s: float) -> Ticket:
 def _check_ahead(queue: OrderingPolicy, ticket: Ticket, now_s: float) -> None:
     ahead_s = queue.ahead_s(ticket, now_s)
     assert ahead_s == queue.ahead_s(ticket, now_s), "ahead_s must not mutate"
-    assert -1e-9 <= ahead_s <= queue.work_s + 1e-9, "more work is ahead than waits"
-    assert queue.class_ahead_s(ticket) <= ahead_s + 1e-9, "a class has more work than all classes"
+    assert -1e-9 <= ahead_s <= queue.work_s + 1e-9, "ahead_s must not exceed the waiting work"
+    assert queue.class_ahead_s(ticket) <= ahead_s + 1e-9, (
+        "a class must not have more work than all classes"
+    )
 
 
 def _check_taking(queue: OrderingPolicy, waiting: dict[int, Ticket], now_s: float) -> None:
     chosen = queue.choose(now_s)
-    assert chosen is not None, "a request waits, so one is next"
+    assert chosen is not None, "a queue with requests must have a next request"
     assert queue.choose(now_s) == chosen, "choose must not mutate"
-    assert queue.take(now_s) == chosen, "take returns the request that choose returned"
+    assert queue.take(now_s) == chosen, "take must return the request that choose returned"
     assert waiting.pop(chosen.key) == chosen, "a taken request was waiting"
 
 
 def _check_counts(queue: OrderingPolicy, waiting: dict[int, Ticket]) -> None:
-    assert len(queue) == len(waiting), "the length is wrong"
+    assert len(queue) == len(waiting), "the length must be the number of waiting requests"
     work_s = math.fsum(ticket.work_s for ticket in waiting.values())
-    assert abs(queue.work_s - work_s) < 1e-6, "the sum of work is wrong"
+    assert abs(queue.work_s - work_s) < 1e-6, "work_s must be the sum of the waiting work"
     for tenant in ("tenant 0", "tenant 1", "unknown"):
         tenant_count = sum(ticket.tenant == tenant for ticket in waiting.values())
-        assert queue.queued_of(tenant) == tenant_count, "a tenant's count is wrong"
+        assert queue.queued_of(tenant) == tenant_count, "queued_of must count the tenant's requests"
 
 
 def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = True) -> None:
@@ -199,10 +211,10 @@ def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = Tru
     for number, view in enumerate(_admission_views()):
         now_s = 0.1 * number
         fresh = build().decide(view, now_s)
-        assert fresh == build().decide(view, now_s), "the same history must give the same answer"
+        assert fresh == build().decide(view, now_s), "the same history must give the same decision"
         answer = policy.decide(replace(view, fingerprint=number), now_s)
         for decision in (fresh, answer):
-            assert decision.reason, "the answer needs a reason for the client"
+            assert decision.reason, "a decision needs a reason for the client"
             if isinstance(decision, Admitted):
                 assert 0.0 <= decision.wait_s <= decision.ttft_s < math.inf, (
                     "the wait must be finite"
@@ -259,21 +271,23 @@ def _check_route(policy: RoutingPolicy, request: RouteView, candidates: Candidat
         return policy.route(request, candidates, lambda: next(draws))
 
     route = route_again()
-    assert route == route_again(), "the same draws must give the same answer"
+    assert route == route_again(), "the same draws must give the same route"
     assert route.policy == policy.name, "a route names its policy"
     assert route.reason, "a route needs a reason for the operator"
     offered = [offer.worker_id for offer in route.offers]
     assert offered, "a route needs a worker"
-    assert len(set(offered)) == len(offered), "a worker is offered twice"
+    assert len(set(offered)) == len(offered), "a worker must be offered only once"
     assert {worker.worker_id for worker in candidates.workers} >= set(offered), (
-        "an offer is unknown"
+        "every offer must be a candidate"
     )
     for offer in route.offers:
         assert math.isfinite(offer.score), "a score must be finite"
         assert 0.0 <= offer.score_per_token < math.inf, "a lease must not make a worker better"
     for predicted_s in (route.ttft_s, route.tpot_s):
         assert predicted_s is None or 0.0 <= predicted_s < math.inf, "a time must not be negative"
-    assert 0 <= route.cached_tokens <= request.request.prompt_tokens, "more cached than asked"
+    assert 0 <= route.cached_tokens <= request.request.prompt_tokens, (
+        "cached_tokens must not exceed the prompt"
+    )
     return route
 
 

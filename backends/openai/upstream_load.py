@@ -115,8 +115,8 @@ class ObservedSpeed:
         """
         if not self._tpot_s:
             return WorkerSpeed(0.0, self._prompt_token_s)
-        slope_s, there = self.batch.slope_s(step_tokens), max(running, 1)
-        tpot_s = max(self._tpot_s + slope_s * (there - self._running), slope_s * there)
+        slope_s, sequences = self.batch.slope_s(step_tokens), max(running, 1)
+        tpot_s = max(self._tpot_s + slope_s * (sequences - self._running), slope_s * sequences)
         return WorkerSpeed(tpot_s, self._prompt_token_s, slope_s)
 
 

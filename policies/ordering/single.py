@@ -33,7 +33,7 @@ class SingleQueue:
 
     def push(self, ticket: Ticket) -> None:
         if ticket.key in self.tickets:
-            raise ValueError(f"{ticket.key} waits already")
+            raise ValueError(f"{ticket.key} is already waiting")
         self.tickets[ticket.key] = ticket
         self._tenants[ticket.tenant] += 1
         self._queue.insert(self._place(ticket), ticket.work_s)

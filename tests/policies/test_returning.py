@@ -30,7 +30,7 @@ def test_conformance(spec: str) -> None:
     assert queue.name == spec
     check_ordering(partial(returning_queue, spec))
     queue.push(Ticket(1, 0.0, 1.0, returning=True))
-    with pytest.raises(ValueError, match="waits already"):
+    with pytest.raises(ValueError, match="already waiting"):
         queue.push(Ticket(1, 0.0, 1.0, returning=True))
 
 

@@ -86,7 +86,7 @@ def test_hub_errors_explain_the_solution(tmp_path: Path) -> None:
         found, _ = hub.find(tmp_path, *names, HF_ENDPOINT=online.url)
     unknown, gated, other, revision = found
     assert unknown.startswith(
-        "error: no checkpoint: org/nothing: it is neither a directory here nor"
+        "error: no checkpoint: org/nothing: the name is neither a local directory nor"
     )
     assert "HF_TOKEN" in unknown
     assert "accept it on the model's page and set HF_TOKEN" in gated
@@ -100,7 +100,7 @@ def test_uncached_model_is_not_found_offline(tmp_path: Path) -> None:
     (unreachable,), _ = hub.find(tmp_path, MODEL, HF_ENDPOINT="http://127.0.0.1:1")
     for message in (offline, unreachable):
         assert message.startswith(
-            f"error: no checkpoint: {MODEL}: it is not a directory here, is not"
+            f"error: no checkpoint: {MODEL}: the name is not a local directory, is not"
         )
         assert "HF_HUB_OFFLINE" in message
         assert "pass a directory" in message
