@@ -1,11 +1,13 @@
 """Errors of backends.
 
-BackendError ├── CheckpointError a model cannot be loaded ├── RequestRejected the worker can never
-run the request └── BackendFailed the worker failed, and its streams end with this error ├──
-WorkerLeft the worker is shutting down in order, and the stream had not ended ├── WorkerStalled the
-worker makes no progress, without an error └── UpstreamFailed an upstream failed, or its response
-cannot be forwarded └── UpstreamUnreachable the upstream did not respond, so another upstream may be
-called
+BackendError
+├── CheckpointError     a model cannot be loaded
+├── RequestRejected     the worker can never run the request
+└── BackendFailed       the worker failed, and its streams end with this error
+    ├── WorkerLeft      the worker is shutting down in order, and the stream had not ended
+    ├── WorkerStalled   the worker makes no progress, without an error
+    └── UpstreamFailed  an upstream failed, or its response cannot be forwarded
+        └── UpstreamUnreachable  the upstream did not respond, so another one may be called
 """
 
 from __future__ import annotations

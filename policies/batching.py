@@ -134,7 +134,7 @@ def longest_wait_s(due_in_s: float, tpot_s: float) -> float:
 def _seconds(batch: BatchView, cost: StepCost, prefill_tokens: int) -> float:
     """Return the predicted seconds of the step with `prefill_tokens` more prompt tokens.
 
-    Prompt tokens read the cached tokens of the prompt. They attend to those and to each other.
+    Prompt tokens attend to the cached tokens of the prompt and to each other.
     """
     read = batch.prompt_kv_tokens + prefill_tokens
     pairs = prefill_tokens * (batch.prompt_kv_tokens + prefill_tokens / 2)

@@ -121,8 +121,7 @@ def prompt_tokens_ahead(usage: WorkerUsage) -> int:
 def sequence_limit(usage: WorkerUsage, tpot_s: float | None = None) -> int:
     """Return how many sequences a worker can run while it meets every TPOT target.
 
-    A target that even a lone sequence would miss is ignored. An unknown limit
-    counts as 2^30.
+    A target that even a lone sequence would miss is ignored. An unknown limit counts as 2^30.
 
     Args:
         tpot_s: an additional TPOT target in seconds, or None.

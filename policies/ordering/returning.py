@@ -13,7 +13,7 @@ class ReturningFirst:
 
     The worker that failed had reserved capacity for such a request, and its client already has part
     of the output. The tenant paid for the request when it was first taken. If the request waited
-    among new requests, the tenant would pay again.
+    among new requests, the tenant would be charged again.
     """
 
     def __init__(self, build: Callable[[], OrderingPolicy]) -> None:

@@ -1,7 +1,7 @@
 """A circuit breaker, which stops calls to a peer or upstream that does not respond.
 
-closed ──failures──> open ──pause ends──> half open: a single probe ──answer──> closed ^ └─failure─>
-open, twice as long
+closed ──failures──> open ──pause ends──> half open: a single probe ──answer──> closed
+                       ^                            └─failure─> open, twice as long
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Breaker:
     All times are seconds of the same monotonic clock.
 
     Attributes:
-        reason: why it is open, or None while it is closed.
+        reason: cause of the open state, or None while the breaker is closed.
     """
 
     def __init__(self, patience: Patience) -> None:

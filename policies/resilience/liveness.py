@@ -2,8 +2,8 @@
 
 A worker reports how many steps it has planned (`WorkerLoad.steps`). While a request waits for
 tokens, the worker must plan steps. If it plans none, it hangs, whatever the cause. A single stream
-can also be lost while its worker continues. Such a stream takes part in every step, because it
-decodes and no request waits for capacity or memory, and yet no tokens arrive.
+can also be lost while its worker continues. Such a stream decodes, and no request waits for
+capacity or memory. So it takes part in every step, but no tokens arrive.
 
 Silence is counted in checks without progress. Each check is worth the time between two checks. So a
 gateway that was suspended, or whose event loop was blocked, reports no worker as hung.

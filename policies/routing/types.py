@@ -78,8 +78,8 @@ class Candidate:
     def tokens(self) -> int:
         """Tokens on the worker without leases: tokens sent to it, or tokens in its memory.
 
-        The larger of the two counts. The first includes future tokens, the second those of other
-        gateways.
+        The property is the larger of the two counts. The first count includes future tokens, and
+        the second the tokens of other gateways.
         """
         load = self.load
         return max(

@@ -1,4 +1,4 @@
-"""The choice of draft slots that a step verifies: those that maximise expected tokens per time.
+"""The choice of draft slots that a step verifies: the slots that maximise expected tokens per time.
 
     (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
@@ -35,8 +35,13 @@ Places = NDArray[np.intp]
 FEW_SLOTS: Final = 128
 """Number of drafted slots up to which the choice uses no arrays. Array operations take a
 microsecond or two each with warm caches. They take several times that between the steps of a
-model, which evict all other data. Microseconds at 10 / 80 / 120 slots: 4 / 19 / 28 against 21 /
-24 / 25. With cold caches: 23 / 45 / 57 against 98 / 110 / 117 (one core, Zen 5, 2026-11-22)."""
+model, which evict all other data. Microseconds by number of slots, without / with arrays (one
+core, Zen 5, 2026-11-22):
+
+    slots          10         80          120
+    warm caches     4 / 21    19 / 24     28 / 25
+    cold caches    23 / 98    45 / 110    57 / 117
+"""
 
 
 def allocate(step: StepView, cost: StepCost) -> list[int]:
