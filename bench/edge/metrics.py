@@ -143,16 +143,16 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
     def value(target: str, name: str) -> float:
         return float(found[target][name]["median"]) if target in found else math.nan
 
-    ours, proxy = "draftgate sim", "draftgate proxy"
+    server, proxy = "draftgate sim", "draftgate proxy"
     result = [
-        _below("CPU per request in process, us", value(ours, "cpu_request_us"), REQUEST_GOAL_US),
-        _below("CPU per chunk in process, us", value(ours, "cpu_chunk_us"), CHUNK_GOAL_US),
+        _below("CPU per request in process, us", value(server, "cpu_request_us"), REQUEST_GOAL_US),
+        _below("CPU per chunk in process, us", value(server, "cpu_chunk_us"), CHUNK_GOAL_US),
     ]
     for name, limit in (("cpu_request_us", REQUEST_GOAL_US), ("cpu_chunk_us", CHUNK_GOAL_US)):
-        edge = value(ours, name) - value(WORKER, name)
+        edge = value(server, name) - value(WORKER, name)
         result.append(_below(f"{name} without the simulated worker's", edge, limit))
     for name, text in (("cpu_request_us", "request"), ("cpu_chunk_us", "chunk")):
-        for target in (ours, proxy):
+        for target in (server, proxy):
             times = value("litellm", name) / value(target, name)
             result.append(_above(f"litellm's CPU per {text} over {target}'s", times, LITELLM_GOAL))
         for router in RUST:
@@ -163,7 +163,7 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
     ]
     first = min(firsts, default=math.nan)
     text = "TTFT p50 in process over the quickest proxy's"
-    result.append(_below(text, value(ours, "ttft_p50_ms_1") / first, 1.0))
+    result.append(_below(text, value(server, "ttft_p50_ms_1") / first, 1.0))
     return result
 
 

@@ -17,7 +17,7 @@ from draftgate.backends.registry import backend_names
 INSTANT: Final = Path(__file__).parents[1] / "harness" / "instant.json"
 """A device whose steps take no time, so that only edge and scheduler take time."""
 
-_OURS: Final = (sys.executable, "-m", "draftgate", "serve")
+_SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
 _MOCK: Final = (sys.executable, "-m", "bench.edge.mock")
 
 PACE_MS: Final = 5.0
@@ -60,9 +60,9 @@ class Target:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _ours(*flags: str) -> tuple[str, ...]:
+def _draftgate_command(*flags: str) -> tuple[str, ...]:
     shared = ("--served-model-name", wire.MODEL, "--speculation", "off", "--log-level", "warning")
-    return (*_OURS, *shared, *flags)
+    return (*_SERVE, *shared, *flags)
 
 
 def paced_profile(folder: Path) -> Path:
@@ -86,8 +86,8 @@ def in_process(folder: Path) -> list[Target]:
         Target(
             "draftgate sim",
             Kind.IN_PROCESS,
-            _ours(*sim, str(INSTANT)),
-            paced_command=_ours(*sim, str(paced_profile(folder))),
+            _draftgate_command(*sim, str(INSTANT)),
+            paced_command=_draftgate_command(*sim, str(paced_profile(folder))),
         ),
     ]
 
@@ -96,8 +96,8 @@ def proxies(upstream: str) -> list[Target]:
     """Return Draftgate and the minimal proxy, both in front of an upstream."""
     found = [Target("bare proxy", Kind.PROXY, (*_MOCK, "--upstream", upstream))]
     if "openai" in backend_names():
-        ours = _ours("--backend", "openai", "--upstream", upstream)
-        found.append(Target("draftgate proxy", Kind.PROXY, ours))
+        command = _draftgate_command("--backend", "openai", "--upstream", upstream)
+        found.append(Target("draftgate proxy", Kind.PROXY, command))
     return found
 
 

@@ -205,9 +205,9 @@ def _rows(participants: dict[str, Participant], batch: int, tokens: int) -> list
     return rows
 
 
-def _ratio(theirs: Participant, ours: Participant) -> float:
+def _ratio(peer: Participant, participant: Participant) -> float:
     """Return the median ratio of the times over the rounds."""
-    pairs = zip(theirs.taken_s, ours.taken_s, strict=True)
+    pairs = zip(peer.taken_s, participant.taken_s, strict=True)
     return median(their_s / our_s for their_s, our_s in pairs)
 
 

@@ -89,27 +89,27 @@ def _row(
 ) -> dict[str, Any]:
     if case in contenders["ours"].failed:
         return {**case._asdict(), "failed": contenders["ours"].failed[case]}
-    ours = contenders["ours"].times(case)
+    engine_s = contenders["ours"].times(case)
     row: dict[str, Any] = {
         **case._asdict(),
-        "ms": round(1e3 * median(ours), 3),
-        "best_ms": round(1e3 * min(ours), 3),
-        "tokens_per_s": round(case.batch * case.tokens / median(ours), 1),
+        "ms": round(1e3 * median(engine_s), 3),
+        "best_ms": round(1e3 * min(engine_s), 3),
+        "tokens_per_s": round(case.batch * case.tokens / median(engine_s), 1),
     }
-    device_s = median(ours)
+    device_s = median(engine_s)
     if "device" in contenders:
         device_s = median(contenders["device"].times(case))
         row["device_ms"] = round(1e3 * device_s, 3)
     row |= _shares(model, case, rates, device_s)
     if "exact" in contenders and case not in contenders["exact"].failed:
-        row["exact_over_plain"] = _ratio(contenders["exact"].times(case), ours)["median"]
+        row["exact_over_plain"] = _ratio(contenders["exact"].times(case), engine_s)["median"]
     if "transformers" in contenders:
         theirs = contenders["transformers"]
         if case in theirs.failed:
             row["transformers_failed"] = theirs.failed[case]
         else:
             row["transformers_ms"] = round(1e3 * median(theirs.times(case)), 3)
-            ratio = _ratio(theirs.times(case), ours)
+            ratio = _ratio(theirs.times(case), engine_s)
             row |= {"speedup": ratio["median"], "speedup_quartiles": ratio["quartiles"]}
     return row
 
@@ -125,8 +125,8 @@ def _shares(model: Model, case: Case, rates: Rates, step_s: float) -> dict[str, 
     }
 
 
-def _ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
+def _ratio(theirs: list[float], engine_s: list[float]) -> dict[str, Any]:
     """Return the median and the quartiles of the ratios of all rounds."""
-    ratios = sorted(their / our for our, their in zip(ours, theirs, strict=True))
+    ratios = sorted(their / our for our, their in zip(engine_s, theirs, strict=True))
     quartiles = [round(ratios[len(ratios) * quarter // 4], 3) for quarter in (1, 3)]
     return {"median": round(median(ratios), 3), "quartiles": quartiles}

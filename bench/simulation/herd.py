@@ -58,14 +58,16 @@ def _row(bursts: Bursts, ages: Ages, seeds: int, *, leased: bool) -> dict[str, A
         (policy for policy in POLICIES if policy != LEAST_COST),
         key=lambda policy: means[policy]["backlog"]["mean"],
     )
-    ours, theirs = ([one.backlog for one in found[policy]] for policy in (LEAST_COST, best))
+    least_cost, best_other = (
+        [one.backlog for one in found[policy]] for policy in (LEAST_COST, best)
+    )
     return {
         "age_s": ages.mean_s,
         "staggered": ages.staggered,
         "leases": leased,
         "policies": means,
         "best_other": best,
-        "to_best_other": _estimated(differences(ours, theirs)),
+        "to_best_other": _estimated(differences(least_cost, best_other)),
     }
 
 

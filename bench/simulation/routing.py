@@ -175,14 +175,14 @@ def run_metrics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _difference(
-    ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
+    least_cost_runs: Sequence[Sequence[Record]], other_runs: Sequence[Sequence[Record]]
 ) -> dict[str, Any]:
     """Return the paired differences of mean metrics over batches of the same requests."""
     found = {}
     for name, value in COMPARED.items():
         pairs = [
             [mean for records in runs for mean in batch_means([value(one) for one in records])]
-            for runs in (ours, theirs)
+            for runs in (least_cost_runs, other_runs)
         ]
         difference = estimate(differences(*pairs))
         if difference is not None:

@@ -44,7 +44,7 @@ class Mock:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._answers: list[ResponseRecord] = []
+        self._records: list[ResponseRecord] = []
 
     def application(self) -> web.Application:
         """Return the application with the routes that the tools use."""
@@ -63,15 +63,15 @@ class Mock:
         return web.Response()
 
     async def _truth(self, _: web.Request) -> web.Response:
-        return web.json_response([asdict(answer) for answer in self._answers])
+        return web.json_response([asdict(answer) for answer in self._records])
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         record = ResponseRecord(time.monotonic())
-        self._answers.append(record)
+        self._records.append(record)
         body = await request.json()
         response = web.StreamResponse(headers=_STREAM)
         await response.prepare(request)
-        await self._stream(response, record, f"mock-{len(self._answers)}", body)
+        await self._stream(response, record, f"mock-{len(self._records)}", body)
         record.end_s = time.monotonic()
         await response.write_eof()
         return response
@@ -118,8 +118,8 @@ class Mock:
     async def _wait_until(self, due_s: float) -> None:
         """Wait until a time, or until the end of a stall that covers this time."""
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        if self._case.stall_s and len(self._answers) > STALL_AT:
-            ends_s = self._answers[STALL_AT].arrived_s + self._case.stall_s
+        if self._case.stall_s and len(self._records) > STALL_AT:
+            ends_s = self._records[STALL_AT].arrived_s + self._case.stall_s
             await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
 
 

@@ -11,7 +11,7 @@ from bench.tool_comparison.tools import Metrics
 from draftgate.loadgen.measuring.metrics import percentile
 
 
-def truth(answers: Sequence[ResponseRecord], requests: int) -> Metrics:
+def truth(responses: Sequence[ResponseRecord], requests: int) -> Metrics:
     """Return the true metrics of the last requests of a tool.
 
     Some tools send a test request first, so earlier requests do not count. `scheduled` counts from
@@ -19,33 +19,35 @@ def truth(answers: Sequence[ResponseRecord], requests: int) -> Metrics:
     gaps. `scheduled` and goodput include all requests, and the limits of goodput apply to complete
     responses.
     """
-    records = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
-    intact = [answer for answer in records if answer.intact]
+    records = sorted(responses, key=lambda response: response.arrived_s)[-requests:]
+    intact = [response for response in records if response.intact]
     began_s = records[0].arrived_s
     dues_s = [began_s + place / RATE for place, _ in zip(count(), records, strict=False)]
-    waited_s = [answer.end_s - due for answer, due in zip(records, dues_s, strict=True)]
-    ttfts_s = [answer.first_s - due for answer, due in zip(records, dues_s, strict=True)]
+    waited_s = [response.end_s - due for response, due in zip(records, dues_s, strict=True)]
+    ttfts_s = [response.first_s - due for response, due in zip(records, dues_s, strict=True)]
     met = sum(
-        answer.intact and ttft_s <= TTFT_LIMIT_MS / 1e3 and _tpot_s(answer) <= TPOT_LIMIT_MS / 1e3
-        for answer, ttft_s in zip(records, ttfts_s, strict=True)
+        response.intact
+        and ttft_s <= TTFT_LIMIT_MS / 1e3
+        and _tpot_s(response) <= TPOT_LIMIT_MS / 1e3
+        for response, ttft_s in zip(records, ttfts_s, strict=True)
     )
-    seconds = max(answer.end_s for answer in records) - began_s
+    seconds = max(response.end_s for response in records) - began_s
     return {
         "ok": len(intact),
         "failed": len(records) - len(intact),
-        **_spread("ttft", [answer.first_s - answer.arrived_s for answer in records]),
-        **_spread("tpot", [_tpot_s(answer) for answer in records]),
-        **_spread("latency", [answer.end_s - answer.arrived_s for answer in records]),
+        **_spread("ttft", [response.first_s - response.arrived_s for response in records]),
+        **_spread("tpot", [_tpot_s(response) for response in records]),
+        **_spread("latency", [response.end_s - response.arrived_s for response in records]),
         **_spread("scheduled", waited_s),
         "requests_rps": len(intact) / seconds,
-        "tokens_per_s": sum(answer.tokens for answer in intact) / seconds,
+        "tokens_per_s": sum(response.tokens for response in intact) / seconds,
         "goodput_rps": met / seconds,
     }
 
 
-def _tpot_s(answer: ResponseRecord) -> float:
+def _tpot_s(response: ResponseRecord) -> float:
     """Return the mean time per token after the first one."""
-    return (answer.last_s - answer.first_s) / max(1, answer.tokens - 1)
+    return (response.last_s - response.first_s) / max(1, response.tokens - 1)
 
 
 def _spread(name: str, seconds: Sequence[float]) -> Metrics:
