@@ -54,7 +54,7 @@ _LAYOUT: Final[JsonCompileOptions] = {
 }
 
 _STRICT: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
-"""A schema that cannot be enforced exactly is rejected, even if its `x-guidance` permits it."""
+"""Options that reject a schema without exact enforcement, even if its `x-guidance` permits it."""
 
 
 class LlGrammar:

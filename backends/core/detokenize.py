@@ -14,7 +14,7 @@ _CONTEXT_TOKENS: Final = 6
 join text at the start."""
 
 _LONGEST_CHARACTER_TOKENS: Final = 4
-"""A UTF-8 character has at most 4 bytes, so it has at most 4 byte tokens."""
+"""Maximum number of tokens in a character, because a UTF-8 character has at most 4 bytes."""
 
 
 class TextStream:

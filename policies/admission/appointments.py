@@ -19,8 +19,7 @@ of 100 requests per second at three times the capacity. Clients without a bookin
 return, but they are not recognised when they return."""
 
 EARLY_S: Final = 0.05
-"""A client is on time if it is at most this many seconds early, because clocks and timers differ.
-"""
+"""Seconds by which a client may be early and still be on time, because clocks and timers differ."""
 
 LATE_S: Final = 1.5
 """A client keeps its appointment if it is at most this many seconds late, because `Retry-After` has

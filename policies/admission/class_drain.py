@@ -5,7 +5,7 @@ requests bring per second, in seconds of the pool. The last request of a class s
 earliest of three times:
 
     all / (1 - F)         the pool has done `all` and all work that arrives meanwhile
-    all + F x T           the same, if that flow ends T seconds from now
+    all + F x T           the flow ends T seconds from now, and the pool has done all work
     own / product of q    the worst case, in which each higher class leaves at least q to lower
                           classes; a class without bookings leaves 1 - its flow if that is more
 

@@ -80,7 +80,7 @@ def staleness(
 def latency(
     request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
 ) -> Sequence[Score]:
-    """Return the cost that `least_cost` predicts, as a share of the highest, or else `load`."""
+    """Return the cost that `least_cost` predicts, as a share of the highest, or `load`."""
     cached = [history.cached_tokens(request, worker) for worker in workers]
     predictions = predict(request, workers, cached)
     if predictions is None:
