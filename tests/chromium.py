@@ -1,4 +1,4 @@
-"""Finds an installed Chromium; never downloads one."""
+"""The path of an installed Chromium, without a download."""
 
 from __future__ import annotations
 

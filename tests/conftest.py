@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Disable the hub before any import, and use one thread so that results are bitwise stable."""
+    """Disable the hub before any import and use one thread, so that results are bitwise stable."""
     if not config.getoption("--hub"):
         os.environ["HF_HUB_OFFLINE"] = "1"
     if HAS_TORCH:
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _missing(config: pytest.Config, marks: set[str]) -> dict[str, str]:
-    """Return the marks whose tests must be skipped, with the reasons."""
+    """Return the marks of tests that must be skipped, with the reasons."""
     reasons = {}
     if not config.getoption("--long"):
         reasons["long"] = "long: run it with --long (make test-long)"

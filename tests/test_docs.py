@@ -33,7 +33,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", _pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_relative_links_of_a_page_resolve(page: Path) -> None:
-    """Each relative link names an existing file and, if it has an anchor, an existing heading."""
+    """Each relative link names an existing file and, with an anchor, an existing heading."""
     broken = []
     for found in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
         link = found[1] or found[2]

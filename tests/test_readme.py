@@ -1,17 +1,17 @@
-"""The README's examples run.
+"""The examples of the README run.
 
-Every fenced `bash` and `python` block runs against a server like the one that the README starts.
-Tags after the language say what a block needs:
+Every fenced `bash` and `python` block runs against a server like the server of the README. A tag
+after the language gives the needs of a block:
 
-    ```bash serve      starts the server: not run, because a fixture starts it
-    ```bash install    changes the machine: not run
-    ```bash docker     needs a Docker daemon: not run
-    ```bash gpu        needs a CUDA device: not run
-    ```bash hub        downloads a model: not run
-    ```bash load       measures: may end as INVALID or be refused on a busy machine
+    ```bash serve      starts the server, not run because a fixture starts it
+    ```bash install    changes the machine, not run
+    ```bash docker     needs a Docker daemon, not run
+    ```bash gpu        needs a CUDA device, not run
+    ```bash hub        downloads a model, not run
+    ```bash load       measures, may end as INVALID or be refused on a busy machine
 
-All blocks run in the order of the page and share one working directory, so a block may read files
-of earlier ones. The directory links to the repository's files; no example changes them.
+All blocks run in the order of the page and share a working directory, so a block may read files of
+earlier blocks. The directory links to the repository's files, which no example changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-TOO_BUSY = {3, 4}  # exit statuses if the load generator or the server could not keep up
+TOO_BUSY = {3, 4}  # exit statuses when the load generator or the server is overloaded
 NOT_RUN = {"serve", "install", "docker", "gpu", "hub"}
 BLOCK_TIMEOUT_S = 180
 READY_TIMEOUT_S = 90
@@ -42,7 +42,7 @@ PORT = re.compile(r"(?<=:)8000\b|(?<=--port )8000\b|(?<=--port=)8000\b|(?<=port=
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of the README."""
+    """A fenced block of the README."""
 
     language: str
     tags: frozenset[str]
@@ -82,7 +82,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def readme_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with links to the repository's files, into which the examples write."""
+    """A directory with links to the repository's files, where the examples write."""
     directory = tmp_path_factory.mktemp("readme")
     for entry in ROOT.iterdir():
         if entry.name != ".git":
@@ -120,14 +120,14 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> 
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
                 return
-        except OSError:  # refused, or not ready yet
+        except OSError:  # The server refuses connections or is not ready.
             time.sleep(0.2)
     pytest.fail(f"the server did not become ready:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 @pytest.mark.skipif(not README.exists(), reason="there is no README.md yet")
 def test_the_readme_has_examples_that_run() -> None:
-    """The README contains blocks that are executed."""
+    """The README contains blocks that the tests run."""
     assert RUN
 
 

@@ -1,6 +1,7 @@
-"""Rules for the repository: where torch may be imported, sizes of files, and tests of kernels.
+"""Rules of the repository: imports of torch, sizes of files, and tests of kernels.
 
-import-linter (`make check`) checks the dependencies between packages; these tests check the rest.
+import-linter (`make check`) checks the dependencies between packages, and these tests check the
+other rules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DEVICE_LIBRARIES = {"torch", "triton"}
 
 FILE_LINES = 450
 FUNCTION_LINES = 60
-"""The limit for a body; signatures and docstrings may be longer."""
+"""The limit of a function body, without its signature and docstring, in lines."""
 
 
 def _name(path: Path) -> str:
@@ -46,14 +47,14 @@ def _has_triton_kernel(tree: ast.Module) -> bool:
 
 
 def _reference_of(kernel: Path) -> Path:
-    """Return the torch module that defines a kernel: x_ref for x, or x for x_triton."""
+    """Return the torch module that defines a kernel, which is x_ref for x and for x_triton."""
     if kernel.stem.endswith("_triton"):
         return kernel.with_name(f"{kernel.stem.removesuffix('_triton')}.py")
     return kernel.with_name(f"{kernel.stem}_ref.py")
 
 
 def _imported_names(tree: ast.Module) -> set[str]:
-    """Return every dotted name that imports may mean: `from a import b` gives a and a.b."""
+    """Return every dotted name that imports may mean, such as a and a.b for `from a import b`."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -94,7 +95,7 @@ def test_torch_and_triton_stay_in_the_engine(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_files_and_functions_are_short(path: Path) -> None:
-    """No file is longer than 450 lines, and no function longer than 60."""
+    """No file is longer than 450 lines, and no function body is longer than 60."""
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= FILE_LINES
     too_long = {f.name: _length(f) for f in _functions(TREES[path]) if _length(f) > FUNCTION_LINES}

@@ -1,8 +1,8 @@
 """Clients of a cluster: Poisson load through all gateways, with an audit of every stream.
 
-A client behaves like a load balancer or a user: if a gateway refuses because it stops, or cannot be
-reached, the client tries the next one. In both cases no part of an answer has arrived. Any other
-failure counts.
+A client behaves like a load balancer. It tries the next gateway if a gateway refuses because of a
+stop or cannot be reached. No part of a response has arrived in either case. Any other failure
+counts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REFUSED = ('"draining"', '"model_loading"')
 PATIENCE = ClientTimeouts(total_s=300.0, stall_s=120.0)
 
 
-def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRequest]:
-    """Yield requests to continue code, at Poisson times, alternately greedy and sampled."""
+def planned_requests(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRequest]:
+    """Yield code-completion requests at Poisson times, alternately greedy and sampled."""
     load = Load(
         workload="code",
         rate_rps=rate_rps,
@@ -44,11 +44,11 @@ def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRe
         seed=seed,
     )
     for planned in make_plan(load, max_model_len=2 * max_tokens, lazily=True).requests:
-        question = planned.request
+        spec = planned.request
         extra = (("temperature", float(planned.index % 2)), ("ignore_eos", True))
-        # Some are short, as usual traffic; others are long enough to be interrupted.
+        # Most requests are short, and every fourth is long enough to be interrupted.
         tokens = max_tokens if planned.index % 4 else max_tokens // 8
-        yield replace(planned, request=replace(question, extra=extra, max_tokens=tokens))
+        yield replace(planned, request=replace(spec, extra=extra, max_tokens=tokens))
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Clients:
     """The clients of a cluster.
 
     Attributes:
-        records: records of finished requests, in order; the last attempt of each.
+        records: the record of the last attempt of each finished request, in order of completion.
         refusals: number of times that a gateway refused or could not be reached.
     """
 
@@ -77,7 +77,7 @@ class Clients:
 
     @property
     def failed(self) -> list[str]:
-        """The verdicts of answers that were not intact."""
+        """The verdicts of responses that were not intact."""
         return [
             f"request {r.planned.index}, {r.scheduled_s:.1f} to {r.end_s:.1f} s: "
             f"{r.verdict} ({r.detail})"
@@ -85,24 +85,23 @@ class Clients:
             if r.verdict != Verdict.OK
         ]
 
-    async def send(self, asked: Iterator[PlannedRequest], over: asyncio.Event) -> None:
-        """Send requests at their times from now until the end, and wait for the answers."""
+    async def send(self, requests: Iterator[PlannedRequest], over: asyncio.Event) -> None:
+        """Send requests at their times until `over` is set, and wait for the responses."""
         begun_s = self.clock()
         async with asyncio.TaskGroup() as tasks:
             await send_on_schedule(
-                _until(asked, over),
-                lambda planned, at_s: tasks.create_task(self.ask(planned, begun_s + at_s)),
+                _until(requests, over),
+                lambda planned, at_s: tasks.create_task(self.send_request(planned, begun_s + at_s)),
                 lambda: self.clock() - begun_s,
             )
 
-    async def ask(
+    async def send_request(
         self, planned: PlannedRequest, scheduled_s: float, first: int | None = None
     ) -> Record:
-        """Ask the gateways in turn, starting with one, until one answers; keep and return the
-        record."""
+        """Send a request to each gateway in turn until a gateway accepts, and return its record."""
         first = planned.index if first is None else first
-        for turn in range(2 * len(self.gateways)):
-            url = self.gateways[(first + turn) % len(self.gateways)]
+        for attempt in range(2 * len(self.gateways)):
+            url = self.gateways[(first + attempt) % len(self.gateways)]
             client = OpenAIClient(self.session, url, self.model, PATIENCE)
             exchange = HttpExchange(client, planned, self.clock, scheduled_s, self._ids)
             await exchange.run()
@@ -113,39 +112,42 @@ class Clients:
         self.records.append(record)
         return record
 
-    async def changed(self, at_once: int) -> list[str]:
-        """Repeat all answered requests, this many at a time, and return those with another answer.
+    async def changed_responses(self, concurrency: int) -> list[str]:
+        """Repeat all completed requests, and return descriptions of the responses that differ.
 
-        Nothing disturbs the cluster meanwhile. Texts and endings are compared within a numerics
+        The cluster must be undisturbed meanwhile. Texts and endings are compared within a numerics
         class.
+
+        Args:
+            concurrency: number of concurrent requests.
         """
         before, self.records = self.records, []
         waiting = [record for record in before if record.verdict == Verdict.OK]
-        changed = list[str]()
+        changed_responses = list[str]()
 
         async def client() -> None:
             while waiting:
                 old = waiting.pop()
-                new = await self.ask(old.planned, self.clock())
+                new = await self.send_request(old.planned, self.clock())
                 assert new.verdict == Verdict.OK, new.detail
                 assert _class_of(new) == _class_of(old)
                 if difference := first_difference(old, new):
-                    changed.append(f"{difference}; resumed: {resumes_of(old)}")
+                    changed_responses.append(f"{difference}; resumed: {resumes_of(old)}")
 
-        await asyncio.gather(*(client() for _ in range(at_once)))
+        await asyncio.gather(*(client() for _ in range(concurrency)))
         self.records = before
-        return changed
+        return changed_responses
 
 
 @asynccontextmanager
 async def clients_of(*gateways: str) -> AsyncIterator[Clients]:
-    """Clients of these gateways; connections are closed at the end."""
+    """Yield clients of these gateways, and close their connections at the end."""
     async with open_session() as session:
         yield Clients(session, gateways, await first_model(session, gateways[0]))
 
 
 def resumes_of(record: Record) -> list[object]:
-    """Return the resumes that an answer reports."""
+    """Return the resumes that a response reports."""
     return (record.metrics or {}).get("resumes") or []
 
 
@@ -159,8 +161,8 @@ def _is_refused(record: Record) -> bool:
     return record.status == 503 and any(code in record.detail for code in REFUSED)
 
 
-def _until(asked: Iterator[PlannedRequest], over: asyncio.Event) -> Iterator[PlannedRequest]:
-    for planned in asked:
+def _until(requests: Iterator[PlannedRequest], over: asyncio.Event) -> Iterator[PlannedRequest]:
+    for planned in requests:
         if over.is_set():
             return
         yield planned

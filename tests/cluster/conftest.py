@@ -1,4 +1,4 @@
-"""Fixtures of the cluster's tests, shared with the gateway's tests."""
+"""Fixtures that the cluster tests share with the gateway tests."""
 
 from tests.gateway.conftest import own_redis, scripted
 

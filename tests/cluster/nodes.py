@@ -19,7 +19,7 @@ START_S = 300.0
 """Timeout of a start or an end, long enough for a busy machine."""
 
 PATIENT = ("--queue-timeout-s", "300", "--drain-timeout-s", "300")
-"""Flags of gateways: the machine is slow, not the nodes."""
+"""Flags of gateways, with long timeouts because the test machine may be slow."""
 
 COMMAND = (sys.executable, "-m", "draftgate", "serve")
 
@@ -28,7 +28,7 @@ class NodeProcess:
     """A node that can start several times at the same address."""
 
     def __init__(self, name: str, folder: Path, *flags: str) -> None:
-        """Prepare a node; `flags` are those of `serve`."""
+        """Prepare a node with these flags of `serve`."""
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -38,12 +38,12 @@ class NodeProcess:
 
     @property
     def worker_id(self) -> str:
-        """The id of its worker in the pool."""
+        """The id of the node's worker in the pool."""
         return f"127.0.0.1:{self.port}-0"
 
     @property
-    def told(self) -> str:
-        """Everything it has logged, over all starts."""
+    def log_text(self) -> str:
+        """The log of the node over all starts."""
         return self._log.read_text(errors="replace")
 
     async def start(self) -> None:
@@ -57,32 +57,32 @@ class NodeProcess:
             )
 
     async def until_ready(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the node is ready."""
 
         async def serves() -> bool:
-            assert self._running.returncode is None, self.told[-4000:]
+            assert self._running.returncode is None, self.log_text[-4000:]
             return await self.status("/ready") == httpx.codes.OK
 
         await eventually(serves)
 
     async def kill(self) -> None:
-        """Kill it with SIGKILL."""
+        """Kill the process with SIGKILL."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> int:
-        """Stop it with SIGTERM, and return its exit status."""
+        """Stop the process with SIGTERM and return its exit status."""
         return await self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
-        """Pause it with SIGSTOP; its connections stay open."""
+        """Pause the process with SIGSTOP, which keeps its connections open."""
         self._running.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Resume it after `freeze`."""
+        """Resume the process after `freeze`."""
         self._running.send_signal(signal.SIGCONT)
 
     async def status(self, path: str) -> int:
-        """Return the status of a response; 0 without one."""
+        """Return the status code of a response, or 0 without a response."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             try:
                 return (await http.get(path)).status_code
@@ -90,18 +90,18 @@ class NodeProcess:
                 return 0
 
     async def in_flight(self) -> int:
-        """Return its requests in flight, from clients and other nodes."""
+        """Return the number of the node's requests in flight, from clients and other nodes."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             return int((await http.get("/health")).json()["in_flight"])
 
-    async def figure(self, name: str) -> float:
-        """Return the sum over the series of a metric."""
+    async def metric_sum(self, name: str) -> float:
+        """Return the sum over all series of a metric."""
         async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
             page = (await http.get("/metrics")).text
         return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)))
 
     async def close(self) -> None:
-        """Make sure that it has exited."""
+        """Kill the process if it was started."""
         if self._process is not None:
             await self.kill()
 
@@ -110,16 +110,16 @@ class NodeProcess:
         assert self._process is not None
         return self._process
 
-    async def _end(self, how: signal.Signals) -> int:
+    async def _end(self, signal_number: signal.Signals) -> int:
         process = self._running
         if process.returncode is None:
-            process.send_signal(how)
+            process.send_signal(signal_number)
         async with asyncio.timeout(START_S):
             return await process.wait()
 
 
 class Cluster:
-    """Gateways and workers of one pool."""
+    """The gateways and workers of a pool."""
 
     def __init__(self, gateways: list[NodeProcess], workers: list[NodeProcess]) -> None:
         self.gateways = gateways
@@ -127,17 +127,18 @@ class Cluster:
 
     @property
     def nodes(self) -> list[NodeProcess]:
-        """All nodes."""
+        """All nodes of the pool."""
         return [*self.workers, *self.gateways]
 
     async def at_rest(self) -> bool:
-        """Whether no worker keeps anything of a request and no gateway has one open."""
-        held = [
-            await node.figure(f"draftgate_{name}")
+        """Return whether no node has a request in flight and no worker keeps sequences or
+        blocks."""
+        leftovers = [
+            await node.metric_sum(f"draftgate_{name}")
             for node in self.workers
             for name in ("running_sequences", "waiting_sequences", "kv_cache_usage_ratio")
         ]
-        return not any(held) and not any([await node.in_flight() for node in self.nodes])
+        return not any(leftovers) and not any([await node.in_flight() for node in self.nodes])
 
 
 @asynccontextmanager
@@ -147,10 +148,12 @@ async def cluster(
     """Start nodes that join a Redis, and yield when all are ready.
 
     Args:
+        folder: the folder of the log files.
+        address: the URL of the Redis server.
         flags: flags of the workers.
     """
     joined = ("--join", address)
-    made = Cluster(
+    nodes_of_pool = Cluster(
         [
             NodeProcess(f"gateway{n}", folder, *joined, "--no-worker", *PATIENT)
             for n in range(gateways)
@@ -158,14 +161,14 @@ async def cluster(
         [NodeProcess(f"worker{n}", folder, *joined, *flags) for n in range(workers)],
     )
     try:
-        for node in made.nodes:
+        for node in nodes_of_pool.nodes:
             await node.start()
-        await asyncio.gather(*(node.until_ready() for node in made.nodes))
-        for gateway in made.gateways:
+        await asyncio.gather(*(node.until_ready() for node in nodes_of_pool.nodes))
+        for gateway in nodes_of_pool.gateways:
             await until_known(gateway, workers)
-        yield made
+        yield nodes_of_pool
     finally:
-        await asyncio.gather(*(node.close() for node in made.nodes))
+        await asyncio.gather(*(node.close() for node in nodes_of_pool.nodes))
 
 
 async def until_known(gateway: NodeProcess, workers: int) -> None:
@@ -173,14 +176,14 @@ async def until_known(gateway: NodeProcess, workers: int) -> None:
 
     async def known() -> bool:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=START_S) as http:
-            told = (await http.get("/health")).json()
-        return [worker["status"] for worker in told["workers"]].count("ok") == workers
+            log_text = (await http.get("/health")).json()
+        return [worker["status"] for worker in log_text["workers"]].count("ok") == workers
 
     await eventually(known)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Poll until a condition holds; fail after `START_S`."""
+    """Poll until a condition holds, and fail after `START_S`."""
     async with asyncio.timeout(START_S):
-        while not await condition():  # noqa: ASYNC110 - nobody tells it
+        while not await condition():  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The keys of a pool in Redis, read in one step and checked for consistency."""
+"""The keys of a pool in Redis, read in a single step and checked for consistency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gateway.redis_server import RedisServer
 
 PREFIX = "draftgate:{default}:"
 
-LOOK = """
+SNAPSHOT_SCRIPT = """
 local P = ARGV[1]
 local now = redis.call('TIME')
 local workers, capacities = redis.call('ZRANGE', P .. 'hb', 0, -1), {}
@@ -23,18 +23,18 @@ return {
   redis.call('ZRANGE', P .. 'gateways', 0, -1), redis.call('KEYS', P .. '*'),
 }
 """
-"""A consistent snapshot. The script writes nothing, so reading does not clean up."""
+"""A script that returns a consistent snapshot and writes nothing."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The state of a pool at one time.
+    """A snapshot of a pool in Redis.
 
     Attributes:
-        workers: the offered workers with their capacity in tokens.
+        workers: the capacity of each offered worker, in tokens.
         leases: tokens and worker of each request's lease.
         leased: tokens by worker, as counted by the store.
-        left_s: remaining time of each lease; negative if it has expired.
+        left_s: remaining time of each lease in seconds, negative after its expiry.
         gateways: gateways that have renewed recently.
         keys: keys of the pool, without the prefix.
     """
@@ -48,7 +48,7 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no lease."""
+        """Whether the pool has no lease."""
         return not (self.leases or self.leased or self.left_s or self._lease_keys)
 
     @property
@@ -70,14 +70,14 @@ class Pool:
         return {key for key in self.keys if key.startswith("lease:")}
 
 
-def look(redis: RedisServer) -> Pool:
-    """Return the current state of the pool.
+def read_pool(redis: RedisServer) -> Pool:
+    """Return a snapshot of the pool.
 
     Raises:
-        redis.RedisError: the server does not answer.
+        redis.RedisError: the server does not respond.
     """
     now_us, workers, capacities, leased, leases, expiry, gateways, keys = redis.command(
-        "EVAL", LOOK, 0, PREFIX
+        "EVAL", SNAPSHOT_SCRIPT, 0, PREFIX
     )
     return Pool(
         {worker: int(tokens) for worker, tokens in zip(workers, capacities, strict=True)},
@@ -89,18 +89,18 @@ def look(redis: RedisServer) -> Pool:
     )
 
 
-async def settled(nodes: Cluster, redis: RedisServer) -> None:
-    """Wait until no trace of a request is left and only living nodes are listed."""
+async def until_settled(nodes: Cluster, redis: RedisServer) -> None:
+    """Wait until the pool has no lease and lists only living nodes."""
     workers = {worker.worker_id for worker in nodes.workers}
 
-    async def only_the_living() -> bool:
-        pool = await asyncio.to_thread(look, redis)
+    async def lists_only_living_nodes() -> bool:
+        pool = await asyncio.to_thread(read_pool, redis)
         known = {key.removeprefix("w:") for key in pool.keys if key.startswith("w:")}
         joined = len(pool.gateways) == len(nodes.nodes)
         return pool.is_empty and pool.workers.keys() == known == workers and joined
 
     await eventually(nodes.at_rest)
-    await eventually(only_the_living)
+    await eventually(lists_only_living_nodes)
 
 
 def _pairs(flat: list[str]) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Two gateways and three workers under Poisson load, while nodes die, hang and restart.
 
-`make test-long` runs ten minutes with a kill every 30 s; `CLUSTER_S=120` shortens it.
-`CLUSTER_JSON=FILE` keeps the measurements.
+`make test-long` runs ten minutes with a kill every 30 s. `CLUSTER_S=120` shortens the run.
+`CLUSTER_JSON=FILE` writes the measurements to a file.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cluster.results import latencies, write_results
 
 from draftgate.gateway.dispatch.leases import LEASE_S
-from tests.cluster.clients import Clients, clients_of, questions
-from tests.cluster.figures import latencies, write_figures
+from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import Cluster, cluster
-from tests.cluster.pool import settled
-from tests.cluster.troubles import Troubles
+from tests.cluster.pool import until_settled
+from tests.cluster.troubles import NodeFailures
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer
 
@@ -30,15 +30,15 @@ KILL_EVERY_S = 30.0
 RATE_RPS = 0.5
 """Rate of requests of 24 and 192 tokens.
 
-Chosen so that streams last for seconds and queues stay short, with everything on two shared cores
+Streams last for seconds and queues stay short at this rate, with all processes on two shared cores
 (AMD Zen 5, 2026-11-22)."""
 
 MOST_TOKENS = 192
 WORKER = ("--threads", "1", "--kv-bytes", "16MiB")
-"""Little memory, so that leases are a real limit."""
+"""Flags for little memory, so that leases are a real limit."""
 
 MOST_USAGE = 2.0
-"""Largest leased share of a capacity, with gateways that decide alone when Redis is late
+"""The largest leased share of a capacity when gateways decide alone because Redis is late
 (docs/guide/cluster.md)."""
 
 SEED = 20261122
@@ -49,42 +49,43 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        changed: answers that differ from those of an undisturbed run.
+        changed_responses: descriptions of responses that differ from those of an undisturbed run.
     """
 
     clients: Clients
-    troubles: Troubles
+    troubles: NodeFailures
     watch: Watch
-    changed: list[str]
+    changed_responses: list[str]
 
 
 async def chaos(
-    nodes: Cluster, redis: RedisServer, play: Callable[[Troubles], Awaitable[None]]
+    nodes: Cluster, redis: RedisServer, play: Callable[[NodeFailures], Awaitable[None]]
 ) -> Outcome:
-    """Send load with failures, then the same requests without; check that nothing is left."""
+    """Send load during failures, repeat the same requests without failures, and check the
+    cleanup."""
     over = asyncio.Event()
     async with clients_of(*(gateway.url for gateway in nodes.gateways)) as clients:
-        troubles = Troubles(nodes, clients.clock, random.Random(SEED))
+        troubles = NodeFailures(nodes, clients.clock, random.Random(SEED))
         async with watching(redis) as watch:
-            asked = questions(RATE_RPS, SEED, MOST_TOKENS)
-            sending = asyncio.create_task(clients.send(asked, over))
+            planned = planned_requests(RATE_RPS, SEED, MOST_TOKENS)
+            sending = asyncio.create_task(clients.send(planned, over))
             playing = asyncio.ensure_future(play(troubles))
             await asyncio.wait({sending, playing}, return_when=asyncio.FIRST_COMPLETED)
             over.set()
             await asyncio.gather(sending, playing)
-        await settled(nodes, redis)
-        changed = await clients.changed(at_once=4)
-        await settled(nodes, redis)
-    return Outcome(clients, troubles, watch, changed)
+        await until_settled(nodes, redis)
+        changed_responses = await clients.changed_responses(concurrency=4)
+        await until_settled(nodes, redis)
+    return Outcome(clients, troubles, watch, changed_responses)
 
 
-async def one_round(troubles: Troubles) -> None:
-    """A kill, a pause and a restart."""
+async def one_round(troubles: NodeFailures) -> None:
+    """Cause a kill, a pause and a restart."""
     await troubles.round(0)
 
 
-async def minutes(troubles: Troubles) -> None:
-    """A round of all three every 30 s."""
+async def minutes(troubles: NodeFailures) -> None:
+    """Cause a round of all three failures every 30 s."""
     begun_s = troubles.now_s()
     for number in range(round(CLUSTER_S / KILL_EVERY_S)):
         await troubles.round(number)
@@ -92,20 +93,20 @@ async def minutes(troubles: Troubles) -> None:
         await asyncio.sleep(max(0.0, next_s - troubles.now_s()))
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
-    """Return the results."""
+def results_of(outcome: Outcome) -> dict[str, Any]:
+    """Return the results of a run by name."""
     clients, watch = outcome.clients, outcome.watch
     return {
         "requests": len(clients.records),
         "failed": len(clients.failed),
-        "texts_that_differ": len(outcome.changed),
+        "texts_that_differ": len(outcome.changed_responses),
         "resumes": clients.resumes,
         "refused_by_a_gateway_that_stopped": clients.refusals,
-        "redis_looks": watch.looks,
+        "redis_looks": watch.num_reads,
         "most_leased_of_capacity": round(watch.usage, 3),
         "longest_lease_after_its_end_s": round(watch.overdue_s, 3),
         "latencies": latencies(clients.records),
-        "troubles": outcome.troubles.made,
+        "troubles": outcome.troubles.events,
     }
 
 
@@ -113,17 +114,19 @@ def told(outcome: Outcome) -> dict[str, Any]:
     "play", [one_round, pytest.param(minutes, marks=pytest.mark.long)], ids=["round", "minutes"]
 )
 async def test_no_stream_is_lost_while_nodes_fail(
-    tmp_path: Path, own_redis: RedisServer, play: Callable[[Troubles], Awaitable[None]]
+    tmp_path: Path, own_redis: RedisServer, play: Callable[[NodeFailures], Awaitable[None]]
 ) -> None:
-    """With workers killed and paused and gateways restarted, every stream is intact, its text is
-    that of an undisturbed run, and no lease, block or request is left."""
+    """Every stream stays intact and unchanged while nodes are killed, paused and restarted.
+
+    No lease, block or request remains afterwards.
+    """
     async with cluster(tmp_path, own_redis.url, *WORKER) as nodes:
         outcome = await chaos(nodes, own_redis, play)
     command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'
-    write_figures("CLUSTER_JSON", command, told(outcome))
+    write_results("CLUSTER_JSON", command, results_of(outcome))
     assert outcome.clients.failed == []
-    assert outcome.changed == []
-    assert outcome.watch.looks
+    assert outcome.changed_responses == []
+    assert outcome.watch.num_reads
     assert not outcome.watch.wrong
     assert outcome.watch.usage <= MOST_USAGE
     assert outcome.watch.overdue_s < LEASE_S

@@ -1,4 +1,4 @@
-"""`kill -9` of a gateway: its own connections break, and nothing of it is left."""
+"""A gateway killed with `kill -9`, which breaks only its own connections."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from tests.cluster.clients import Clients, clients_of
 from tests.cluster.nodes import Cluster, cluster, eventually
-from tests.cluster.pool import look, settled
+from tests.cluster.pool import read_pool, until_settled
 from tests.gateway.redis_server import RedisServer
 from tests.peer.harness import SLOW
 
 STREAMS = 4
-"""Streams at each of two gateways."""
+"""The number of streams at each of the two gateways."""
 
 TOKENS = 900
-"""Tokens of a stream: six seconds of the simulated device, so that all streams run at once."""
+"""Tokens of a stream, which take six seconds, so that all streams run concurrently."""
 
 EXTRA = (("ignore_eos", True),)
 
 
-def asked(number: int) -> PlannedRequest:
-    """A request for the first gateway if its number is even, otherwise for the second."""
-    question = RequestSpec(f"def f{number}(", (), TOKENS, number, extra=EXTRA)
-    return PlannedRequest(number, None, question)
+def planned_request(number: int) -> PlannedRequest:
+    """Return a request, which even numbers send to the first gateway and odd numbers to
+    the second."""
+    spec = RequestSpec(f"def f{number}(", (), TOKENS, number, extra=EXTRA)
+    return PlannedRequest(number, None, spec)
 
 
-async def opened(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:
-    """Open streams at both gateways in turn, and wait until they run."""
+async def open_streams(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:
+    """Open streams at both gateways in turn and wait until they run."""
     tasks = [
-        asyncio.create_task(clients.ask(asked(number), clients.clock()))
+        asyncio.create_task(clients.send_request(planned_request(number), clients.clock()))
         for number in range(2 * STREAMS)
     ]
 
     async def running() -> bool:
-        seen = [await node.figure("draftgate_running_sequences") for node in nodes.workers]
-        return sum(seen) == 2 * STREAMS
+        running_sequences = [
+            await node.metric_sum("draftgate_running_sequences") for node in nodes.workers
+        ]
+        return sum(running_sequences) == 2 * STREAMS
 
     await eventually(running)
     return tasks
@@ -52,15 +55,17 @@ async def opened(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:
 async def test_killing_a_gateway_breaks_only_its_own_connections(
     tmp_path: Path, own_redis: RedisServer, waits: bool
 ) -> None:
-    """Streams of the other gateway continue, workers drop the orphaned sequences, the leases
-    expire, and the gateway can return."""
+    """The killed gateway loses its streams, and the other gateway completes all its streams.
+
+    Workers drop the orphaned sequences, their leases expire, and the gateway can restart.
+    """
     async with (
         cluster(tmp_path, own_redis.url, "--backend", "sim", "--profile", SLOW) as nodes,
         clients_of(*(gateway.url for gateway in nodes.gateways)) as clients,
     ):
         killed, other = nodes.gateways
-        tasks = await opened(nodes, clients)
-        assert len(look(own_redis).leases) == 2 * STREAMS
+        tasks = await open_streams(nodes, clients)
+        assert len(read_pool(own_redis).leases) == 2 * STREAMS
         await killed.kill()
         records = await asyncio.gather(*tasks)
         assert [r.verdict for r in records[::2]] == [Verdict.CUT] * STREAMS
@@ -71,19 +76,21 @@ async def test_killing_a_gateway_breaks_only_its_own_connections(
 
         await eventually(freed)
 
-        async def only_its_own() -> bool:
-            pool = await asyncio.to_thread(look, own_redis)
-            others = len(nodes.workers) + 1  # the killed gateway is no longer counted
-            return len(pool.leases) <= STREAMS and len(pool.gateways) == others
+        async def only_its_leases_remain() -> bool:
+            pool = await asyncio.to_thread(read_pool, own_redis)
+            num_nodes = len(nodes.workers) + 1  # The killed gateway no longer counts.
+            return len(pool.leases) <= STREAMS and len(pool.gateways) == num_nodes
 
-        await eventually(only_its_own)
-        first = look(own_redis).left_s
+        await eventually(only_its_leases_remain)
+        first = read_pool(own_redis).left_s
         assert all(left_s <= LEASE_S for left_s in first.values())
         await asyncio.sleep(1.0)
-        second = look(own_redis).left_s
+        second = read_pool(own_redis).left_s
         assert all(second[request] < first[request] for request in second)
         await killed.start()
         await killed.until_ready()
-        assert (await clients.ask(asked(0), clients.clock())).verdict == Verdict.OK
+        assert (
+            await clients.send_request(planned_request(0), clients.clock())
+        ).verdict == Verdict.OK
         if waits:
-            await settled(nodes, own_redis)
+            await until_settled(nodes, own_redis)

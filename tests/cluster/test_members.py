@@ -1,4 +1,4 @@
-"""Nodes of one pool find each other's workers: which join, leave, and are ignored."""
+"""Members of a pool: nodes that join, leave, restart, or are ignored."""
 
 from __future__ import annotations
 
@@ -32,71 +32,72 @@ from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
 
 JOIN = "redis://127.0.0.1:6379"
-"""The address of nodes that use the store of the test instead."""
+"""An address that nodes ignore, because they use the store of the test."""
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 PATH = "/v1/completions"
 
 
-class Forgetful(MemoryStore):
-    """A store that hides its workers from readers when a test says so."""
+class HidingStore(MemoryStore):
+    """A store that hides its workers from readers while `forgets` is true."""
 
     forgets = False
 
     async def snapshot(self) -> Snapshot:
-        found = await super().snapshot()
-        return replace(found, workers=()) if self.forgets else found
+        snapshot = await super().snapshot()
+        return replace(snapshot, workers=()) if self.forgets else snapshot
 
 
 @pytest.fixture
-def store() -> Forgetful:
+def store() -> HidingStore:
     """The store that all nodes of a test share."""
-    return Forgetful()
+    return HidingStore()
 
 
 @asynccontextmanager
 async def member(store: MemoryStore, **settings: Any) -> AsyncIterator[Listening]:
-    """A node of the pool that has reported its worker."""
+    """Yield a node of the pool that has reported its worker."""
     async with running(store=store, join=JOIN, **settings) as where:
         await where.node.heartbeat.beat()
         yield where
 
 
 def ids(where: Listening) -> list[str]:
-    """The ids of the workers that a node may send to."""
+    """Return the ids of the workers that a node may send requests to."""
     return sorted(worker.worker_id for worker in where.node.fleet.serving)
 
 
-async def knows(where: Listening, count: int) -> None:
-    """Let a node read the store until it has this many workers; fail after a while."""
+async def until_linked(where: Listening, count: int) -> None:
+    """Let a node read the store until it has this many workers, and fail after a while."""
     async with asyncio.timeout(PATIENCE_S):
         while len(where.node.fleet.serving) != count:
             await where.node.heartbeat.beat()
             await asyncio.sleep(0.01)
 
 
-async def test_a_gateway_without_a_worker_uses_the_workers_of_the_pool(store: Forgetful) -> None:
-    """It is ready once it has found a worker, returns that worker's texts, and leaves nothing
-    behind."""
+async def test_a_gateway_without_a_worker_uses_the_workers_of_the_pool(
+    store: HidingStore,
+) -> None:
+    """The gateway returns the texts of a pool's worker and leaves no request on any node."""
     async with (
-        member(store) as there,
+        member(store) as worker_node,
         member(store) as other,
         member(store, no_worker=True) as where,
-        client(there) as direct,
+        client(worker_node) as direct,
         client(where) as http,
     ):
-        await knows(where, 2)
-        assert ids(where) == sorted(w.node.fleet.own[0].worker_id for w in (there, other))
+        await until_linked(where, 2)
+        assert ids(where) == sorted(w.node.fleet.own[0].worker_id for w in (worker_node, other))
         theirs = (await direct.post(PATH, json=BODY)).json()["choices"]
         assert (await http.post(PATH, json=BODY)).json()["choices"] == theirs
         streamed = await http.post(PATH, json={**BODY, "stream": True})
         assert events(streamed.text)[-1] == "[DONE]"
         assert (await http.get("/ready")).status_code == 200
-        await until(lambda: is_idle(there.node) and is_idle(other.node))
+        await until(lambda: is_idle(worker_node.node) and is_idle(other.node))
         assert sum(view.leased_tokens for view in (await store.snapshot()).workers) == 0
 
 
-async def test_a_gateway_without_a_worker_waits_for_one(store: Forgetful) -> None:
-    """It is not ready, with a reason, until the first worker joins."""
+async def test_a_gateway_without_a_worker_waits_for_one(store: HidingStore) -> None:
+    """The gateway is not ready, and gives a reason, until the first worker joins."""
     async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
         async with client(where) as http:
@@ -109,38 +110,38 @@ async def test_a_gateway_without_a_worker_waits_for_one(store: Forgetful) -> Non
         assert where.node.state is NodeState.READY
 
 
-async def test_every_node_uses_all_workers(store: Forgetful) -> None:
-    """Two nodes use each other's workers, and each reports only its own."""
-    async with member(store) as one, member(store) as other:
-        await knows(one, 2)
-        await knows(other, 2)
-        assert ids(one) == ids(other)
+async def test_every_node_uses_all_workers(store: HidingStore) -> None:
+    """Two nodes use each other's workers, and each node reports only its own worker."""
+    async with member(store) as first, member(store) as other:
+        await until_linked(first, 2)
+        await until_linked(other, 2)
+        assert ids(first) == ids(other)
         reports = {view.worker_id: view.report for view in (await store.snapshot()).workers}
-        assert sorted(reports) == ids(one)
-        for where in (one, other):
+        assert sorted(reports) == ids(first)
+        for where in (first, other):
             worker = where.node.fleet.own[0]
-            told = reports[worker.worker_id]
-            assert told.address == f"{where.url}/peer/v1/workers/0"
-            assert told.epoch == worker.epoch
+            reported = reports[worker.worker_id]
+            assert reported.address == f"{where.url}/peer/v1/workers/0"
+            assert reported.epoch == worker.epoch
 
 
 async def test_a_draining_worker_finishes_its_streams_and_gets_no_new_ones(
-    store: Forgetful,
+    store: HidingStore,
 ) -> None:
-    """Its streams run to their end, and the gateway removes it once it is idle."""
+    """The gateway removes a draining worker once its streams have ended."""
     body = {**BODY, "max_tokens": 40, "stream": True}
     async with (
-        member(store, profile=SLOW) as there,
+        member(store, profile=SLOW) as worker_node,
         member(store, no_worker=True) as where,
         client(where) as http,
-        http.stream("POST", PATH, json=body) as answer,
+        http.stream("POST", PATH, json=body) as response,
     ):
-        lines = answer.aiter_lines()
+        lines = response.aiter_lines()
         await anext(lines)
         async with member(store) as other:
-            await knows(where, 2)
-            await there.node.heartbeat.leave()
-            draining = asyncio.create_task(drain(there.node, PATIENCE_S))
+            await until_linked(where, 2)
+            await worker_node.node.heartbeat.leave()
+            draining = asyncio.create_task(drain(worker_node.node, PATIENCE_S))
             await until(lambda: ids(where) == ids(other)[:1])
             for _ in range(3):
                 assert (await http.post(PATH, json=BODY)).status_code == 200
@@ -150,8 +151,8 @@ async def test_a_draining_worker_finishes_its_streams_and_gets_no_new_ones(
             assert [worker.worker_id for worker in where.node.fleet.workers] == ids(other)
 
 
-async def test_a_long_stream_survives_any_number_of_restarts(store: Forgetful) -> None:
-    """Workers that leave in order do not count against a request's resumes."""
+async def test_a_long_stream_survives_any_number_of_restarts(store: HidingStore) -> None:
+    """A worker that leaves in order does not count against a request's resumes."""
     body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
     async with (
         running(store=store, join=JOIN, no_worker=True, start=False) as where,
@@ -159,30 +160,31 @@ async def test_a_long_stream_survives_any_number_of_restarts(store: Forgetful) -
         AsyncExitStack() as present,
     ):
         scripted = ScriptedBackend()
-        there = await present.enter_async_context(member(store, backends=[scripted]))
+        worker_node = await present.enter_async_context(member(store, backends=[scripted]))
         await start_workers(where.node)
-        asked = asyncio.create_task(http.post(PATH, json=body))
-        for word in ("one", "two", "three", "four", "five"):  # more than a request may lose
+        response_task = asyncio.create_task(http.post(PATH, json=body))
+        # The request loses more workers in order than it may lose by failure.
+        for word in ("one", "two", "three", "four", "five"):
             request = await scripted.submitted.get()
             scripted.emit(request, word)
             await until(lambda: where.node.fleet.serving[0].usage.started == 1)
             following = ScriptedBackend()
             successor = await present.enter_async_context(member(store, backends=[following]))
-            await knows(where, 2)
-            await there.node.heartbeat.leave()
-            assert not await drain(there.node, 0.0)
-            await there.node.stop()
-            scripted, there = following, successor
+            await until_linked(where, 2)
+            await worker_node.node.heartbeat.leave()
+            assert not await drain(worker_node.node, 0.0)
+            await worker_node.node.stop()
+            scripted, worker_node = following, successor
         request = await scripted.submitted.get()
         assert [len(choice.output_ids) for choice in request.resumed] == [5]
         scripted.emit(request, "six", last=True)
-        answer = await asked
-        assert events(answer.text)[-1] == "[DONE]"
-        assert answer.text.count("error") == 0
+        response = await response_task
+        assert events(response.text)[-1] == "[DONE]"
+        assert response.text.count("error") == 0
 
 
 async def test_a_broken_link_that_is_restored_loses_no_stream(
-    store: Forgetful, scripted: ScriptedBackend
+    store: HidingStore, scripted: ScriptedBackend
 ) -> None:
     """A stream continues when the broken link to the only worker is restored."""
     port = free_port()
@@ -193,48 +195,48 @@ async def test_a_broken_link_that_is_restored_loses_no_stream(
         member(store, no_worker=True) as where,
         client(where) as http,
     ):
-        asked = asyncio.create_task(http.post(PATH, json=body))
+        response_task = asyncio.create_task(http.post(PATH, json=body))
         scripted.emit(await scripted.submitted.get(), "one")
         await until(lambda: where.node.fleet.workers[0].usage.started == 1)
         proxy.cut(refuse=True)
         await until(lambda: not where.node.fleet.serving)
-        await scripted.abandoned.get()  # the worker ended it with its connection
+        await scripted.abandoned.get()  # The worker ended the sequence with its connection.
         proxy.accept()
-        rest = await scripted.submitted.get()
-        assert [choice.output_ids for choice in rest.resumed] == [(0,)]
-        scripted.emit(rest, "two", last=True)
-        assert events((await asked).text)[-1] == "[DONE]"
+        resumed_request = await scripted.submitted.get()
+        assert [choice.output_ids for choice in resumed_request.resumed] == [(0,)]
+        scripted.emit(resumed_request, "two", last=True)
+        assert events((await response_task).text)[-1] == "[DONE]"
 
 
-async def test_a_restarted_worker_replaces_its_earlier_epoch(store: Forgetful) -> None:
-    """After a restart at the same address, the worker has the same id and a greater epoch."""
+async def test_a_restarted_worker_replaces_its_earlier_epoch(store: HidingStore) -> None:
+    """A worker restarted at the same address has the same id and a greater epoch."""
     async with member(store, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
-        async with member(store) as there:
+        async with member(store) as worker_node:
             await starting
             (before,) = where.node.fleet.workers
-            port = there.node.port
-        async with member(store, port=port) as there, client(where) as http:
+            port = worker_node.node.port
+        async with member(store, port=port) as worker_node, client(where) as http:
             await until(lambda: before.backend.failure is not None)
             async with asyncio.timeout(PATIENCE_S):
                 while before in where.node.fleet.workers or not where.node.fleet.serving:
                     await where.node.heartbeat.beat()
                     await asyncio.sleep(0.01)
             (after,) = where.node.fleet.workers
-            assert after.worker_id == before.worker_id == there.node.fleet.own[0].worker_id
+            assert after.worker_id == before.worker_id == worker_node.node.fleet.own[0].worker_id
             assert after.epoch > before.epoch
             assert (await http.post(PATH, json=BODY)).status_code == 200
 
 
-async def test_linked_workers_stay_when_the_store_forgets_them(store: Forgetful) -> None:
-    """Linked workers stay when the store loses them, and leave when their link is lost too."""
+async def test_linked_workers_stay_when_the_store_forgets_them(store: HidingStore) -> None:
+    """A linked worker stays when the store loses it, and leaves when its link is lost as well."""
     async with member(store, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
-        async with member(store) as there:
+        async with member(store) as worker_node:
             await starting
             store.forgets = True
             await where.node.heartbeat.beat()
-            assert ids(where) == ids(there)
+            assert ids(where) == ids(worker_node)
         await until(lambda: not where.node.fleet.serving)
         await where.node.heartbeat.beat()
         assert where.node.fleet.workers == ()
@@ -245,9 +247,9 @@ async def test_linked_workers_stay_when_the_store_forgets_them(store: Forgetful)
 
 
 async def test_workers_with_another_model_are_ignored(
-    store: Forgetful, caplog: pytest.LogCaptureFixture
+    store: HidingStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Workers with another model or a shorter context are ignored, and the log says so once."""
+    """The gateway logs each worker with another model or a shorter context once and ignores it."""
     other = ScriptedBackend()
     other.card = replace(other.card, model_id="another")
     with caplog.at_level(logging.ERROR, "draftgate"):
@@ -259,25 +261,24 @@ async def test_workers_with_another_model_are_ignored(
             for _ in range(3):
                 await where.node.heartbeat.beat()
             assert len(where.node.fleet.workers) == 1
-    told = [record.draftgate_fields["why"] for record in caplog.records]
-    assert sorted(told) == [
+    reported = [record.draftgate_fields["why"] for record in caplog.records]
+    assert sorted(reported) == [
         *["the worker serves 'another', not 'draftgate-demo'"] * 2,  # from two nodes
         "the worker serves 'draftgate-demo', not 'another'",
         "the worker's context is 100 tokens, not 8192",
     ]
 
 
-async def test_the_first_worker_determines_the_model_of_a_gateway(store: Forgetful) -> None:
-    """A later worker with another model or a shorter context is refused, even when no other is
-    left."""
+async def test_the_first_worker_determines_the_model_of_a_gateway(store: HidingStore) -> None:
+    """The gateway refuses a later worker with another model even when no worker is left."""
     first, other = ScriptedBackend(), ScriptedBackend()
     other.card = replace(other.card, model_id="another")
     shorter = ScriptedBackend()
     shorter.card = replace(shorter.card, max_model_len=500)
     async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
-        async with member(store, backends=[first]) as there:
+        async with member(store, backends=[first]) as worker_node:
             await start_workers(where.node)
-            await there.node.heartbeat.leave()
+            await worker_node.node.heartbeat.leave()
         async with member(store, backends=[other]), member(store, backends=[shorter]):
             async with asyncio.timeout(PATIENCE_S):
                 while where.node.fleet.workers:
@@ -289,53 +290,53 @@ async def test_the_first_worker_determines_the_model_of_a_gateway(store: Forgetf
             assert where.node.fleet.workers == ()
             assert where.node.fleet.card.model_id == "scripted"
         async with member(store, backends=[ScriptedBackend()]):
-            await knows(where, 1)
+            await until_linked(where, 1)
 
 
 async def test_a_stopping_node_ends_its_streams_at_once(
-    store: Forgetful, scripted: ScriptedBackend
+    store: HidingStore, scripted: ScriptedBackend
 ) -> None:
-    """Each stream gets one error event, also on workers of other nodes."""
+    """Each stream receives one error event, also on workers of other nodes."""
     body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
     async with (
         member(store, backends=[scripted]),
         running(store=store, join=JOIN, no_worker=True) as where,
         client(where) as http,
     ):
-        asked = asyncio.create_task(http.post(PATH, json=body))
+        response_task = asyncio.create_task(http.post(PATH, json=body))
         scripted.emit(await scripted.submitted.get(), "one")
         await until(lambda: where.node.fleet.workers[0].usage.started == 1)
         begun_s = asyncio.get_running_loop().time()
         await where.node.stop()
-        told = events((await asked).text)
+        reported = events((await response_task).text)
         assert asyncio.get_running_loop().time() - begun_s < RECOVERY_S / 3
-        assert sum("error" in event for event in told if isinstance(event, dict)) == 1
+        assert sum("error" in event for event in reported if isinstance(event, dict)) == 1
 
 
 async def test_a_link_that_is_refused_for_a_while_is_restored(
-    store: Forgetful, scripted: ScriptedBackend
+    store: HidingStore, scripted: ScriptedBackend
 ) -> None:
-    """A worker that answers 404 for a moment, as a proxy may, is linked again."""
+    """The gateway links a worker again after a temporary 404 response."""
     async with (
-        member(store, backends=[scripted]) as there,
+        member(store, backends=[scripted]) as worker_node,
         running(store=store, join=JOIN, no_worker=True) as where,
     ):
         (worker,) = where.node.fleet.workers
-        access, there.node.peer_access = there.node.peer_access, None
+        access, worker_node.node.peer_access = worker_node.node.peer_access, None
         await worker.backend._link._socket.close()
         await until(
             lambda: worker.backend.failure is not None and "secret" in worker.backend.failure
         )
-        there.node.peer_access = access
+        worker_node.node.peer_access = access
         await until(lambda: worker.backend.failure is None)
         await where.node.heartbeat.beat()
         assert where.node.fleet.workers == (worker,)
 
 
 async def test_a_node_fails_with_its_own_worker_although_others_serve(
-    store: Forgetful, scripted: ScriptedBackend
+    store: HidingStore, scripted: ScriptedBackend
 ) -> None:
-    """Its requests continue on other nodes, and the node accepts none and reports failure."""
+    """The node's requests continue on other nodes, and the node reports failure."""
     peer = ScriptedBackend()
     body = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
     async with (
@@ -343,15 +344,15 @@ async def test_a_node_fails_with_its_own_worker_although_others_serve(
         client(where) as http,
         member(store, backends=[peer]),
     ):
-        asked = asyncio.create_task(http.post(PATH, json=body))
-        request = await scripted.submitted.get()  # it is still alone
-        await knows(where, 2)
+        response_task = asyncio.create_task(http.post(PATH, json=body))
+        request = await scripted.submitted.get()  # The node has no other worker yet.
+        await until_linked(where, 2)
         scripted.emit(request, "one")
         scripted.crash("device lost")
-        rest = await peer.submitted.get()
-        assert [choice.output_ids for choice in rest.resumed] == [(0,)]
-        peer.emit(rest, "two", last=True)
-        assert events((await asked).text)[-1] == "[DONE]"
+        resumed_request = await peer.submitted.get()
+        assert [choice.output_ids for choice in resumed_request.resumed] == [(0,)]
+        peer.emit(resumed_request, "two", last=True)
+        assert events((await response_task).text)[-1] == "[DONE]"
         assert where.node.fleet.failure == "device lost"
         assert where.node.state is NodeState.FAILED
 
@@ -368,7 +369,7 @@ async def test_a_node_fails_with_its_own_worker_although_others_serve(
     ],
 )
 def test_contradicting_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
-    """Contradicting settings fail with one line before anything starts."""
+    """Contradicting settings raise an error before the node starts."""
     with pytest.raises(StartError, match=complaint):
         build_node(ServeConfig(**settings))
 
@@ -386,12 +387,12 @@ def test_contradicting_settings_are_refused(settings: dict[str, Any], complaint:
 async def test_a_node_advertises_an_address_that_others_can_reach(
     settings: dict[str, Any], url: str
 ) -> None:
-    """It advertises `--advertise`, its listen address, or its local address towards the store."""
+    """A node advertises `--advertise`, its listen address, or its local address."""
     assert await advertised_url(ServeConfig(**settings), 8001) == url
 
 
 async def test_an_unresolvable_store_does_not_prevent_an_address() -> None:
-    """If the store's name does not resolve, the machine's own name gives the address."""
+    """The machine's own name gives the address if the store's name does not resolve."""
     config = ServeConfig(host="0.0.0.0", join="redis://no-such-host.invalid")
     assert (await advertised_url(config, 8001)).endswith(":8001")
 
@@ -409,24 +410,24 @@ async def test_an_unresolvable_store_does_not_prevent_an_address() -> None:
 def test_a_loopback_address_with_a_remote_store_is_detected(
     url: str, join: str, local: bool
 ) -> None:
-    """A loopback address with a remote store is detected."""
+    """The check detects a loopback address beside a remote store."""
     assert is_local(url, join) is local
 
 
-async def test_upstreams_are_not_offered_to_other_nodes(store: Forgetful) -> None:
+async def test_upstreams_are_not_offered_to_other_nodes(store: HidingStore) -> None:
     """A node with upstreams publishes no address for other nodes."""
-    async with member(store) as there:
-        settings = {"backend": "openai", "upstream": (there.url,)}
+    async with member(store) as worker_node:
+        settings = {"backend": "openai", "upstream": (worker_node.url,)}
         async with member(store, **settings) as where:
-            told = (await store.snapshot()).workers
-            (report,) = [v.report for v in told if v.worker_id != ids(there)[0]]
+            reported = (await store.snapshot()).workers
+            (report,) = [v.report for v in reported if v.worker_id != ids(worker_node)[0]]
             assert report.address == ""
             assert where.node.members is None
-            await there.node.heartbeat.beat()
-            assert len(there.node.fleet.workers) == 1
+            await worker_node.node.heartbeat.beat()
+            assert len(worker_node.node.fleet.workers) == 1
 
 
-async def test_a_node_that_refuses_peers_publishes_no_address(store: Forgetful) -> None:
+async def test_a_node_that_refuses_peers_publishes_no_address(store: HidingStore) -> None:
     """A node with API keys and no peer secret publishes no address."""
     async with member(store, api_keys=("k" * 20,)) as where:
         (view,) = (await store.snapshot()).workers

@@ -1,4 +1,4 @@
-"""One trace over a gateway, Redis, two workers of other nodes, and the failover between them."""
+"""A single trace over a gateway, Redis, two remote workers, and their failover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODY = {"prompt": "tell nobody", "max_tokens": 120, "seed": 1, "stream": True, "
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 ATTEMPT = ("queue", "route", "reserve", "decide", "dispatch")
-"""The gateway's spans of each attempt, by start time."""
+"""The gateway's spans of each attempt by start time."""
 WORKER_HOPS = ("worker.queue", "prefill", "decode")
 
 
@@ -31,7 +31,7 @@ WORKER_HOPS = ("worker.queue", "prefill", "decode")
 async def nodes(
     collector: Collector, redis: RedisServer
 ) -> AsyncIterator[tuple[Listening, list[Listening]]]:
-    """A gateway and two workers on tracing nodes, joined through a real Redis."""
+    """Yield a gateway and two workers on tracing nodes, joined through a real Redis."""
     async with AsyncExitStack() as stack:
 
         async def node(name: str, **settings: object) -> Listening:
@@ -51,14 +51,14 @@ async def nodes(
         yield gateway, workers
 
 
-def named(collector: Collector, name: str) -> list[ReceivedSpan]:
-    """The spans of a name, by start time."""
+def spans_of(collector: Collector, name: str) -> list[ReceivedSpan]:
+    """Return the spans of a name by start time."""
     found = [span for span in collector.spans if span.name == name]
     return sorted(found, key=lambda span: span.span.start_time_unix_nano)
 
 
 async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) -> None:
-    """From the client's span to the worker's spans and back, each span is below its cause."""
+    """Each span of a resumed request is below its cause, from the client to both workers."""
     async with collecting() as collector:
         async with nodes(collector, own_redis) as (gateway, workers):
             headers = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"
@@ -71,28 +71,28 @@ async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) 
             writer.close()
             await until(lambda: not any(w.node.dispatcher.in_flight for w in (gateway, *workers)))
             first = lost.node.fleet.own[0].worker_id
-            path = [first, *(one for one in ids if one != first)]
+            path = [first, *(each for each in ids if each != first)]
         check(collector, path)
 
 
 def check(collector: Collector, path: list[str]) -> None:
-    """Check that every span of both attempts exists once, in one trace, within its parent."""
-    server = collector.named(SERVER)
+    """Check that every span of both attempts exists once, within its parent, in the same trace."""
+    server = collector.spans_of(SERVER)
     assert {span.trace for span in collector.spans} == {TRACE}
     assert server.parent == PARENT
     assert server.events == ["first_token", "resume"]
     resume = server.attributes_of("resume")
     assert [resume["draftgate.resume.from"], resume["draftgate.resume.to"]] == path
-    assert collector.named("admit").parent == server.id
+    assert collector.spans_of("admit").parent == server.id
     for name in ATTEMPT:
-        found = named(collector, name)
+        found = spans_of(collector, name)
         assert len(found) == 2, name
         assert all(span.parent == server.id and span.within(server) for span in found), name
-    for reserve in named(collector, "reserve"):
+    for reserve in spans_of(collector, "reserve"):
         assert reserve.attributes["draftgate.state"] == "fresh"
-    reserved = [one.attributes["draftgate.worker_id"] for one in named(collector, "reserve")]
+    reserved = [each.attributes["draftgate.worker_id"] for each in spans_of(collector, "reserve")]
     assert reserved == path
-    dispatches, peers = named(collector, "dispatch"), named(collector, "peer.generate")
+    dispatches, peers = spans_of(collector, "dispatch"), spans_of(collector, "peer.generate")
     assert [peer.parent for peer in peers] == [dispatch.id for dispatch in dispatches]
     assert [peer.span.kind for peer in peers] == [Span.SPAN_KIND_SERVER] * 2
     assert [peer.attributes["draftgate.worker_id"] for peer in peers] == path

@@ -1,7 +1,7 @@
-"""A cluster under Poisson load whose Redis is paused, killed, emptied, slow or cut off.
+"""A cluster under Poisson load whose Redis is paused, killed, emptied, delayed or cut off.
 
-`make test-long` uses the shipped model and holds each failure for `CLUSTER_TROUBLE_S` (20) seconds;
-`CLUSTER_REDIS_JSON=FILE` keeps the measurements.
+`make test-long` uses the shipped model and holds each failure for `CLUSTER_TROUBLE_S` (20) seconds.
+`CLUSTER_REDIS_JSON=FILE` writes the measurements to a file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.cluster.results import latencies, write_results
 
 from draftgate.loadgen.types import Record
-from tests.cluster.clients import Clients, clients_of, questions
-from tests.cluster.figures import latencies, write_figures
+from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import NodeProcess, cluster
-from tests.cluster.pool import settled
-from tests.cluster.redis_troubles import TROUBLES, RedisBehindProxy, asks_it, recovered
+from tests.cluster.pool import until_settled
+from tests.cluster.redis_troubles import REDIS_FAILURES, RedisBehindProxy, recovered, uses_redis
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.tcp_proxy import proxied
@@ -27,11 +27,16 @@ from tests.peer.harness import SLOW
 
 SEED = 20261122
 MOST_TOKENS = 128
-"""Tokens of an answer and of a prompt."""
+"""The maximum number of tokens of a response, and of a prompt."""
 
 
 class Load(NamedTuple):
-    """Workers with little memory, and the requests they get."""
+    """Flags of workers with little memory, and the load of a run.
+
+    Attributes:
+        rate_rps: requests per second.
+        hold_s: duration of each failure, in seconds.
+    """
 
     flags: tuple[str, ...]
     rate_rps: float
@@ -43,19 +48,21 @@ SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"),
 SHIPPED = Load(("--threads", "1", "--kv-bytes", "4MiB"), 1.0, HOLD_S)
 
 MOST_USAGE = 2.0
-"""Share of a capacity that may be leased while the store is unavailable or has just lost its memory
-(docs/guide/cluster.md), besides one request per gateway that is longer than the gateway's share."""
+"""The largest leased share of a capacity while the store is unavailable or has just lost its memory
+(docs/guide/cluster.md).
+
+Each gateway may exceed this share by one request that is longer than its share."""
 
 
 @dataclass
 class Phases:
-    """The start of each phase by the clients' clock, and whether gateways noticed it."""
+    """The start of each phase on the clients' clock, and whether gateways detected the failure."""
 
     begun_s: list[tuple[str, float]] = field(default_factory=list)
     noticed: dict[str, bool] = field(default_factory=dict)
 
     def of(self, records: list[Record], name: str) -> list[Record]:
-        """The records of requests that were due in a phase."""
+        """Return the records of requests that were due in a phase."""
         ends_s = [at_s for _, at_s in self.begun_s[1:]] + [float("inf")]
         return [
             record
@@ -68,19 +75,19 @@ class Phases:
 async def play(
     store: RedisBehindProxy, nodes: list[NodeProcess], clients: Clients, hold_s: float
 ) -> Phases:
-    """Cause each failure in turn, with an equal rest before and after."""
+    """Cause each failure in turn, with pauses of equal length before and after."""
     phases = Phases()
 
     def begin(name: str) -> None:
         phases.begun_s.append((name, clients.clock()))
 
-    await recovered(nodes, store.server)  # a slow start may have looked like an outage
+    await recovered(nodes, store.server)  # A slow start may appear as an outage.
     begin("before")
     await asyncio.sleep(hold_s)
-    for name, trouble in TROUBLES.items():
+    for name, trouble in REDIS_FAILURES.items():
         begin(name)
         await trouble(store, hold_s)
-        phases.noticed[name] = not all([await asks_it(node) for node in nodes])
+        phases.noticed[name] = not all([await uses_redis(node) for node in nodes])
         begin(f"recovering from {name}")
         await recovered(nodes, store.server)
         begin("after")
@@ -88,8 +95,8 @@ async def play(
     return phases
 
 
-def told(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
-    """Return the results."""
+def results_of(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
+    """Return the results of a run by name."""
     names = dict.fromkeys(name for name, _ in phases.begun_s)
     begun = {name: at_s for name, at_s in phases.begun_s if name.startswith("recovering")}
     after = [at_s for name, at_s in phases.begun_s if name == "after"]
@@ -108,7 +115,7 @@ def told(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
         },
         "capacity_tokens": watch.capacity_tokens,
         "most_leased_of_capacity": round(watch.usage, 3),
-        "health_asked": watch.asked,
+        "health_asked": watch.health_checks,
         "unhealthy": len(watch.unhealthy),
         "slowest_health_s": round(watch.slowest_s, 3),
     }
@@ -122,8 +129,10 @@ def told(clients: Clients, phases: Phases, watch: Watch) -> dict[str, Any]:
 async def test_no_request_fails_while_redis_fails(
     tmp_path: Path, own_redis: RedisServer, load: Load
 ) -> None:
-    """While Redis is paused, killed, emptied, slow or cut off, every stream is intact, every node
-    alive and leases stay within their bound."""
+    """Every stream stays intact and every node healthy while Redis fails in five ways.
+
+    Leases stay within their bound.
+    """
     over = asyncio.Event()
     async with proxied(own_redis.url) as proxy:
         store = RedisBehindProxy(own_redis, proxy)
@@ -132,19 +141,19 @@ async def test_no_request_fails_while_redis_fails(
             clients_of(*(gateway.url for gateway in nodes.gateways)) as clients,
         ):
             async with watching(own_redis, *nodes.nodes) as watch:
-                asked = questions(load.rate_rps, SEED, MOST_TOKENS)
-                sending = asyncio.create_task(clients.send(asked, over))
+                planned = planned_requests(load.rate_rps, SEED, MOST_TOKENS)
+                sending = asyncio.create_task(clients.send(planned, over))
                 phases = await play(store, nodes.nodes, clients, load.hold_s)
                 over.set()
                 await sending
-            await settled(nodes, own_redis)
+            await until_settled(nodes, own_redis)
     command = (
         f"CLUSTER_TROUBLE_S={HOLD_S:g} make test-long ARGS='tests/cluster/test_redis_chaos.py -s'"
     )
-    write_figures("CLUSTER_REDIS_JSON", command, told(clients, phases, watch))
+    write_results("CLUSTER_REDIS_JSON", command, results_of(clients, phases, watch))
     assert clients.failed == []
     assert clients.refusals == 0
-    assert watch.asked
+    assert watch.health_checks
     assert not watch.unhealthy
     assert not watch.wrong
     longer = len(nodes.gateways) * 2 * MOST_TOKENS / watch.capacity_tokens

@@ -1,4 +1,4 @@
-"""Failures of a cluster's nodes: workers killed and paused, gateways restarted."""
+"""Failures of a cluster's nodes: killed and paused workers, and restarted gateways."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from dataclasses import dataclass, field
 from tests.cluster.nodes import Cluster, NodeProcess, eventually
 
 FREEZE_S = (1.0, 9.0)
-"""Durations of a pause: below and above the 3 s of silence after which a peer counts as lost."""
+"""Shortest and longest pause. A peer counts as lost after 3 s of silence."""
 
 
 @dataclass
-class Troubles:
-    """Causes failures, and records their times (seconds of `now_s`)."""
+class NodeFailures:
+    """A source of failures that records their times, in seconds of `now_s`."""
 
     cluster: Cluster
     now_s: Callable[[], float]
     rng: random.Random
-    made: list[tuple[float, str]] = field(default_factory=list)
+    events: list[tuple[float, str]] = field(default_factory=list)
 
     async def kill(self, worker: NodeProcess) -> None:
-        """Kill a worker while it runs something, and restart it."""
+        """Kill a busy worker and restart it."""
         await self._until_busy(worker)
         await worker.kill()
         self._note("killed", worker)
         await worker.start()
         await worker.until_ready()
-        self._note("is back", worker)
+        self._note("restarted", worker)
 
     async def stop(self, worker: NodeProcess) -> None:
-        """Pause a worker while it runs something, and resume it some seconds later."""
+        """Pause a busy worker and resume it some seconds later."""
         await self._until_busy(worker)
         worker.freeze()
-        self._note("stopped", worker)
+        self._note("paused", worker)
         await asyncio.sleep(self.rng.uniform(*FREEZE_S))
         worker.thaw()
-        self._note("goes on", worker)
+        self._note("resumed", worker)
 
     async def restart(self, node: NodeProcess) -> None:
-        """Restart a node with open requests, and check that it exits cleanly."""
+        """Restart a node with open requests and check that it exits cleanly."""
         await self._until_busy(node)
         self._note("terminated", node)
-        assert await node.stop() == 0, node.told[-4000:]
+        assert await node.stop() == 0, node.log_text[-4000:]
         self._note("ended", node)
         await node.start()
         await node.until_ready()
-        self._note("is back", node)
+        self._note("restarted", node)
 
     async def round(self, number: int) -> None:
-        """Cause all three, each on another node than in the previous round."""
+        """Cause all three failures, each on another node than in the previous round."""
         workers, gateways = self.cluster.workers, self.cluster.gateways
         killing = asyncio.create_task(self.kill(workers[number % len(workers)]))
         await self.stop(workers[(number + 1) % len(workers)])
@@ -64,5 +64,5 @@ class Troubles:
 
         await eventually(busy)
 
-    def _note(self, what: str, node: NodeProcess) -> None:
-        self.made.append((round(self.now_s(), 2), f"{node.name} {what}"))
+    def _note(self, event: str, node: NodeProcess) -> None:
+        self.events.append((round(self.now_s(), 2), f"{node.name} {event}"))

@@ -1,4 +1,4 @@
-"""A device without a model: each token is a given function of its position."""
+"""A device without a model, on which each token is a function of its position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ids = count()
 
 
 def hashed_token(sequence: Sequence, position: int) -> int:
-    """A stream without short repetitions.
+    """Return a token of a stream without short repetitions.
 
     One token in 50 is 0, which tests use as the end token.
     """
@@ -35,12 +35,12 @@ def scripted(*tokens: int) -> TrueToken:
 
 
 def pooled_state(work: SequenceWork) -> bytes:
-    """Bytes that identify a hidden state by sequence and position."""
+    """Return bytes that identify a hidden state by sequence and position."""
     return f"{work.sequence.key}@{work.confirmed_end - 1}".encode()
 
 
 class FakeExecutor:
-    """Emits the true tokens and verifies drafts against them."""
+    """An executor that emits the true tokens and verifies drafts against them."""
 
     def __init__(self, true_token: TrueToken = hashed_token) -> None:
         self._true_token = true_token
@@ -52,7 +52,7 @@ class FakeExecutor:
         return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
-        """Yield the true tokens that the draft contains, and the one after them."""
+        """Yield the true tokens that the draft contains and the token after them."""
         at, position = ROOT, work.start + len(work.token_ids)
         while work.samples:
             token = self._true_token(work.sequence, position)
@@ -65,9 +65,9 @@ class FakeExecutor:
 
 
 class FakeProposer:
-    """Drafts the true tokens, wrong where `is_wrong(key, position)` says so.
+    """A proposer of true tokens, or of wrong tokens where `is_wrong(key, position)` is true.
 
-    `branches` is the probability that a token gets a wrong sibling, before or after it.
+    `branches` is the probability that a token has a wrong sibling before or after itself.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A scheduler with a fake device, with all invariants checked at every step."""
+"""A scheduler with a fake device that checks all invariants at every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = 0
 
 
 class RandomPicker:
-    """Picks any valid draft lengths, since no choice of slots may break an invariant."""
+    """A policy of random valid draft lengths, which must not break an invariant."""
 
     name = "random"
 
@@ -35,15 +35,15 @@ class RandomPicker:
         return None
 
     def draft_lengths(self, step, cost):
-        left, lengths = step.slot_budget, []
+        budget, lengths = step.slot_budget, []
         for candidate in step.candidates:
-            lengths.append(self._random.randint(0, min(candidate.max_draft_tokens, max(left, 0))))
-            left -= lengths[-1]
+            lengths.append(self._random.randint(0, min(candidate.max_draft_tokens, max(budget, 0))))
+            budget -= lengths[-1]
         return lengths
 
 
 class WatchedScheduler(Scheduler):
-    """Checks that drafts preempt no sequence."""
+    """A scheduler that checks that drafts preempt no sequence."""
 
     def _plan_drafts(self, step):
         running = self.running
@@ -52,7 +52,7 @@ class WatchedScheduler(Scheduler):
 
 
 class SchedulerHarness:
-    """Runs a scheduler on a fake device and checks all invariants at every step."""
+    """A scheduler on a fake device, with checks of all invariants at every step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SchedulerHarness:
         )
         self.sequences: list[Sequence] = []
         self.outputs: dict[int, list[int]] = {}
-        self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> entry written there
+        self.memory: dict[tuple[int, int], int] = {}  # entries by (block, offset)
         self.steps = 0
 
     def add(self, **of_request) -> Sequence:
@@ -121,7 +121,7 @@ class SchedulerHarness:
             self.outputs[sequence.key].extend(token_ids)
 
     def run(self) -> None:
-        """Run all sequences to their end, within the steps that recomputing everything takes.
+        """Run all sequences to their end within the steps of a full recomputation.
 
         Paused sequences are resumed first.
         """
@@ -177,8 +177,10 @@ class SchedulerHarness:
             self.read(work)
 
     def write(self, work: SequenceWork) -> None:
-        """Write keys and values, represented by their prefix, to blocks that no other sequence
-        uses."""
+        """Write keys and values to blocks that no other sequence uses.
+
+        The prefix of a token represents its keys and values.
+        """
         own = work.sequence.block_table[work.start // BLOCK :]
         others = [s.block_table for s in self.sequences if s is not work.sequence]
         assert not set(own) & {block for table in others for block in table}, "a shared block"
@@ -194,14 +196,14 @@ class SchedulerHarness:
     def compact(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
         """Move the entries of accepted tokens to the slots of their positions."""
         if not work.sequence.block_table:
-            return  # cancelled while the step ran
+            return  # The request was cancelled while the step ran.
         for depth, place in enumerate(work.draft.accepted_places(emitted)):
             source = self.place(work.sequence, work.confirmed_end + place)
             target = self.place(work.sequence, work.confirmed_end + depth)
             self.memory[target] = self.memory[source]
 
     def read(self, work: SequenceWork) -> None:
-        """Check that every earlier position holds the entry of exactly this prefix."""
+        """Check that every earlier position has the entry of exactly this prefix."""
         for position, prefix in enumerate(prefixes(work.sequence.token_ids[: work.start])):
             assert self.memory[self.place(work.sequence, position)] == prefix, "a wrong prefix"
 
@@ -214,8 +216,8 @@ class SchedulerHarness:
         assert sequence.state is SequenceState.RUNNING
         assert work.start == sequence.num_computed
         assert confirmed >= 1
-        fed = tuple(sequence.token_ids[work.start : work.start + confirmed])
-        assert work.token_ids == fed
+        expected_tokens = tuple(sequence.token_ids[work.start : work.start + confirmed])
+        assert work.token_ids == expected_tokens
         assert work.confirmed_end == work.start + confirmed
         ends = work.start + confirmed == len(sequence.token_ids)
         assert (work.samples, pools) == (
@@ -243,7 +245,7 @@ class SchedulerHarness:
 
 
 def prefixes(tokens: list[int]) -> list[int]:
-    """Return what each token's keys and values depend on: the token and all earlier ones."""
+    """Return the prefix up to each token, which determines its keys and values."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 

@@ -21,7 +21,7 @@ STEP_S = 1e-3
 
 
 class RecordedWorker:
-    """A worker on a clock of its steps that records the deltas of one request."""
+    """A worker on a clock of its steps that records the deltas of the first request."""
 
     def __init__(self, proposer=None, policy="fixed:4", true_token=hashed_token, **config) -> None:
         bounds = SchedulerConfig(**{"max_num_seqs": 4, "max_step_tokens": 64, **config})
@@ -43,13 +43,15 @@ class RecordedWorker:
         self.now_s += STEP_S
         return self.worker.complete(plan, self.device.execute(plan), self.now_s)
 
-    def run(self, *wanted: GenerationRequest) -> list[Delta]:
-        """Run requests, and return the deltas of the first one."""
-        for one in wanted:
-            self.worker.submit(one, self.now_s)
+    def run(self, *submitted: GenerationRequest) -> list[Delta]:
+        """Run requests and return the deltas of the first request."""
+        for generation in submitted:
+            self.worker.submit(generation, self.now_s)
         deltas = []
         while (batch := self.step()) is not None:
-            deltas += [delta for request_id, delta in batch if request_id == wanted[0].request_id]
+            deltas += [
+                delta for request_id, delta in batch if request_id == submitted[0].request_id
+            ]
         return deltas
 
 
@@ -60,11 +62,11 @@ def traced(**of_request: object) -> GenerationRequest:
 @pytest.mark.parametrize("branches", [0.0, 0.5])
 @pytest.mark.parametrize("policy", ["off", "fixed:3", "auto"])
 def test_traces_report_proposed_verified_and_accepted_tokens(branches: float, policy: str) -> None:
-    """The trace of each step is complete, for chains and for trees."""
+    """The trace of each step is complete for chains and for trees."""
     proposer = FakeProposer(is_wrong=lambda key, place: place % 3 == 0, branches=branches)
-    one = traced(max_tokens=40, drafts=4)
+    generation = traced(max_tokens=40, drafts=4)
     deltas = RecordedWorker(proposer, policy).run(
-        one, request(max_tokens=40, drafts=4, ignore_eos=True)
+        generation, request(max_tokens=40, drafts=4, ignore_eos=True)
     )
     steps = [step for delta in deltas for step in delta.steps]
     assert len(steps) == len(deltas)
@@ -84,14 +86,14 @@ def test_traces_report_proposed_verified_and_accepted_tokens(branches: float, po
 
 
 def test_an_untraced_request_gets_no_traces() -> None:
-    """Beside a traced request, an untraced one gets only its tokens."""
+    """An untraced request beside a traced request receives only its tokens."""
     plain = request(max_tokens=12, drafts=3, ignore_eos=True)
     deltas = RecordedWorker().run(plain, traced(max_tokens=12, drafts=3))
     assert [delta.steps for delta in deltas] == [()] * len(deltas)
 
 
 def test_traces_count_computed_drafts_as_proposed() -> None:
-    """All computed tokens count as proposed, even if the policy then verifies fewer."""
+    """A trace counts all computed tokens as proposed, even if the policy verifies fewer."""
     proposer = FakeProposer(depth_s=1e-6)
     deltas = RecordedWorker(proposer, "fixed:3").run(traced(max_tokens=30, drafts=4))
     steps = [step for delta in deltas for step in delta.steps]
@@ -99,11 +101,11 @@ def test_traces_count_computed_drafts_as_proposed() -> None:
 
 
 def test_traces_leave_out_tokens_after_a_stop_string() -> None:
-    """A stop string inside an accepted draft cuts the tokens and the accepted count of its step."""
+    """A stop string in an accepted draft cuts the tokens and the accepted count of its step."""
     true_token = scripted(*range(1, 30))
     text = LetterTokenizer().decode(range(1, 30))
-    one = traced(max_tokens=29, drafts=4, stop=(text[6],))
-    last = RecordedWorker(true_token=true_token).run(one)[-1]
+    generation = traced(max_tokens=29, drafts=4, stop=(text[6],))
+    last = RecordedWorker(true_token=true_token).run(generation)[-1]
     (step,) = last.steps
     assert len(step.draft_ids) == 4
     assert step.tokens == len(last.token_ids) == step.accepted < 5
@@ -129,14 +131,14 @@ class ForcingGrammar:
 
 
 def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
-    """The source of forced tokens is `grammar`, not the configured proposer."""
-    told = RecordedWorker(policy="fixed:4")
-    one = traced(max_tokens=10, drafts=4)
-    told.worker.submit(one)
-    (sequence,) = told.scheduler.waiting
+    """The proposer of forced tokens is `grammar` instead of the configured proposer."""
+    recorder = RecordedWorker(policy="fixed:4")
+    generation = traced(max_tokens=10, drafts=4)
+    recorder.worker.submit(generation)
+    (sequence,) = recorder.scheduler.waiting
     sequence.grammar = ForcingGrammar(sequence)
     steps = []
-    while (batch := told.step()) is not None:
+    while (batch := recorder.step()) is not None:
         steps += [step for _, delta in batch for step in delta.steps]
     assert steps[0].proposer is None
     assert {step.proposer for step in steps[1:-1]} == {"grammar"}
@@ -144,7 +146,7 @@ def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
 
 
 def test_traces_list_survivals_best_first() -> None:
-    """The survivals of a tree are in the order of selection, not in the order of its rows."""
+    """A trace lists the survivals of a tree in the order of selection."""
     tree = Draft((7, 8, 9, 10), (ROOT, ROOT, 0, 1), (0.6, 0.4, 1.0, 1.0))
     proposer = FakeProposer()
     proposer.draft = lambda sequence, max_tokens: tree.first(max_tokens)
@@ -159,9 +161,9 @@ def test_traces_list_survivals_best_first() -> None:
 
 def test_first_delta_reports_phases() -> None:
     """The first delta has the times of arrival, first step, each prompt chunk, and first token."""
-    told = RecordedWorker(max_step_tokens=8)
+    recorder = RecordedWorker(max_step_tokens=8)
     prompt = tuple(place % LETTERS for place in range(19))
-    first, *others = told.run(request(prompt=prompt, max_tokens=5, ignore_eos=True))
+    first, *others = recorder.run(request(prompt=prompt, max_tokens=5, ignore_eos=True))
     phases = first.phases
     assert (phases.queued_s, phases.scheduled_s) == (100.0, 100.0)
     assert [tokens for _, tokens in phases.chunks] == [8, 8, 3]
@@ -173,8 +175,8 @@ def test_first_delta_reports_phases() -> None:
 
 def test_single_token_choice_reports_phases() -> None:
     """The only delta has the phases of its own choice, including the time in the queue."""
-    told = RecordedWorker(max_num_seqs=1)
-    deltas = told.run(request(max_tokens=1, n=3))
+    recorder = RecordedWorker(max_num_seqs=1)
+    deltas = recorder.run(request(max_tokens=1, n=3))
     assert [delta.choice for delta in deltas] == [0, 1, 2]
     scheduled = [delta.phases.scheduled_s for delta in deltas]
     assert scheduled == pytest.approx([100.0 + STEP_S * step for step in range(3)])
@@ -182,9 +184,9 @@ def test_single_token_choice_reports_phases() -> None:
 
 
 def test_phases_add_up_step_times_without_a_clock() -> None:
-    """Without a clock, a worker adds up step times instead."""
-    told = RecordedWorker()
-    told.worker.submit(request(max_tokens=2))
-    plan = told.worker.plan()
-    ((_, delta),) = told.worker.complete(plan, told.device.execute(plan))
+    """A worker without a clock adds up step times."""
+    recorder = RecordedWorker()
+    recorder.worker.submit(request(max_tokens=2))
+    plan = recorder.worker.plan()
+    ((_, delta),) = recorder.worker.complete(plan, recorder.device.execute(plan))
     assert delta.phases == Phases(0.0, 0.0, ((STEP_S, 4),), STEP_S)

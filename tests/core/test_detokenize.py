@@ -37,14 +37,16 @@ stops = st.lists(st.text(st.sampled_from("ab é🙂"), min_size=1, max_size=4), 
 
 
 def stream_pieces(ids, stop=(), context=()):
-    """Return the pieces of text that a client receives, ending with the flush."""
+    """Return the pieces of text that a client receives, including the final flush."""
     stream = TextStream(tokenizer().decode, stop, context, alone=tokenizer().texts.__getitem__)
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
 def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Return the text before the first complete stop string; of two that end together, the longer
-    one counts."""
+    """Return the text before the first complete stop string.
+
+    The longer stop string counts if two stop strings end together.
+    """
     for end in range(1, len(text) + 1):
         found = [len(s) for s in stop if text[:end].endswith(s)]
         if found:
@@ -53,7 +55,7 @@ def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
 
 
 def split_and_encode(text: str, cuts: list[int]) -> list[int]:
-    """Tokenize a text differently, by encoding its parts separately."""
+    """Tokenize parts of a text separately, which gives other tokens than the whole text."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     return [t for part in parts for t in tokenizer().encode(part, add_special_tokens=False)]
@@ -73,14 +75,14 @@ def test_streamed_text_equals_decoding_all_tokens(ids: list[int]) -> None:
 @example([*UNKNOWN * 3, *EMOJI], ())
 @example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]], ())
 def test_single_token_texts_give_the_same_pieces_as_decoding(ids, stop) -> None:
-    """Using a token's own text gives the same pieces as decoding it after the previous tokens."""
+    """A token's own text gives the same piece as decoding the token after its predecessors."""
     slow = TextStream(tokenizer().decode, stop)
     assert stream_pieces(ids, stop) == [*(slow.add(token) for token in ids), slow.flush()]
 
 
 @given(texts, st.lists(st.integers(0, 100)), st.text("ab é\n", max_size=9))
 def test_text_does_not_depend_on_tokenization(text, cuts, prompt) -> None:
-    """However a text is split into tokens, also after a prompt, the client gets that text."""
+    """The client receives the same text for any tokenization, also after a prompt."""
     ids = split_and_encode(text, cuts)
     context = tokenizer().encode(prompt)
     assert "".join(stream_pieces(ids, context=context)) == text
@@ -92,14 +94,14 @@ def test_text_does_not_depend_on_tokenization(text, cuts, prompt) -> None:
 @example("xaab", [2, 3], ("aab", "ab"))
 @example("self", [], ("self", "el"))
 def test_stop_strings_are_found_across_token_boundaries(text, cuts, stop) -> None:
-    """The text ends before the first completed stop string, however it is split into tokens."""
+    """The text ends before the first complete stop string for any tokenization."""
     pieces = stream_pieces(split_and_encode(text, cuts), stop)
     assert "".join(pieces) == cut_at_first_stop(text, stop)
 
 
 @given(texts, st.lists(st.integers(0, 100)), stops)
 def test_returned_text_is_never_taken_back(text, cuts, stop) -> None:
-    """After each token, the text so far is a prefix of the final text."""
+    """The text after each token is a prefix of the final text."""
     given_text = ""
     final = cut_at_first_stop(text, stop)
     for piece in stream_pieces(split_and_encode(text, cuts), stop):
@@ -109,7 +111,7 @@ def test_returned_text_is_never_taken_back(text, cuts, stop) -> None:
 
 
 def test_text_is_returned_as_soon_as_it_is_certain() -> None:
-    """Whole characters are held back only if they may be part of a stop string."""
+    """The detokenizer holds whole characters back only if they may begin a stop string."""
     ids = tokenizer().encode("x = 1\ny", add_special_tokens=False)
     assert stream_pieces(ids)[-1] == ""
     stream = TextStream(tokenizer().decode, ("\n\n",))
@@ -119,7 +121,7 @@ def test_text_is_returned_as_soon_as_it_is_certain() -> None:
 
 
 def test_incomplete_characters_are_held_back() -> None:
-    """An emoji of several byte tokens appears once it is complete, or as U+FFFD at the end."""
+    """An emoji of several byte tokens appears when complete, or as U+FFFD at the end."""
     waiting = [""] * (len(EMOJI) - 1)
     assert len(EMOJI) > 1
     assert stream_pieces(EMOJI)[:-1] == [*waiting, "🙂"]
@@ -127,7 +129,7 @@ def test_incomplete_characters_are_held_back() -> None:
 
 
 def test_no_text_follows_a_stop_string() -> None:
-    """Further tokens and the flush return no text."""
+    """Further tokens and the flush return no text after a stop string."""
     stream = TextStream(tokenizer().decode, ("b",))
     pieces = [stream.add(t) for t in tokenizer().encode("a b c", add_special_tokens=False)]
     assert stream.stopped
@@ -137,7 +139,7 @@ def test_no_text_follows_a_stop_string() -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3, 4, 5])
 def test_stop_string_before_min_tokens_is_text(min_tokens: int) -> None:
-    """A stop string that is complete before `min_tokens` tokens is returned as text."""
+    """A stop string that is complete before `min_tokens` tokens is part of the text."""
     stream = TextStream(lambda ids: "".join(map(chr, ids)), ("b",), (), min_tokens)
     text = "".join(stream.add(ord(letter)) for letter in "abaab") + stream.flush()
     assert text == {0: "a", 1: "a", 3: "abaa", 4: "abaa", 5: "abaa"}[min_tokens]

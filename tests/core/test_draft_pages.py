@@ -1,4 +1,4 @@
-"""Draft pages in borrowed blocks: allocated lazily, reclaimed first, never overlapping."""
+"""Draft pages in borrowed blocks, which are allocated lazily and reclaimed first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 class SharedMemory(RuleBasedStateMachine):
-    """Adds, extends and releases target and draft tables in any order."""
+    """A state machine that adds, extends and releases target and draft tables in any order."""
 
     @initialize(
         num_blocks=st.integers(1, 24), groups=st.integers(1, 5), page_tokens=st.integers(1, 9)
@@ -41,7 +41,7 @@ class SharedMemory(RuleBasedStateMachine):
         missing = self.blocks.blocks_for(tokens) - len(table)
         used = len({block for other in self.targets for block in other})
         if missing <= self.blocks.num_blocks - used:
-            self.blocks.extend(table, tokens)  # drafts never block a target
+            self.blocks.extend(table, tokens)  # Drafts never take memory that a target needs.
             assert len(table) * BLOCK >= tokens
         else:
             with pytest.raises(OutOfBlocks):
@@ -70,7 +70,7 @@ class SharedMemory(RuleBasedStateMachine):
             pages = (self.blocks.num_blocks - used) * self.groups
             nowhere = self.blocks.num_blocks
             taken = [p for t in self.drafts for p in t.pages if p != nowhere]
-            assert len(taken) == pages, "there was room"
+            assert len(taken) == pages, "free pages were available"
         assert table.pages[: len(before)] == before
         assert self.targets == targets, "drafts take nothing from the target"
 
@@ -100,7 +100,7 @@ TestSharedMemory = SharedMemory.TestCase
 
 
 def test_drafts_of_several_sequences_grow_along_groups() -> None:
-    """Two draft tables that grow in turns use the same blocks, each as one run of pages."""
+    """Two draft tables that grow alternately use the same blocks as one run of pages each."""
     blocks = KvBlocks(64, BLOCK)
     pages = DraftPages(blocks, pages_per_block=2, page_tokens=4, group_pages=65)
     tables = [DraftTable(), DraftTable()]
@@ -109,12 +109,12 @@ def test_drafts_of_several_sequences_grow_along_groups() -> None:
             pages.extend(table, tokens)
     for table in tables:
         assert table.pages == list(range(table.pages[0], table.pages[0] + 8))
-    blocks.extend([], 56 * BLOCK)  # 8 blocks hold both drafts, so 56 are free
+    blocks.extend([], 56 * BLOCK)  # Both drafts use 8 blocks, so 56 are free.
     assert all(len(draft.pages) == 8 for draft in tables)
 
 
 def test_tables_that_grew_longest_ago_are_emptied_first() -> None:
-    """A target that needs memory empties the stalest draft tables, as few as possible."""
+    """A target that needs memory empties as few draft tables as possible, oldest first."""
     blocks = KvBlocks(6, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=65)
     stale, fresh = DraftTable(), DraftTable()
@@ -128,7 +128,7 @@ def test_tables_that_grew_longest_ago_are_emptied_first() -> None:
 
 
 def test_unread_tokens_take_no_pages() -> None:
-    """Leading tokens that are never read share one spare page; only the others have pages."""
+    """Leading tokens that are never read share a spare page, and other tokens have pages."""
     blocks = KvBlocks(8, BLOCK)
     pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=9)
     table = DraftTable()
@@ -141,16 +141,17 @@ def test_unread_tokens_take_no_pages() -> None:
 
 
 def test_free_pages_are_used_before_new_blocks() -> None:
-    """If a run cannot continue, a free page of a borrowed block is used before a new block."""
+    """A table uses a free page of a borrowed block before a new block if its run cannot
+    continue."""
     blocks = KvBlocks(16, BLOCK)
     pages = DraftPages(blocks, pages_per_block=4, page_tokens=4, group_pages=17)
     draft, target = DraftTable(), list[int]()
     pages.extend(draft, 8)
     blocks.extend(target, 12 * BLOCK)
-    blocks.trim(target, 11 * BLOCK)  # two blocks are free, but neither follows the run
+    blocks.trim(target, 11 * BLOCK)  # Two blocks are free, but neither follows the run.
     while draft.pages[-1] + 1 not in target:
         pages.extend(draft, 4 * len(draft.pages) + 4)
-    held = len(blocks._lent)
+    lent = len(blocks._lent)
     pages.extend(draft, 4 * len(draft.pages) + 4)
-    assert len(blocks._lent) == held
+    assert len(blocks._lent) == lent
     assert draft.pages[-1] >= 17

@@ -1,4 +1,4 @@
-"""Drafting: which proposers are called, when, and what is learned from their drafts."""
+"""Drafting: the calls to proposers and the estimates learned from their drafts."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)
 
 
 class CountingProposer(FakeProposer):
-    """Counts the requests for each sequence."""
+    """A proposer that counts the requests for each sequence."""
 
     def __init__(self, is_wrong=RIGHT, **options) -> None:
         super().__init__(is_wrong=is_wrong, **options)
-        self.asked: list[int] = []
+        self.requested_keys: list[int] = []
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        self.asked += [request.sequence.key for request in requests]
+        self.requested_keys += [request.sequence.key for request in requests]
         return super().propose(requests)
 
 
 def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
-    wanted = request(prompt=4, max_tokens=100_000, drafts=4, proposer=proposer)
-    return [Sequence.for_choice(key, wanted, wanted.choices[0]) for key in range(count)]
+    generation = request(prompt=4, max_tokens=100_000, drafts=4, proposer=proposer)
+    return [Sequence.for_choice(key, generation, generation.choices[0]) for key in range(count)]
 
 
 def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int) -> None:
-    """Run steps in which nothing is verified: every sequence gets its true token."""
+    """Run steps that verify nothing, in which every sequence emits its true token."""
     for _ in range(steps):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
@@ -57,26 +57,26 @@ def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int
 
 
 def test_all_sequences_are_asked_if_any_slot_may_pay() -> None:
-    """Without a minimum survival, each step requests a draft for each sequence."""
+    """Each step requests a draft for each sequence if no minimum survival is set."""
     proposer = CountingProposer(WRONG)
     run(Drafting({"ngram": proposer}), sequences(3), DraftTerms(), 40)
-    assert len(proposer.asked) == 3 * 40
+    assert len(proposer.requested_keys) == 3 * 40
 
 
 def test_hopeless_sequences_are_asked_every_16_steps() -> None:
-    """Sequences with only wrong drafts are tried once in 16 steps, the others in each step."""
+    """Sequences with only wrong drafts draft in one of 16 steps, and others in each step."""
     proposer = CountingProposer(lambda key, position: key > 0)
     drafting, batch = Drafting({"ngram": proposer}), sequences(4)
     terms = DraftTerms(least_survival=0.45)
     run(drafting, batch, terms, 400)
-    proposer.asked.clear()
+    proposer.requested_keys.clear()
     run(drafting, batch, terms, 10 * HOPELESS_STEPS)
-    counts = [proposer.asked.count(key) for key in range(4)]
+    counts = [proposer.requested_keys.count(key) for key in range(4)]
     assert counts == [10 * HOPELESS_STEPS, 10, 10, 10]
 
 
 def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
-    """At a price above every survival, one lookup in 64 steps keeps the estimates current."""
+    """One lookup in 64 steps keeps the estimates current at a price above every survival."""
     proposer = CountingProposer()
     run(
         Drafting({"ngram": proposer}),
@@ -84,12 +84,11 @@ def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
         DraftTerms(least_survival=1.0),
         10 * PROBE_STEPS,
     )
-    assert proposer.asked == [0] * 10
+    assert proposer.requested_keys == [0] * 10
 
 
 def test_probes_notice_that_drafts_became_right() -> None:
-    """When good evidence appears after a series of wrong drafts, all sequences are soon tried
-    again."""
+    """All sequences draft again soon after good evidence follows a series of wrong drafts."""
 
     class Turning(CountingProposer):
         good = False
@@ -103,16 +102,16 @@ def test_probes_notice_that_drafts_became_right() -> None:
     drafting, batch = Drafting({"ngram": proposer}), sequences(8)
     terms = DraftTerms(least_survival=0.9)
     run(drafting, batch, DraftTerms(), 128)
-    proposer.asked.clear()
+    proposer.requested_keys.clear()
     run(drafting, batch, terms, 4 * PROBE_STEPS)
-    assert proposer.asked == [0] * 4
+    assert proposer.requested_keys == [0] * 4
     proposer.good = True
     run(drafting, batch, terms, 48 * PROBE_STEPS)
-    assert set(proposer.asked) == set(range(8))
+    assert set(proposer.requested_keys) == set(range(8))
 
 
 def test_no_offers_without_proposers() -> None:
-    """A worker without proposers offers and learns nothing."""
+    """A worker without proposers makes no offers and learns nothing."""
     drafting = Drafting({})
     run(drafting, sequences(3), DraftTerms(), 5)
     assert drafting.offers(sequences(2), DraftTerms()) == []
@@ -120,8 +119,10 @@ def test_no_offers_without_proposers() -> None:
 
 
 def test_any_proposer_selects_the_best_offer() -> None:
-    """Wrong lookups lose to cheap computed drafts, and right ones win; a named proposer is always
-    used."""
+    """Wrong lookups lose to cheap computed drafts, and correct lookups win.
+
+    The scheduler always uses a named proposer.
+    """
     terms = DraftTerms(price=0.1, step_s=1e-2)
     for look_up, expected in ((WRONG, "draft_model"), (RIGHT, "ngram")):
         proposers = {
@@ -140,21 +141,20 @@ def test_any_proposer_selects_the_best_offer() -> None:
 
 
 def test_unused_proposer_is_offered_less_often() -> None:
-    """A computing proposer without slots is offered again after 8 steps, then at doubling
-    intervals.
+    """An unused computing proposer is offered after 8 steps, then at doubling intervals.
 
-    Using it resets the interval.
+    Using the proposer resets the interval.
     """
     drafting, batch = (
         Drafting({"draft_model": CountingProposer(depth_s=1e-4)}),
         sequences(2, "draft_model"),
     )
     terms, offered = DraftTerms(least_survival=0.0, step_s=1e-2), []
-    for turn in range(8 * MOST_RESTING_STEPS):
+    for step_number in range(8 * MOST_RESTING_STEPS):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
         if offers:
-            offered.append(turn)
+            offered.append(step_number)
     waits = [after - before - 1 for before, after in pairwise(offered)]
     assert waits[:4] == [RESTING_STEPS, 2 * RESTING_STEPS, 4 * RESTING_STEPS, MOST_RESTING_STEPS]
     assert set(waits[4:]) == {MOST_RESTING_STEPS}
@@ -162,16 +162,16 @@ def test_unused_proposer_is_offered_less_often() -> None:
         drafting.compute(offers, [], terms)
     drafting.compute(offers, [1] * len(offers), terms)
     offered.clear()
-    for turn in range(RESTING_STEPS + 3):
+    for step_number in range(RESTING_STEPS + 3):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
         if offers:
-            offered.append(turn)
+            offered.append(step_number)
     assert offered == [0, RESTING_STEPS + 1]
 
 
 def test_computed_drafts_that_cannot_pay_are_not_offered() -> None:
-    """A depth that takes longer than its tokens are worth is not offered."""
+    """The scheduler does not offer a depth that takes longer than its tokens are worth."""
     drafting, batch = (
         Drafting({"draft_model": CountingProposer(depth_s=2e-2)}),
         sequences(2, "draft_model"),
@@ -182,14 +182,14 @@ def test_computed_drafts_that_cannot_pay_are_not_offered() -> None:
 
 
 def test_exploration_stays_within_its_share_of_time() -> None:
-    """Unused proposers do draft, but within their share of the step time."""
+    """Unused proposers draft within their share of the step time."""
     expensive, step_s = CountingProposer(depth_s=1e-3), 1e-2
     drafting, batch = Drafting({"draft_model": expensive}), sequences(3, "draft_model")
     steps = 2000
     run(drafting, batch, DraftTerms(step_s=step_s), steps)
     most = EXPLORED_SHARE * step_s * steps / 1e-3
-    assert 0.8 * most <= len(expensive.asked) <= most
-    assert set(expensive.asked) == {0}
+    assert 0.8 * most <= len(expensive.requested_keys) <= most
+    assert set(expensive.requested_keys) == {0}
 
 
 def test_exploration_skips_drafts_above_the_saved_limit() -> None:
@@ -201,11 +201,11 @@ def test_exploration_skips_drafts_above_the_saved_limit() -> None:
         DraftTerms(step_s=1e-2),
         5000,
     )
-    assert expensive.asked == []
+    assert expensive.requested_keys == []
 
 
 def test_exploration_is_charged_for_overruns() -> None:
-    """If exploration takes twice its forecast, it happens half as often."""
+    """Exploration happens half as often if it takes twice its forecast."""
     counts = []
     for times in (1.0, 2.0):
         expensive, step_s = CountingProposer(depth_s=1e-3), 1e-2
@@ -213,44 +213,44 @@ def test_exploration_is_charged_for_overruns() -> None:
         for _ in range(4000):
             run(drafting, batch, DraftTerms(step_s=step_s), 1)
             drafting.observe_host_time(times * drafting.step_work.computed_s)
-        counts.append(len(expensive.asked))
+        counts.append(len(expensive.requested_keys))
     assert counts[1] == pytest.approx(counts[0] / 2, rel=0.05)
 
 
 def mostly_wrong(key: int, position: int) -> bool:
-    """Return whether the draft at a position is wrong, randomly for 19 of 20 positions."""
+    """Return whether the draft at a position is wrong, which is random for 19 of 20 positions."""
     return Random(key * 7919 + position).random() < 0.95
 
 
 LOOKUP_COST = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
-"""A lookup takes an eighth of the time that a token takes in the steps below."""
+"""A lookup cost, in seconds: an eighth of the time per token of the steps in the tests."""
 ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKUP_COST)
 
 
 def test_lookups_that_do_not_pay_are_made_every_16_steps() -> None:
-    """After wrong drafts one step in 16 makes a lookup; after right ones every step does."""
+    """One step in 16 makes a lookup after wrong drafts, and every step after correct drafts."""
     for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_STEPS)):
         proposer = CountingProposer(is_wrong)
         drafting, batch = Drafting({"ngram": proposer}), sequences(1)
         run(drafting, batch, ASKED, 600)
-        proposer.asked.clear()
+        proposer.requested_keys.clear()
         run(drafting, batch, ASKED, 10 * HOPELESS_STEPS)
-        assert len(proposer.asked) == expected
+        assert len(proposer.requested_keys) == expected
 
 
 def test_cheap_lookups_are_checked_more_often() -> None:
-    """Lookups that do not pay get 1% of the step time, so cheap ones are made more often."""
+    """Lookups without gain receive 1% of the step time, so cheap lookups are more frequent."""
     proposer = CountingProposer(mostly_wrong)
     drafting, batch = Drafting({"ngram": proposer}), sequences(1)
     terms = ASKED._replace(drafting=DraftingCost(look_up_s=2e-5, sequence_s=5e-5))
     run(drafting, batch, terms, 600)
-    proposer.asked.clear()
+    proposer.requested_keys.clear()
     run(drafting, batch, terms, 160)
-    assert len(proposer.asked) == 160 // 4  # 70 us in four steps of 2 ms are 0.9%
+    assert len(proposer.requested_keys) == 160 // 4  # 70 us are 0.9% of four steps of 2 ms.
 
 
 def test_lookups_of_a_step_share_its_fixed_cost() -> None:
-    """Lookups that do not pay for one sequence pay for eight, which share the fixed cost."""
+    """Lookups without gain for one sequence pay for eight sequences that share the fixed cost."""
     counts = []
     for count in (1, 8):
         proposer = CountingProposer(lambda key, position: (position + key) % 8 > 1)
@@ -258,15 +258,15 @@ def test_lookups_of_a_step_share_its_fixed_cost() -> None:
         cost = DraftingCost(look_up_s=1e-3, sequence_s=1e-6)
         terms = ASKED._replace(price=0.02, drafting=cost)
         run(drafting, batch, terms, 1200)
-        proposer.asked.clear()
+        proposer.requested_keys.clear()
         run(drafting, batch, terms, 10 * HOPELESS_STEPS)
-        counts.append(len(proposer.asked) / count)
+        counts.append(len(proposer.requested_keys) / count)
     assert counts[0] <= 10
     assert counts[1] == 10 * HOPELESS_STEPS
 
 
 def test_a_text_that_starts_to_repeat_is_noticed() -> None:
-    """After a thousand failed lookups, lookups soon happen in each step once they succeed.
+    """Each step makes a lookup again soon after a lookup succeeds, even after 1,000 failures.
 
     The evidence that such drafts are good comes from another sequence.
     """
@@ -275,20 +275,20 @@ def test_a_text_that_starts_to_repeat_is_noticed() -> None:
     )
     drafting, batch = Drafting({"ngram": proposer}), sequences(2)
     run(drafting, batch, ASKED, 900)
-    proposer.asked.clear()
+    proposer.requested_keys.clear()
     run(drafting, batch, ASKED, 96)
-    assert proposer.asked.count(0) < 96 / 4
+    assert proposer.requested_keys.count(0) < 96 / 4
     run(drafting, batch, ASKED, 4 * HOPELESS_STEPS)
-    proposer.asked.clear()
+    proposer.requested_keys.clear()
     run(drafting, batch, ASKED, 100)
-    assert proposer.asked.count(0) == 100
+    assert proposer.requested_keys.count(0) == 100
 
 
 @pytest.mark.parametrize("with_distribution", [False, True])
 def test_evidence_of_sampled_tokens_counts_only_without_distributions(
     with_distribution: bool,
 ) -> None:
-    """With rejection sampling, a sampled token's own probability changes no survival."""
+    """The probability of a sampled token changes no survival under rejection sampling."""
     drafting = Drafting({"draft_model": ConfidentProposer(with_distribution=with_distribution)})
     (sequence,) = sequences(1, "draft_model")
     for step in range(400):
@@ -303,7 +303,7 @@ def test_evidence_of_sampled_tokens_counts_only_without_distributions(
 
 
 class ConfidentProposer(FakeProposer):
-    """Drafts one token, with strong and weak evidence in turn."""
+    """A proposer of single tokens with alternating strong and weak evidence."""
 
     def __init__(self, *, with_distribution: bool) -> None:
         super().__init__(depth_s=1e-4)
@@ -317,7 +317,7 @@ class ConfidentProposer(FakeProposer):
 
 
 def test_offers_list_the_best_tokens_of_a_tree_first() -> None:
-    """Survivals never rise, whatever the order in the proposer's tree."""
+    """Survivals never rise for any order of the proposer's tree."""
     tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), (0.1, 0.9, 1.0, 1.0), 32)
 
     class Tree(FakeProposer):

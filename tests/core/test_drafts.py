@@ -1,4 +1,4 @@
-"""Drafts as chains and trees."""
+"""Drafts as chains and as trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftgate.backends.core.drafts import ROOT, Draft
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
-    """Trees of up to twelve tokens over an alphabet of four, without equal siblings."""
+    """Draw trees of up to twelve tokens over an alphabet of four, without equal siblings."""
     tokens: list[int] = []
     parents: list[int] = []
     for place in range(draw(st.integers(0, 12))):
@@ -27,7 +27,7 @@ def trees(draw: st.DrawFn) -> Draft:
 
 
 def paths(draft: Draft) -> dict[tuple[int, ...], int]:
-    """Map the token path to each place in the draft."""
+    """Map each token path to its place in the draft."""
     found: dict[int, tuple[int, ...]] = {ROOT: ()}
     for place, token in enumerate(draft.token_ids):
         found[place] = (*found[draft.parent(place)], token)
@@ -52,7 +52,7 @@ def test_depth_first_keeps_the_tree(draft: Draft) -> None:
 
 @given(drafts)
 def test_depth_first_makes_branches_contiguous(draft: Draft) -> None:
-    """A token follows its parent directly, or begins a branch after its siblings' descendants."""
+    """A token follows its parent directly or begins a branch after its siblings' descendants."""
     laid = draft.depth_first()
     for place in range(1, len(laid)):
         parent = laid.parent(place)
@@ -66,13 +66,13 @@ def test_depth_first_makes_branches_contiguous(draft: Draft) -> None:
 
 
 def by_depth(position: int) -> float:
-    """Probabilities that differ by depth."""
+    """Return survivals that depend only on the depth."""
     return 0.9 - 0.05 * position
 
 
 @given(drafts, st.integers(0, 14))
 def test_first_keeps_a_valid_draft(draft: Draft, tokens: int) -> None:
-    """The best tokens remain, with all their parents."""
+    """The selection keeps the best tokens with all their parents."""
     short = draft.first(tokens)
     assert len(short) == min(tokens, len(draft))
     assert short.token_ids == draft.token_ids[:tokens]
@@ -82,7 +82,7 @@ def test_first_keeps_a_valid_draft(draft: Draft, tokens: int) -> None:
 
 @given(drafts, texts)
 def test_accepted_places_is_the_longest_matching_path(draft: Draft, text: list[int]) -> None:
-    """The path is the longest prefix of the text that the tree contains."""
+    """The accepted path is the longest prefix of the text that the tree contains."""
     known = paths(draft)
     agreed = max((n for n in range(1, len(text) + 1) if tuple(text[:n]) in known), default=0)
     path = draft.accepted_places(text)
@@ -93,7 +93,7 @@ def test_accepted_places_is_the_longest_matching_path(draft: Draft, text: list[i
 
 @given(drafts, st.randoms(use_true_random=False))
 def test_accepted_places_per_row_follows_the_sampled_tokens(draft: Draft, random) -> None:
-    """The path leads from each row to the child that equals its token; other rows do not matter."""
+    """The path leads from each row to the child that equals its token, and ignores other rows."""
     laid = draft.depth_first()
     rows = [random.randrange(4) for _ in range(len(laid) + 1)]
     taken = laid.accepted_places(rows, per_row=True)
@@ -104,7 +104,7 @@ def test_accepted_places_per_row_follows_the_sampled_tokens(draft: Draft, random
 
 @given(trees())
 def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> None:
-    """A token is no likelier than its parent, and siblings together no likelier than one child."""
+    """No token is likelier than its parent, and siblings share the survival of a single child."""
     chances = draft.survivals(lambda _: 0.8)
     for parent in {ROOT, *range(len(draft))}:
         below = sum(chances[i] for i in range(len(draft)) if draft.parent(i) == parent)
@@ -112,7 +112,7 @@ def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> N
 
 
 def test_a_chain_survives_geometrically() -> None:
-    """At 0.5, three tokens survive with 1/2, 1/4 and 1/8; their depths are 1, 2 and 3."""
+    """Three tokens with a chance of 0.5 survive with 1/2, 1/4 and 1/8 at depths 1, 2 and 3."""
     chain = Draft((7, 8, 9))
     assert chain.survivals(lambda _: 0.5) == pytest.approx((0.5, 0.25, 0.125))
     assert chain.depths == (1, 2, 3)

@@ -21,7 +21,7 @@ LENGTH = 40
 
 
 class LetterTokenizer:
-    """Decodes token i as the i-th letter."""
+    """A tokenizer that decodes token i as the i-th letter."""
 
     vocab_size = 60
     texts = tuple(map(chr, range(65, 125)))
@@ -47,7 +47,7 @@ def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> Generat
 
 
 def run(harness: SchedulerHarness) -> list[StepPlan]:
-    """Run until all requests end, and return the steps."""
+    """Run until all requests end and return the steps."""
     plans = []
     while (plan := harness.step()) is not None:
         plans.append(plan)
@@ -57,7 +57,7 @@ def run(harness: SchedulerHarness) -> list[StepPlan]:
 
 @pytest.mark.parametrize("prompt", [1, 2, 16, 17, 33, 50])
 def test_embedding_computes_its_prompt_once_and_samples_nothing(prompt: int) -> None:
-    """The chunks add up to the prompt, the last one pools, and none samples."""
+    """The chunks add up to the prompt, only the last chunk pools, and none samples."""
     harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
     harness.add(prompt=prompt, task=Task.EMBED)
     plans = run(harness)
@@ -72,7 +72,7 @@ def test_embedding_computes_its_prompt_once_and_samples_nothing(prompt: int) -> 
 
 
 def test_embedding_and_generation_share_cached_prompts() -> None:
-    """Each kind of request reuses the blocks of the other, except for the last token."""
+    """Each kind of request reuses the blocks of the other kind, except for the last token."""
     prompt = tuple(range(1, 14))
     for first, second in ((Task.GENERATE, Task.EMBED), (Task.EMBED, Task.GENERATE)):
         harness = SchedulerHarness(num_blocks=16)
@@ -96,7 +96,7 @@ def test_embedding_shares_steps_with_decodes() -> None:
 
 
 def test_preempted_embedding_is_recomputed() -> None:
-    """Older sequences that grow take its blocks, and the result stays the same."""
+    """Older growing sequences take the blocks of an embedding, and its result stays the same."""
     harness = SchedulerHarness(
         num_blocks=12, max_num_seqs=4, max_step_tokens=4, batching="decode_first"
     )
@@ -109,7 +109,7 @@ def test_preempted_embedding_is_recomputed() -> None:
 
 
 def test_paused_embedding_resumes() -> None:
-    """Paused between chunks, it leaves the batch; paused in its last step, it still ends."""
+    """An embedding paused between chunks leaves the batch and one paused in its last step ends."""
     harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
     paused, last = harness.add(prompt=33, task=Task.EMBED), harness.add(prompt=3, task=Task.EMBED)
     harness.step()
@@ -128,42 +128,42 @@ def test_paused_embedding_resumes() -> None:
 
 
 def test_embedding_is_delivered_in_one_delta() -> None:
-    """The delta has the vector, the finish reason and the cached tokens, and nothing else."""
+    """The delta contains only the vector, the finish reason and the cached tokens."""
     worker, executor = embedding_worker(), FakeExecutor()
-    wanted = to_embed(20)
-    worker.admission.check(wanted)
-    told: list[tuple[str, Delta]] = []
-    for again in (wanted, replace(wanted, request_id="again")):
+    embedding = to_embed(20)
+    worker.admission.check(embedding)
+    deliveries: list[tuple[str, Delta]] = []
+    for again in (embedding, replace(embedding, request_id="again")):
         worker.submit(again)
         while (plan := worker.plan()) is not None:
-            told += worker.complete(plan, executor.execute(plan))
+            deliveries += worker.complete(plan, executor.execute(plan))
     stop = FinishReason.STOP
-    assert told == [
-        (wanted.request_id, Delta(0, (), "", finish_reason=stop, embedding=b"0@19")),
+    assert deliveries == [
+        (embedding.request_id, Delta(0, (), "", finish_reason=stop, embedding=b"0@19")),
         ("again", Delta(0, (), "", finish_reason=stop, cached_tokens=16, embedding=b"1@19")),
     ]
     assert worker.open_requests == ()
 
 
 def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
-    """The other embedding of the step is still delivered."""
+    """The worker still delivers the other embedding of the step."""
     worker, executor = embedding_worker(), FakeExecutor()
-    leaves, stays = to_embed(3), to_embed((9, 8, 7))
-    worker.submit(leaves)
-    worker.submit(stays)
+    cancelled, remaining = to_embed(3), to_embed((9, 8, 7))
+    worker.submit(cancelled)
+    worker.submit(remaining)
     plan = worker.plan()
     assert plan.pooled == (0, 1)
-    worker.cancel(leaves.request_id)
-    told = worker.complete(plan, executor.execute(plan))
-    assert [(request_id, delta.embedding) for request_id, delta in told] == [
-        (stays.request_id, b"1@2")
+    worker.cancel(cancelled.request_id)
+    deliveries = worker.complete(plan, executor.execute(plan))
+    assert [(request_id, delta.embedding) for request_id, delta in deliveries] == [
+        (remaining.request_id, b"1@2")
     ]
     load = worker.load()
     assert (load.running, load.kv_blocks_free) == (0, load.kv_blocks_total)
 
 
 def test_embedding_may_fill_the_context() -> None:
-    """An embedding needs no space for output; one token too many is rejected with both numbers."""
+    """An embedding may fill the context, and a longer prompt is rejected with both lengths."""
     worker = embedding_worker()
     worker.admission.check(to_embed(LENGTH))
     with pytest.raises(

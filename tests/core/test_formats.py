@@ -1,4 +1,4 @@
-"""Structured output: a worker and the grammars of its requests."""
+"""Structured output: a worker with the grammars of its requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = "[1, 23, 4]"
 
 
 def worker_for(*tokens: int, grammars: bool = True) -> WorkerHarness:
-    """Build a worker whose device emits these tokens, whatever the masks allow."""
+    """Build a worker whose device emits these tokens regardless of the masks."""
     harness = WorkerHarness(scripted(*tokens))
     known = LlGrammars(tokenizer(), {EOS}) if grammars else None
     harness.worker = WorkerCore(harness.worker._scheduler, tokenizer(), 200, known)
@@ -52,7 +52,7 @@ def test_end_token_ends_structured_output_despite_ignore_eos(drafts: int) -> Non
 
 
 def test_incomplete_structured_output_ends_with_length() -> None:
-    """If the grammar's limits end the output, the finish reason is not `stop`."""
+    """The finish reason is `length` if the grammar's limits end the output."""
     ids = [*encode("[1, 2"), EOS]
     deltas = worker_for(*ids).run_one(formatted(max_tokens=20))
     assert text_of(deltas) == "[1, 2"
@@ -64,19 +64,23 @@ def test_choices_have_grammars_of_their_own() -> None:
     tokens = {0: [*encode("[1]"), EOS], 1: [*encode("[23, 4]"), EOS]}
     harness = worker_for()
     harness._executor._true_token = lambda s, position: tokens[s.choice][position - s.prompt_tokens]
-    one = formatted(max_tokens=20, n=2)
-    got = harness.run(one)
-    assert [text_of(got[one.request_id, choice]) for choice in (0, 1)] == ["[1]", "[23, 4]"]
-    assert {d[-1].finish_reason for d in got.values()} == {FinishReason.STOP}
+    generation = formatted(max_tokens=20, n=2)
+    deltas_of = harness.run(generation)
+    assert [text_of(deltas_of[generation.request_id, choice]) for choice in (0, 1)] == [
+        "[1]",
+        "[23, 4]",
+    ]
+    assert {d[-1].finish_reason for d in deltas_of.values()} == {FinishReason.STOP}
 
 
 def test_resumed_tokens_must_match_the_format() -> None:
-    """Resumed tokens that the format forbids are rejected; allowed ones continue the output."""
+    """Resumed tokens that the format forbids are rejected, and allowed tokens continue the
+    output."""
     ids = encode(TEXT)
     for done in range(len(ids)):
         begun = (ResumedChoice(0, tuple(ids[:done])),)
-        one = replace(formatted(max_tokens=len(ids) + 1), resumed=begun)
-        deltas = worker_for(*ids, EOS).run_one(one)
+        generation = replace(formatted(max_tokens=len(ids) + 1), resumed=begun)
+        deltas = worker_for(*ids, EOS).run_one(generation)
         assert tokens_of(deltas) == [*ids[done:], EOS]
         assert deltas[-1].finish_reason is FinishReason.STOP
     wrong = (ResumedChoice(0, tuple(encode("[1, x"))),)
@@ -86,7 +90,7 @@ def test_resumed_tokens_must_match_the_format() -> None:
 
 
 def test_structured_output_is_rejected_without_logits() -> None:
-    """A worker that cannot enforce a format must not accept it."""
+    """A worker that cannot enforce a format rejects the request."""
     harness = worker_for(grammars=False)
     with pytest.raises(RequestRejected, match="does not support structured output") as refused:
         harness.worker.admission.check(formatted())
@@ -95,7 +99,7 @@ def test_structured_output_is_rejected_without_logits() -> None:
 
 
 def test_invalid_format_is_rejected_by_check() -> None:
-    """`check` compiles the grammar, so that it cannot fail during a stream."""
+    """`check` compiles the grammar, so an invalid grammar cannot fail during a stream."""
     with pytest.raises(RequestRejected, match="frog"):
         worker_for().worker.admission.check(
             formatted(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"frog"}'))

@@ -1,4 +1,4 @@
-"""Drafts that cost more host time than they gain, in virtual time."""
+"""Drafts whose host time exceeds their gain, in virtual time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VirtualClock:
 
 
 class SlowProposer(FakeProposer):
-    """Spends host time in each call."""
+    """A proposer that spends host time in each call."""
 
     def __init__(
         self, clock: VirtualClock, call_s: float, wrong: float, depth_s: float = 0.0
@@ -41,16 +41,15 @@ class SlowProposer(FakeProposer):
         self._clock, self._call_s = clock, call_s
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        depth = max(one.max_tokens for one in requests)
+        depth = max(each.max_tokens for each in requests)
         self._clock.now_s += self._call_s + depth * self.depth_s(len(requests))
         return super().propose(requests)
 
 
 def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth_s=0.0) -> float:
-    """Return the throughput of a worker whose steps take exactly their predicted time plus host
-    time.
+    """Return the throughput of a worker whose steps take their predicted time plus host time.
 
-    Only the second half counts, since the worker learns in the first.
+    Only the second half counts, because the worker learns in the first half.
     """
     clock, executor = VirtualClock(), FakeExecutor()
     name = "draft_model" if depth_s else "ngram"
@@ -63,8 +62,8 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
     )
     drafts = 0 if policy == "off" else 4
     for key in range(sequences):
-        wanted = request(prompt=4, max_tokens=TOKENS, drafts=drafts, proposer=name)
-        scheduler.add(Sequence.for_choice(key, wanted, wanted.choices[0]))
+        generation = request(prompt=4, max_tokens=TOKENS, drafts=drafts, proposer=name)
+        scheduler.add(Sequence.for_choice(key, generation, generation.choices[0]))
     tokens = []
     while (plan := scheduler.plan(clock.now_s)) is not None:
         emitted = executor.execute(plan).emitted
@@ -83,9 +82,9 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
 def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
     sequences, call_s, depth_s
 ) -> None:
-    """With expensive calls and one draft in eight right, throughput is at most 2% below `off`.
+    """Throughput is at most 2% below `off` with expensive calls and one correct draft in eight.
 
-    A call takes at least half a step. The device's time alone would favour drafts in every step.
+    A call takes at least half a step. The device time alone would favour drafts in every step.
     """
     plain = tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.88, depth_s) > 0.98 * plain
@@ -97,7 +96,7 @@ def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
     ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
 )
 def test_drafts_that_pay_for_their_host_time_are_made(sequences, call_s, depth_s) -> None:
-    """With nine of ten tokens right, expensive calls are made nearly as often as possible."""
+    """The scheduler makes expensive calls almost always when nine of ten tokens are correct."""
     best = tokens_per_s("fixed:4", sequences, call_s, 0.1, depth_s)
     assert best > 1.3 * tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.1, depth_s) > 0.97 * best

@@ -27,7 +27,7 @@ def is_run(table: list[int]) -> bool:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Adds, extends, trims and releases tables in any order."""
+    """A state machine that adds, extends, trims and releases tables in any order."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks):
@@ -103,7 +103,7 @@ TestBlocks = BlockMachine.TestCase
 
 
 def test_sequences_that_grow_in_turns_stay_contiguous() -> None:
-    """With half of the memory unused, each of two growing sequences keeps one run of blocks."""
+    """Two growing sequences keep one run of blocks each while half of the memory is unused."""
     blocks = KvBlocks(64, BLOCK)
     tables: list[list[int]] = [[], []]
     for tokens in range(1, 16 * BLOCK + 1):
@@ -114,13 +114,13 @@ def test_sequences_that_grow_in_turns_stay_contiguous() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 4)])
 def test_pool_needs_a_block_and_a_token(sizes: tuple[int, int]) -> None:
-    """A pool has at least one block of at least one token."""
+    """A pool has at least one block with at least one token."""
     with pytest.raises(ValueError, match="at least 1"):
         KvBlocks(*sizes)
 
 
 def test_integrity_check_sees_a_block_owned_twice() -> None:
-    """The check that all other tests rely on finds doubled and lost blocks."""
+    """The integrity check of all other tests finds doubled and lost blocks."""
     blocks = KvBlocks(4, BLOCK)
     table: list[int] = []
     blocks.extend(table, 2 * BLOCK)

@@ -1,4 +1,4 @@
-"""Sequences with slow readers: they yield to others and lose nothing."""
+"""Sequences with slow readers, which yield to others and lose no tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.core.scheduler_harness import BLOCK, SchedulerHarness
 
 
 def add_decodes(harness: SchedulerHarness, count: int, **of_request: object) -> list[Sequence]:
-    """Add this number of sequences, and run until their prompts are computed."""
-    wanted = {"prompt": 2, "max_tokens": 40, "ignore_eos": True, **of_request}
-    sequences = [harness.add(**wanted) for _ in range(count)]
+    """Add this number of sequences and run until their prompts are computed."""
+    fields = {"prompt": 2, "max_tokens": 40, "ignore_eos": True, **of_request}
+    sequences = [harness.add(**fields) for _ in range(count)]
     while any(s.output_tokens == 0 for s in sequences):
         harness.step()
     return sequences
 
 
 def test_paused_sequence_is_in_no_step_and_resumes_unchanged() -> None:
-    """Other sequences run meanwhile; after resuming it recomputes at most one block."""
+    """Other sequences run during the pause, and a resume recomputes at most one block."""
     harness = SchedulerHarness(num_blocks=64)
     slow, fast = add_decodes(harness, 2)
     for _ in range(8):
@@ -55,7 +55,7 @@ def test_sequence_paused_during_a_step_keeps_its_tokens() -> None:
 
 
 def test_no_step_is_planned_for_paused_sequences() -> None:
-    """No step is planned until a sequence resumes, however often `plan` is called."""
+    """The scheduler plans no step until a sequence resumes."""
     harness = SchedulerHarness(num_blocks=64)
     sequences = add_decodes(harness, 3)
     for sequence in sequences:
@@ -68,7 +68,7 @@ def test_no_step_is_planned_for_paused_sequences() -> None:
 
 
 def test_2000_paused_sequences_take_no_capacity_from_others() -> None:
-    """A new sequence is admitted with the next step and never preempted for paused ones."""
+    """A new sequence enters the next step and is never preempted for paused sequences."""
     harness = SchedulerHarness(num_blocks=64, max_num_seqs=4)
     slow = add_decodes(harness, 4)
     for sequence in slow:
@@ -95,7 +95,7 @@ def test_2000_paused_sequences_take_no_capacity_from_others() -> None:
 
 
 def test_paused_prefill_does_not_hold_up_its_sharers() -> None:
-    """Sequences that share its prefix compute that prefix themselves."""
+    """Sequences that share a paused prefix compute that prefix themselves."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=4)
     first = harness.add(prompt=17, max_tokens=2)
     harness.step()
@@ -109,7 +109,7 @@ def test_paused_prefill_does_not_hold_up_its_sharers() -> None:
 
 
 def test_resumed_sequence_returns_in_order_of_arrival() -> None:
-    """A resumed sequence precedes all later arrivals and follows the earlier ones."""
+    """A resumed sequence precedes all later arrivals and follows all earlier arrivals."""
     harness = SchedulerHarness(num_blocks=64, max_num_seqs=1)
     _, second, third = (harness.add(max_tokens=9, ignore_eos=True) for _ in range(3))
     harness.step()
@@ -123,7 +123,7 @@ def test_resumed_sequence_returns_in_order_of_arrival() -> None:
 @pytest.mark.parametrize("pace", Pace)
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_sequences_of_any_pace_are_cancelled_at_once(pace: Pace, steps: int) -> None:
-    """A queued, running, leaving or paused sequence frees its blocks and leaves no trace."""
+    """A queued, running, leaving or paused sequence frees its blocks and all its state."""
     harness = SchedulerHarness(num_blocks=64)
     sequence = harness.add(prompt=9, max_tokens=30, ignore_eos=True)
     harness.scheduler.set_pace(sequence, pace if steps == 1 else Pace.FULL)
@@ -131,7 +131,7 @@ def test_sequences_of_any_pace_are_cancelled_at_once(pace: Pace, steps: int) -> 
         harness.step()
     harness.scheduler.set_pace(sequence, pace)
     harness.scheduler.finish(sequence, FinishReason.ABORT)
-    harness.scheduler.set_pace(sequence, Pace.FULL)  # has no effect after the end
+    harness.scheduler.set_pace(sequence, Pace.FULL)  # A change of pace has no effect after the end.
     load = harness.scheduler.load()
     assert (load.running, load.waiting, load.paused, load.prompt_tokens) == (0, 0, 0, 0)
     assert load.kv_blocks_free == load.kv_blocks_total
@@ -139,7 +139,7 @@ def test_sequences_of_any_pace_are_cancelled_at_once(pace: Pace, steps: int) -> 
 
 
 def test_sparing_sequences_get_no_drafts() -> None:
-    """A sparing sequence gets no drafts, not even free lookups; its neighbour gets all of them."""
+    """A sparing sequence receives no drafts, and its neighbour receives all slots."""
     harness = SchedulerHarness(num_blocks=200, policy=speculation_policy("fixed:4"), wrong=0.0)
     slow, fast = add_decodes(harness, 2, max_tokens=60, drafts=4)
     harness.scheduler.set_pace(slow, Pace.SPARING)
@@ -152,7 +152,7 @@ def test_sparing_sequences_get_no_drafts() -> None:
 
 
 def test_sparing_decodes_come_last_but_do_not_starve() -> None:
-    """If only half of the decodes fit, sparing ones go last but are served within the bound."""
+    """Sparing sequences are served last, within the bound, if only half of the decodes fit."""
     harness = SchedulerHarness(num_blocks=200, max_num_seqs=4, max_step_tokens=8)
     slow, *fast = add_decodes(harness, 4, max_tokens=100)
     harness.scheduler.set_pace(slow, Pace.SPARING)
@@ -169,7 +169,7 @@ def test_sparing_decodes_come_last_but_do_not_starve() -> None:
 
 
 def test_sparing_sequences_are_preempted_before_younger_ones() -> None:
-    """When blocks run out, the only sparing sequence is preempted even if it is the oldest."""
+    """The scheduler preempts the only sparing sequence even if that sequence is the oldest."""
     harness = SchedulerHarness(num_blocks=12, max_num_seqs=4)
     slow, *fast = add_decodes(harness, 3, max_tokens=20)
     harness.scheduler.set_pace(slow, Pace.SPARING)

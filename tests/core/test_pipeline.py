@@ -1,4 +1,4 @@
-"""Overlapped steps: the same texts as sequential steps, and no block overwritten too early."""
+"""Overlapped steps, which give the same texts and overwrite no block too early."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LETTERS = 50
 
 
 class LetterTokenizer:
-    """Decodes token i as the i-th letter, so that hashed streams contain stop strings."""
+    """A tokenizer that decodes token i as the i-th letter, so streams contain stop strings."""
 
     vocab_size = LETTERS
     texts = tuple(chr(ord("A") + token) for token in range(LETTERS))
@@ -48,28 +48,28 @@ def known_tokens(sequence: Sequence) -> list[int]:
 
 
 class FakeDevice(FakeExecutor):
-    """A device with a memory that computes a launched step as late as possible, when it is fetched.
+    """A device that computes a launched step as late as possible, when the step is fetched.
 
-    A launched step writes where its plan said, and reads what earlier steps left. A block that is
-    reused too early shows as a wrong prefix.
+    A launched step writes to the slots of its plan and reads the results of earlier steps. A block
+    that is reused too early appears as a wrong prefix.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.behind = 0  # steps launched before their predecessor was fetched
+        self.overlapped = 0  # number of steps launched before their predecessor was fetched
         self.memory: dict[tuple[int, int], int] = {}
         self.steps = count()
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.fetch(self.launch(plan))
 
-    def launch(self, plan: StepPlan, behind=None):
+    def launch(self, plan: StepPlan, previous=None):
         next(self.steps)
-        self.behind += behind is not None
+        self.overlapped += previous is not None
         for work in plan.work:
             pending = [place for place, token in enumerate(work.fed_ids) if token == PENDING]
             assert not pending or pending == [len(work.token_ids) - 1]
-            assert not pending or work.sequence.key in {w.sequence.key for w in behind[0].work}
+            assert not pending or work.sequence.key in {w.sequence.key for w in previous[0].work}
         tables = [tuple(work.sequence.block_table) for work in plan.work]
         texts = [known_tokens(work.sequence) for work in plan.work]
         return plan, tables, texts, FakeExecutor.execute(self, plan)
@@ -129,9 +129,9 @@ class PipelineHarness:
         for request_id, delta in batch:
             self.delivered.setdefault((request_id, delta.choice), []).append(delta)
 
-    def submit(self, one: GenerationRequest) -> None:
-        self.worker.admission.check(one)
-        self.worker.submit(one)
+    def submit(self, each: GenerationRequest) -> None:
+        self.worker.admission.check(each)
+        self.worker.submit(each)
         self.sequences = [*{*self.sequences, *self.scheduler.waiting, *self.scheduler.running}]
 
     def step(self) -> bool:
@@ -177,7 +177,7 @@ REQUESTS = st.lists(
 
 @settings(max_examples=300)
 @given(
-    wanted=REQUESTS,
+    parameters=REQUESTS,
     plain=st.booleans(),
     arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),
     cancelled=st.dictionaries(st.integers(0, 6), st.integers(0, 12), max_size=2),
@@ -185,37 +185,39 @@ REQUESTS = st.lists(
     policy=st.sampled_from(["off", "fixed:3", "auto"]),
 )
 def test_overlapped_steps_give_the_same_deltas(
-    wanted, plain, arrivals, cancelled, num_blocks, policy
+    parameters, plain, arrivals, cancelled, num_blocks, policy
 ) -> None:
-    """Every request that is not cancelled gets the same deltas, and no block leaks or is reused
-    early."""
-    requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
+    """Every request that is not cancelled receives the same deltas with overlapped steps.
+
+    No block leaks or is reused early.
+    """
+    requests = [request(**(each | {"drafts": 0} if plain else each)) for each in parameters]
 
     def deltas_by_choice(*, asynchronous: bool) -> dict:
         harness = PipelineHarness(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
-        for turn in range(14):
-            for index, one in enumerate(requests):
-                if arrivals[index] == turn:
-                    harness.submit(one)
-                if cancelled.get(index) == turn:
-                    harness.worker.cancel(one.request_id)
+        for step_number in range(14):
+            for index, each in enumerate(requests):
+                if arrivals[index] == step_number:
+                    harness.submit(each)
+                if cancelled.get(index) == step_number:
+                    harness.worker.cancel(each.request_id)
             harness.step()
         harness.run()
         return harness.deltas_by_choice()
 
     in_turn, overlapped = deltas_by_choice(asynchronous=False), deltas_by_choice(asynchronous=True)
-    for index, one in enumerate(requests):
+    for index, each in enumerate(requests):
         # A request that is cancelled before it arrives runs to its end.
-        gone = arrivals[index] <= cancelled.get(index, -1)
-        for choice in range(0 if gone else one.n):
-            key = one.request_id, choice
+        was_cancelled = arrivals[index] <= cancelled.get(index, -1)
+        for choice in range(0 if was_cancelled else each.n):
+            key = each.request_id, choice
             assert overlapped[key] == in_turn[key]
             assert len(overlapped[key][3]) == 1
 
 
 @settings(max_examples=200)
 @given(
-    wanted=REQUESTS,
+    parameters=REQUESTS,
     plain=st.booleans(),
     asynchronous=st.booleans(),
     paces=st.lists(
@@ -225,22 +227,22 @@ def test_overlapped_steps_give_the_same_deltas(
     policy=st.sampled_from(["off", "fixed:3", "auto"]),
 )
 def test_pace_changes_do_not_change_text(
-    wanted, plain, asynchronous, paces, num_blocks, policy
+    parameters, plain, asynchronous, paces, num_blocks, policy
 ) -> None:
     """Sparing, pausing and resuming at any step leave the text unchanged."""
-    requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
+    requests = [request(**(each | {"drafts": 0} if plain else each)) for each in parameters]
 
     def deltas_by_choice(paces) -> dict:
         harness = PipelineHarness(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
-        for one in requests:
-            harness.submit(one)
-        for turn in range(13):
+        for each in requests:
+            harness.submit(each)
+        for step_number in range(13):
             for when, index, pace in paces:
-                if when == turn and index < len(requests):
+                if when == step_number and index < len(requests):
                     harness.worker.set_pace(requests[index].request_id, pace)
             harness.step()
-        for one in requests:
-            harness.worker.set_pace(one.request_id, Pace.FULL)
+        for each in requests:
+            harness.worker.set_pace(each.request_id, Pace.FULL)
         harness.run()
         return harness.deltas_by_choice()
 
@@ -248,19 +250,19 @@ def test_pace_changes_do_not_change_text(
 
 
 def test_deltas_are_delivered_while_the_next_step_runs() -> None:
-    """The deltas of a step are delivered after the launch of the next one, drafts or not."""
+    """The worker delivers the deltas of a step after it launches the next step."""
     for drafts in (0, 2):
         harness = PipelineHarness(asynchronous=True, num_blocks=20, policy="fixed:2")
         harness.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
         launched, launch = [], harness.device.launch
-        harness.device.launch = lambda plan, behind=None, launched=launched, launch=launch: (
+        harness.device.launch = lambda plan, previous=None, launched=launched, launch=launch: (
             launched.append(plan),
-            launch(plan, behind),
+            launch(plan, previous),
         )[1]
         deltas_by_choice = []
         while harness.step():
             deltas_by_choice.append((len(launched), sum(map(len, harness.delivered.values()))))
-        # No step is launched after the last one.
+        # No step follows the last step.
         assert deltas_by_choice[:-1] == [
             (step + 1, step) for step in range(len(deltas_by_choice) - 1)
         ]
@@ -268,25 +270,27 @@ def test_deltas_are_delivered_while_the_next_step_runs() -> None:
 
 
 def test_plain_decodes_are_planned_ahead() -> None:
-    """Without drafts and penalties, every step but the first is planned ahead, and none after the
-    last token."""
+    """Every step but the first is planned ahead without drafts and penalties.
 
-    def behind(**of_request: object) -> tuple[int, int]:
+    The worker plans no step after the last token.
+    """
+
+    def count_steps(**of_request: object) -> tuple[int, int]:
         harness = PipelineHarness(asynchronous=True, num_blocks=20, policy="fixed:2")
         harness.submit(request(max_tokens=6, ignore_eos=True, **of_request))
         harness.run()
-        return next(harness.device.steps), harness.device.behind
+        return next(harness.device.steps), harness.device.overlapped
 
-    assert behind() == (6, 5)
-    assert behind(logprobs=2, logit_bias=((1, 1.0),), min_tokens=2) == (6, 5)
-    assert behind(presence_penalty=0.5) == (6, 0)
-    steps, others = behind(drafts=2)
+    assert count_steps() == (6, 5)
+    assert count_steps(logprobs=2, logit_bias=((1, 1.0),), min_tokens=2) == (6, 5)
+    assert count_steps(presence_penalty=0.5) == (6, 0)
+    steps, others = count_steps(drafts=2)
     assert steps <= 6
     assert others == 0
 
 
 def test_tokens_after_the_end_are_dropped() -> None:
-    """Overlapped steps notice an end one step late, so exactly one extra step is launched."""
+    """Overlapped steps detect an end one step late, so exactly one extra step is launched."""
     first = Sequence.for_choice(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
@@ -304,7 +308,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
 
 
 class IdleWorker:
-    """An idle worker that records the times at which a step is planned."""
+    """An idle worker that records the time of each planned step."""
 
     def __init__(self) -> None:
         self.asked_s: list[float | None] = []
@@ -315,7 +319,7 @@ class IdleWorker:
 
 
 def test_steps_are_planned_at_the_time_of_the_clock() -> None:
-    """Lateness follows the clock, not the sum of step times, which omits drafting and gaps."""
+    """Lateness follows the clock instead of step times, which omit drafting and gaps."""
     worker = IdleWorker()
     for launcher in (None, FakeExecutor()):
         Pipeline(worker, FakeExecutor(), lambda _: None, launcher, lambda: 42.0).step()

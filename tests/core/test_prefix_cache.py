@@ -14,7 +14,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import HASH_BYTES, PendingPrefixes, extend_chain
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "mooncake"
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are not here")
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are missing")
 
 
 def chain(tokens: Iterable[int], tenant: str = "", block_size: int = 4) -> list[bytes]:
@@ -24,13 +24,12 @@ def chain(tokens: Iterable[int], tenant: str = "", block_size: int = 4) -> list[
 
 
 def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
-    """A hash covers the whole prefix up to its block, so one changed token changes all later
-    hashes."""
+    """A changed token changes the hashes of its block and of all later blocks."""
     tokens = list(range(100, 120))
     known = chain(tokens)
     assert len(known) == 5
     assert {len(digest) for digest in known} == {HASH_BYTES}
-    assert chain([*tokens, 7]) == known  # a partial block has no hash
+    assert chain([*tokens, 7]) == known  # A partial block has no hash.
     for place in range(20):
         changed = chain([*tokens[:place], 5, *tokens[place + 1 :]])
         same = [a == b for a, b in zip(known, changed, strict=True)]
@@ -39,7 +38,7 @@ def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
 
 
 def test_tenants_have_different_hashes() -> None:
-    """No block of one tenant has the hash of another tenant's block."""
+    """Blocks of different tenants never have the same hash."""
     assert not set(chain(range(40), "a")) & set(chain(range(40), "b"))
 
 
@@ -52,7 +51,7 @@ def test_a_chain_can_be_extended_step_by_step() -> None:
 
 
 def test_eviction_keeps_the_beginning_of_a_prefix() -> None:
-    """The last block of an unused prefix is evicted first, so that the rest stays usable."""
+    """The cache evicts the last block of an unused prefix first."""
     blocks = KvBlocks(4, 4)
     hashes = chain(range(16))
     table: list[int] = []
@@ -65,7 +64,7 @@ def test_eviction_keeps_the_beginning_of_a_prefix() -> None:
 
 
 def test_blocks_in_use_are_not_evicted() -> None:
-    """Allocation takes unused blocks and then fails."""
+    """Allocation takes all unused blocks and then fails."""
     blocks = KvBlocks(3, 4)
     hashes = chain(range(8))
     table: list[int] = []
@@ -103,9 +102,9 @@ def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
         assert blocks.num_cached(hashes[:2]) == min(known, 2)
         blocks.confirm(table, hashes, range(min(known + 1, 4)))
     blocks.release(table)
-    for left in (3, 2):
+    for expected in (3, 2):
         blocks.extend([], 4)
-        assert blocks.num_cached(hashes) == left
+        assert blocks.num_cached(hashes) == expected
 
 
 # --- recorded traffic --------------------------------------------------------------------------
@@ -113,70 +112,70 @@ def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
 
 @cache
 def trace(name: str) -> tuple[tuple[int, ...], ...]:
-    """Read the prefix-block ids of each request; one block of the trace is one token here."""
+    """Read the prefix-block ids of each request, where a block of the trace counts as a token."""
     lines = (TRACES / f"{name}_trace.jsonl").read_text().splitlines()
     return tuple(tuple(json.loads(line)["hash_ids"]) for line in lines)
 
 
 def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
-    """Return the cached blocks of each request, from the allocator; -1 if it is too long."""
+    """Return the cached blocks of each request, or -1 for a request that is too long."""
     blocks = KvBlocks(num_blocks, 1)
-    found = []
+    cached = []
     for ids in requests:
         table: list[int] = []
         hashes = chain(ids, block_size=1)
         try:
-            found.append(blocks.admit(table, hashes, len(ids)))
+            cached.append(blocks.admit(table, hashes, len(ids)))
         except OutOfBlocks:
-            found.append(-1)
+            cached.append(-1)
             continue
         blocks.confirm(table, hashes, range(len(ids)))
         blocks.release(table)
     blocks.check_integrity([])
-    return found
+    return cached
 
 
 def simulate(requests: Iterable[tuple[int, ...]], capacity: int) -> list[int]:
-    """Compute the same numbers with an LRU dictionary, without blocks, users or hashes.
+    """Return the cached blocks of each request by an LRU dictionary without blocks and hashes.
 
     An entry is a whole prefix. A request uses its prefixes from the longest to the shortest.
     """
     used: OrderedDict[tuple[int, ...], None] = OrderedDict()
-    found = []
+    cached = []
     for ids in requests:
         if len(ids) > capacity:
-            found.append(-1)
+            cached.append(-1)
             continue
-        wanted = [ids[:length] for length in range(len(ids), 0, -1)]
-        hits = next((len(prefix) for prefix in wanted if prefix in used), 0)
-        found.append(hits)
-        for prefix in wanted:
+        prefixes = [ids[:length] for length in range(len(ids), 0, -1)]
+        hits = next((len(prefix) for prefix in prefixes if prefix in used), 0)
+        cached.append(hits)
+        for prefix in prefixes:
             used.pop(prefix, None)
         while len(used) + len(ids) > capacity:
             used.popitem(last=False)
-        used.update(dict.fromkeys(wanted))
-    return found
+        used.update(dict.fromkeys(prefixes))
+    return cached
 
 
-def hit_rate(requests: tuple[tuple[int, ...], ...], found: list[int]) -> float:
-    return sum(found) / sum(map(len, requests))
+def hit_rate(requests: tuple[tuple[int, ...], ...], cached: list[int]) -> float:
+    return sum(cached) / sum(map(len, requests))
 
 
 @needs_traces
 @pytest.mark.parametrize(("name", "rate"), [("conversation", 0.366), ("synthetic", 0.640)])
 def test_hit_rate_of_an_infinite_cache_matches_the_published_one(name: str, rate: float) -> None:
-    """With unlimited memory, 36.6% and 64.0% of the recorded blocks are found in the cache."""
+    """The cache finds 36.6% and 64.0% of the recorded blocks with unlimited memory."""
     requests = trace(name)
-    found = replay(requests, sum(map(len, requests)))
-    assert hit_rate(requests, found) == pytest.approx(rate, abs=0.0005)
+    cached = replay(requests, sum(map(len, requests)))
+    assert hit_rate(requests, cached) == pytest.approx(rate, abs=0.0005)
 
 
 @needs_traces
 @pytest.mark.parametrize("capacity", [100, 1000, 5000])
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
 def test_a_finite_cache_is_lru(name: str, capacity: int) -> None:
-    """With little memory, each request finds exactly what an independent LRU simulation finds."""
+    """Each request finds exactly the blocks that an independent LRU simulation finds."""
     requests = tuple(ids[:64] for ids in trace(name)[:1500])
-    found = replay(requests, capacity)
-    assert found == simulate(requests, capacity)
-    assert max(found) > 0
+    cached = replay(requests, capacity)
+    assert cached == simulate(requests, capacity)
+    assert max(cached) > 0

@@ -1,4 +1,4 @@
-"""The scheduler on a fake device: budgets, blocks, fairness, and exactly the true tokens."""
+"""The scheduler on a fake device: budgets, blocks, fairness, and correct tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = st.one_of(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, cancels, paces and steps requests in any order."""
+    """A state machine that adds, cancels, paces and steps requests in any order."""
 
     @initialize(
         num_blocks=st.integers(6, 24),
@@ -54,12 +54,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         length=st.integers(1, 16), families=st.integers(1, 3), n=st.integers(1, 4), data=st.data()
     )
     def arrive_with_a_known_prefix(self, length, families, n, data):
-        """Add a prompt that shares all tokens but the last with its family; choices share all of
-        it."""
+        """Add a prompt that shares all tokens but the last with its family.
+
+        The choices of the request share the whole prompt.
+        """
         family = data.draw(st.integers(1, families))
         prompt = (*(family * 100 + i for i in range(length)), data.draw(st.integers(0, 2)))
-        wanted = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
-        self.harness.add_choices(replace(wanted, tenant=data.draw(st.sampled_from("ab"))))
+        generation = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
+        self.harness.add_choices(replace(generation, tenant=data.draw(st.sampled_from("ab"))))
 
     @rule(prompt=st.integers(1, 16), family=st.integers(1, 3), last=st.integers(0, 2))
     def arrive_to_be_embedded(self, prompt, family, last):
@@ -70,10 +72,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=st.integers(1, 10), done=st.integers(1, 7))
     def arrive_half_way(self, prompt, done):
         """Add a request with tokens that another worker generated."""
-        wanted = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
+        generation = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
         key = len(self.harness.sequences)
-        begun = expected_output(Sequence.for_choice(key, wanted, ResumedChoice(0, ())))[:done]
-        self.harness.add_choices(replace(wanted, resumed=(ResumedChoice(0, tuple(begun)),)))
+        begun = expected_output(Sequence.for_choice(key, generation, ResumedChoice(0, ())))[:done]
+        self.harness.add_choices(replace(generation, resumed=(ResumedChoice(0, tuple(begun)),)))
 
     @rule(count=st.integers(1, 5))
     def steps(self, count):
@@ -124,7 +126,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 @pytest.mark.parametrize("policy", ["off", "fixed:4", "auto"])
 def test_preempted_sequences_get_all_their_tokens(policy: str) -> None:
-    """In a pool too small for all, preempted sequences are recomputed and miss no token."""
+    """Preempted sequences are recomputed in a small pool and miss no token."""
     harness = SchedulerHarness(num_blocks=9, max_num_seqs=4, policy=speculation_policy(policy))
     for _ in range(4):
         harness.add(prompt=6, max_tokens=26, drafts=4, ignore_eos=True)
@@ -133,7 +135,7 @@ def test_preempted_sequences_get_all_their_tokens(policy: str) -> None:
 
 
 def test_more_decodes_than_budget_take_turns() -> None:
-    """With 6 decodes and a budget of 2, each gets a token in every third step."""
+    """Each of 6 decodes emits a token in every third step with a budget of 2."""
     harness = SchedulerHarness(num_blocks=64, max_num_seqs=6, max_step_tokens=6)
     sequences = [harness.add(prompt=1, max_tokens=30, ignore_eos=True) for _ in range(6)]
     harness.step()
@@ -146,7 +148,7 @@ def test_more_decodes_than_budget_take_turns() -> None:
 
 
 def test_decodes_continue_during_a_long_prefill() -> None:
-    """A prompt of many chunks stalls no decode: each step gives every decode its token."""
+    """Every decode emits a token in each step of a long prefill."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=8)
     decode = harness.add(prompt=1, max_tokens=20, ignore_eos=True)
     harness.step()
@@ -158,20 +160,20 @@ def test_decodes_continue_during_a_long_prefill() -> None:
 
 
 def test_drafts_leave_budget_for_prefills() -> None:
-    """Decodes that could fill every step with drafts do not delay a new sequence's prefill."""
+    """Decodes with drafts for a full step do not delay the prefill of a new sequence."""
     harness = SchedulerHarness(num_blocks=200, max_num_seqs=5, max_step_tokens=20, wrong=1.0)
     for _ in range(4):
         harness.add(prompt=1, max_tokens=60, drafts=4, ignore_eos=True)
     harness.step()
     harness.step()
     newcomer = harness.add(prompt=32, max_tokens=1)
-    for _ in range(4):  # 8 tokens per step: decodes leave 16 tokens, half of them for drafts
+    for _ in range(4):  # 8 tokens per step, because decodes leave 16 tokens and drafts may use half
         harness.step()
     assert newcomer.state is SequenceState.FINISHED
 
 
 def test_drafts_leave_blocks_for_the_next_sequence() -> None:
-    """A new sequence whose prompt fits the free blocks is admitted at once, drafts or not."""
+    """The scheduler admits a new sequence whose prompt fits the free blocks despite drafts."""
     harness = SchedulerHarness(num_blocks=8, max_step_tokens=64, wrong=1.0)
     harness.add(prompt=4, max_tokens=20, drafts=12, ignore_eos=True)
     harness.step()
@@ -181,7 +183,7 @@ def test_drafts_leave_blocks_for_the_next_sequence() -> None:
 
 
 def test_drafts_shrink_to_the_free_blocks() -> None:
-    """A draft that needs an unavailable block is shortened instead of preempting a sequence."""
+    """The scheduler shortens a draft without a free block instead of preempting a sequence."""
     harness = SchedulerHarness(num_blocks=4, max_num_seqs=2, wrong=0.0)
     first = harness.add(prompt=4, max_tokens=4, drafts=3, ignore_eos=True)
     second = harness.add(prompt=4, max_tokens=4, drafts=3, ignore_eos=True)
@@ -190,12 +192,12 @@ def test_drafts_shrink_to_the_free_blocks() -> None:
 
 
 def test_preempted_sequences_return_in_order_of_arrival() -> None:
-    """An older preempted sequence precedes a younger one that was preempted before it."""
+    """An older preempted sequence precedes a younger sequence that was preempted earlier."""
     harness = SchedulerHarness(num_blocks=6, max_num_seqs=3)
     oldest, _, youngest = [harness.add(prompt=4, max_tokens=16, ignore_eos=True) for _ in range(3)]
     for _ in range(4):
         harness.step()
-    harness.set_budget(1)  # the oldest is served, so it comes last in the next step
+    harness.set_budget(1)  # The oldest sequence is served, so it is last in the next step.
     harness.step()
     harness.set_budget(16)
     harness.step()
@@ -207,7 +209,7 @@ def test_preempted_sequences_return_in_order_of_arrival() -> None:
 
 
 def test_unverified_offers_update_acceptance() -> None:
-    """While drafting is off, offers that agree raise the estimate, so that `auto` can resume."""
+    """Offers that agree raise the estimate while drafting is off, so that `auto` can resume."""
     harness = SchedulerHarness(policy=speculation_policy("off"), wrong=0.0)
     harness.add(prompt=2, max_tokens=20, drafts=3, ignore_eos=True)
     harness.run()
@@ -216,7 +218,7 @@ def test_unverified_offers_update_acceptance() -> None:
 
 
 def test_outcome_counts_drafted_and_accepted_tokens() -> None:
-    """With perfect drafts of 3 and 13 tokens: one prefill token, then three steps of 1 + 3."""
+    """Perfect drafts give 13 tokens in one prefill token and three steps of 1 + 3 tokens."""
     harness = SchedulerHarness(policy=speculation_policy("fixed:3"), wrong=0.0)
     harness.add(prompt=2, max_tokens=13, drafts=3, ignore_eos=True)
     harness.run()
@@ -227,13 +229,12 @@ def test_outcome_counts_drafted_and_accepted_tokens() -> None:
 
 
 def test_load_reports_queue_memory_and_price() -> None:
-    """The load counts running and waiting sequences; the price is positive in steps and 0 when
-    idle."""
+    """The load counts running and waiting sequences, and its price is 0 when idle."""
     harness = SchedulerHarness(num_blocks=16, max_num_seqs=1)
     for _ in range(2):
         harness.add(prompt=4, max_tokens=3, ignore_eos=True)
     harness.step()
-    harness.step()  # the first step that decodes
+    harness.step()  # The first step that decodes.
     load = harness.scheduler.load()
     assert (load.running, load.waiting, load.kv_blocks_total) == (1, 1, 16)
     assert load.kv_blocks_free < 16
@@ -244,7 +245,7 @@ def test_load_reports_queue_memory_and_price() -> None:
 
 
 def test_load_reports_speed() -> None:
-    """Capacity and budget are the limits; speeds are those of the fake device's steps of 1 ms."""
+    """The load has the configured limits and the speeds of the fake device's 1 ms steps."""
     harness = SchedulerHarness(num_blocks=400, max_num_seqs=2, max_step_tokens=16)
     for _ in range(2):
         harness.add(prompt=tuple(range(480)), max_tokens=300, drafts=3, ignore_eos=True)
@@ -277,7 +278,7 @@ def test_finished_sequences_cannot_change_state() -> None:
 
 
 def test_step_costs_are_learned_from_steps() -> None:
-    """A device half as fast as its profile is recognised after some hundred steps."""
+    """The scheduler recognises a device half as fast as its profile after some hundred steps."""
     harness = SchedulerHarness(num_blocks=400, max_num_seqs=4)
     for _ in range(4):
         harness.add(prompt=2, max_tokens=300, ignore_eos=True)
@@ -292,7 +293,7 @@ def test_step_costs_are_learned_from_steps() -> None:
 
 
 def test_step_size_counts_attention_pairs() -> None:
-    """A sequence adds one pair per attended token, for each token after its first."""
+    """A sequence adds one pair per attended token for each token after its first."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=64)
     harness.add(prompt=5, max_tokens=6, drafts=3, ignore_eos=True)
     harness.add(prompt=3, max_tokens=6, ignore_eos=True)
@@ -304,13 +305,13 @@ def test_step_size_counts_attention_pairs() -> None:
 
 
 def test_late_sequences_get_more_slots() -> None:
-    """Of two sequences with equal drafts, the one behind its target verifies more of them."""
+    """A late sequence verifies more draft tokens than a punctual sequence with an equal draft."""
     harness = SchedulerHarness(
         num_blocks=200, max_step_tokens=6, policy=speculation_policy("auto"), wrong=0.0
     )
-    usual = request(prompt=2, max_tokens=60, drafts=4, ignore_eos=True)
-    late = replace(usual, service=ServiceLevel(tpot_s=1e-6))
-    (patient,), (hasty,) = harness.add_choices(usual), harness.add_choices(late)
+    punctual = request(prompt=2, max_tokens=60, drafts=4, ignore_eos=True)
+    late = replace(punctual, service=ServiceLevel(tpot_s=1e-6))
+    (patient,), (hasty,) = harness.add_choices(punctual), harness.add_choices(late)
     while hasty.state is not SequenceState.FINISHED:
         harness.step()
     assert (hasty.weight, patient.weight) == (LATE_WEIGHT, 1.0)
@@ -319,10 +320,10 @@ def test_late_sequences_get_more_slots() -> None:
 
 
 def test_sequences_ahead_of_their_target_have_ordinary_weight() -> None:
-    """A sequence far ahead of its target has the weight of one without a target."""
+    """A sequence far ahead of its target has the weight of a sequence without a target."""
     harness = SchedulerHarness(num_blocks=64)
-    wanted = request(prompt=2, max_tokens=30, ignore_eos=True)
-    (ahead,) = harness.add_choices(replace(wanted, service=ServiceLevel(tpot_s=10.0)))
+    generation = request(prompt=2, max_tokens=30, ignore_eos=True)
+    (ahead,) = harness.add_choices(replace(generation, service=ServiceLevel(tpot_s=10.0)))
     harness.run()
     assert ahead.weight == 1.0
 
@@ -330,8 +331,8 @@ def test_sequences_ahead_of_their_target_have_ordinary_weight() -> None:
 def long_steps(batching: str, tpot_s: float) -> list[float]:
     """Return the predicted seconds of steps with a targeted decode beside a long prompt."""
     harness = SchedulerHarness(num_blocks=200, max_step_tokens=256, batching=batching)
-    wanted = request(prompt=2, max_tokens=80, ignore_eos=True)
-    (decode,) = harness.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
+    generation = request(prompt=2, max_tokens=80, ignore_eos=True)
+    (decode,) = harness.add_choices(replace(generation, service=ServiceLevel(tpot_s=tpot_s)))
     harness.step()
     harness.add(prompt=240, max_tokens=1)
     steps = []
@@ -342,7 +343,7 @@ def long_steps(batching: str, tpot_s: float) -> list[float]:
 
 
 def test_no_decode_waits_for_a_whole_prefill() -> None:
-    """Under `slack`, no step exceeds the decode's target or the minimum share of prompts."""
+    """No step under `slack` exceeds the decode's target or the minimum share of prompts."""
     least_s = max(LEAST_STRETCH * COST.seconds(1, 400, 1), COST.seconds(1 + LEAST_CHUNK, 400, 2))
     assert max(long_steps("slack", 2e-3)) <= least_s
     assert 4e-3 < max(long_steps("slack", 5e-3)) <= 5e-3
@@ -350,14 +351,14 @@ def test_no_decode_waits_for_a_whole_prefill() -> None:
 
 
 def test_drafting_time_reduces_prefill_budget() -> None:
-    """Prompts get the part of the target that the step and its drafting leave."""
+    """Prompts receive the remaining target after the step and its drafting."""
     depth_s, tpot_s = 1e-3, 9e-3
     harness = SchedulerHarness(num_blocks=200, max_step_tokens=256)
     harness.scheduler._drafting._proposers["draft_model"]._depth_s = depth_s
-    wanted = request(prompt=2, max_tokens=80, drafts=4, proposer="draft_model", ignore_eos=True)
-    (decode,) = harness.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
+    generation = request(prompt=2, max_tokens=80, drafts=4, proposer="draft_model", ignore_eos=True)
+    (decode,) = harness.add_choices(replace(generation, service=ServiceLevel(tpot_s=tpot_s)))
     harness.step()
-    harness.step()  # drafts for the first time
+    harness.step()  # The sequence drafts for the first time.
     harness.add(prompt=240, max_tokens=1)
     waits_s = []
     while harness.open != [decode]:
@@ -369,14 +370,13 @@ def test_drafting_time_reduces_prefill_budget() -> None:
 
 
 def test_prefill_first_and_decode_first_order_steps() -> None:
-    """A prompt stalls decodes under `prefill_first`, and waits for all of them under
-    `decode_first`."""
+    """A prompt stalls decodes under `prefill_first` and waits for decodes under `decode_first`."""
     for batching, together in (("prefill_first", False), ("decode_first", False), ("slack", True)):
         harness = SchedulerHarness(num_blocks=200, max_step_tokens=64, batching=batching)
         decode = harness.add(prompt=2, max_tokens=12, ignore_eos=True)
         harness.step()
         newcomer = harness.add(prompt=40, max_tokens=2, ignore_eos=True)
-        fed = {work.sequence for work in harness.step().work}
-        assert (fed == {decode, newcomer}) == together
-        assert newcomer in fed or batching == "decode_first"
+        computed = {work.sequence for work in harness.step().work}
+        assert (computed == {decode, newcomer}) == together
+        assert newcomer in computed or batching == "decode_first"
         harness.run()

@@ -1,4 +1,4 @@
-"""The worker core: requests in, deltas out."""
+"""The worker core, which turns requests into deltas."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class WorkerHarness:
         for each in requests:
             self.worker.admission.check(each)
             self.worker.submit(each)
-        got: dict[tuple[str, int], list[Delta]] = {}
+        deltas_by_choice: dict[tuple[str, int], list[Delta]] = {}
         while (deltas := self.step()) is not None:
             for request_id, delta in deltas:
-                got.setdefault((request_id, delta.choice), []).append(delta)
+                deltas_by_choice.setdefault((request_id, delta.choice), []).append(delta)
         assert self.worker.open_requests == ()
         assert self.blocks.num_free == self.blocks.num_blocks
-        return got
+        return deltas_by_choice
 
-    def run_one(self, one: GenerationRequest) -> list[Delta]:
-        return self.run(one)[one.request_id, 0]
+    def run_one(self, generation: GenerationRequest) -> list[Delta]:
+        return self.run(generation)[generation.request_id, 0]
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:
@@ -77,8 +77,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
 def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
-    """Tokens accepted after a stop string do not count, so the result is the same as without
-    drafts."""
+    """The output excludes tokens accepted after a stop string."""
     ids = encode("def f(x):\n    return x + 1\n\n\nclass C: pass # and more of it")
     harness = WorkerHarness(scripted(*ids))
     plain = harness.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
@@ -94,7 +93,7 @@ def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3, 8])
 def test_end_token_ends_the_output_without_text(drafts: int) -> None:
-    """An end-of-sequence token counts as a token, adds no text, and is the last one."""
+    """An end-of-sequence token counts as the last token and adds no text."""
     ids = [*encode("x = 1"), EOS, *encode("never shown")]
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
     assert text_of(deltas) == "x = 1"
@@ -103,7 +102,7 @@ def test_end_token_ends_the_output_without_text(drafts: int) -> None:
 
 
 def test_ignore_eos_continues_to_max_tokens() -> None:
-    """With `ignore_eos` the end token is an ordinary token."""
+    """The end token is an ordinary token with `ignore_eos`."""
     ids = [*encode("a"), EOS, *encode(" b")]
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), ignore_eos=True))
     assert tokens_of(deltas) == ids
@@ -111,7 +110,7 @@ def test_ignore_eos_continues_to_max_tokens() -> None:
 
 
 def test_stop_string_at_the_last_token_is_reported_as_stop() -> None:
-    """If one token reaches both the length and a stop string, the reason is `stop`."""
+    """The reason is `stop` if a token reaches both the length and a stop string."""
     ids = encode("a = b\n")
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
     assert text_of(deltas) == "a = b"
@@ -119,7 +118,7 @@ def test_stop_string_at_the_last_token_is_reported_as_stop() -> None:
 
 
 def test_held_back_text_is_returned_at_the_end() -> None:
-    """The beginning of an incomplete stop string is part of the text."""
+    """The worker returns the beginning of an incomplete stop string at the end."""
     ids = encode("a\n")
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n\n\n",)))
     assert text_of(deltas) == "a\n"
@@ -127,11 +126,11 @@ def test_held_back_text_is_returned_at_the_end() -> None:
 
 def test_every_choice_ends_once_with_its_own_outcome() -> None:
     """Each of n choices has its own tokens, one last delta, and its own speculation outcome."""
-    one = request(max_tokens=10, drafts=4, n=3, ignore_eos=True)
-    got = WorkerHarness().run(one)
-    assert sorted(choice for _, choice in got) == [0, 1, 2]
-    assert len({tuple(tokens_of(deltas)) for deltas in got.values()}) == 3
-    for deltas in got.values():
+    generation = request(max_tokens=10, drafts=4, n=3, ignore_eos=True)
+    deltas_by_choice = WorkerHarness().run(generation)
+    assert sorted(choice for _, choice in deltas_by_choice) == [0, 1, 2]
+    assert len({tuple(tokens_of(deltas)) for deltas in deltas_by_choice.values()}) == 3
+    for deltas in deltas_by_choice.values():
         assert len(tokens_of(deltas)) == 10
         assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert [d.outcome for d in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -141,35 +140,35 @@ def test_every_choice_ends_once_with_its_own_outcome() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancel_frees_every_choice_at_once(steps: int) -> None:
-    """A cancelled request, queued or running, owns no blocks and gets no more deltas."""
+    """A cancelled request, queued or running, owns no blocks and receives no more deltas."""
     harness = WorkerHarness(max_num_seqs=2)
-    gone, stays = request(max_tokens=20, n=3, ignore_eos=True), request(max_tokens=5)
-    for each in (gone, stays):
+    cancelled, remaining = request(max_tokens=20, n=3, ignore_eos=True), request(max_tokens=5)
+    for each in (cancelled, remaining):
         harness.worker.submit(each)
     for _ in range(steps):
         harness.step()
-    harness.worker.cancel(gone.request_id)
+    harness.worker.cancel(cancelled.request_id)
     assert harness.blocks.num_free == harness.blocks.num_blocks
-    harness.worker.cancel(gone.request_id)
-    assert harness.worker.open_requests == (stays.request_id,)
+    harness.worker.cancel(cancelled.request_id)
+    assert harness.worker.open_requests == (remaining.request_id,)
     while (deltas := harness.step()) is not None:
-        assert {request_id for request_id, _ in deltas} == {stays.request_id}
+        assert {request_id for request_id, _ in deltas} == {remaining.request_id}
     assert harness.worker.open_requests == ()
 
 
 def test_cancel_between_plan_and_result_drops_the_result() -> None:
-    """A request cancelled during a step gets no tokens of that step."""
+    """A request cancelled during a step receives no tokens of that step."""
     harness = WorkerHarness()
-    one = request(max_tokens=9)
-    harness.worker.submit(one)
+    generation = request(max_tokens=9)
+    harness.worker.submit(generation)
     plan = harness.worker.plan()
-    harness.worker.cancel(one.request_id)
+    harness.worker.cancel(generation.request_id)
     assert harness.worker.complete(plan, FakeExecutor().execute(plan)) == []
     assert harness.blocks.num_free == harness.blocks.num_blocks
 
 
 def test_set_pace_applies_to_all_choices() -> None:
-    """All choices of a paused request wait; unknown and finished ids are ignored."""
+    """All choices of a paused request wait, and unknown and finished ids are ignored."""
     harness = WorkerHarness()
     slow, fast = request(max_tokens=9, n=2, ignore_eos=True), request(max_tokens=9)
     harness.worker.submit(slow)
@@ -187,7 +186,7 @@ def test_set_pace_applies_to_all_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "param", "words"),
+    ("generation", "param", "words"),
     [
         (request(prompt=190, max_tokens=11), "max_tokens", r"context holds 200 .* 190 and 11"),
         (request(prompt=201, max_tokens=1), "prompt", "context holds 200"),
@@ -199,10 +198,10 @@ def test_set_pace_applies_to_all_choices() -> None:
     ],
     ids=["output", "prompt", "pool", "unknown", "negative", "empty", "bias"],
 )
-def test_requests_beyond_the_limits_are_rejected(one, param, words) -> None:
-    """The error names the parameter and both numbers; requests at the limits are accepted."""
+def test_requests_beyond_the_limits_are_rejected(generation, param, words) -> None:
+    """The error names the parameter and both numbers, and requests at the limits are accepted."""
     harness = WorkerHarness(num_blocks=32 if "pool" in words else 64, max_model_len=200)
     with pytest.raises(RequestRejected, match=words) as refused:
-        harness.worker.admission.check(one)
+        harness.worker.admission.check(generation)
     assert refused.value.param == param
     WorkerHarness(max_model_len=200).worker.admission.check(request(prompt=190, max_tokens=10))

@@ -19,5 +19,5 @@ def shipped() -> Model:
 
 @pytest.fixture
 def checkpoint_copy(tmp_path: Path) -> Path:
-    """A copy of the shipped checkpoint to damage."""
+    """A copy of the shipped checkpoint that a test may damage."""
     return Path(shutil.copytree(SHIPPED_MODEL, tmp_path / "model"))

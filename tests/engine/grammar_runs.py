@@ -37,7 +37,7 @@ def regex_spec(pattern: str) -> GrammarSpec:
 
 
 def satisfies(schema: dict[str, Any], text: str) -> bool:
-    """Return whether a text is JSON that the schema allows, formats included."""
+    """Return whether a text is JSON that the schema allows, including formats."""
     return _CHECK(schema, format_checker=_CHECK.FORMAT_CHECKER).is_valid(json.loads(text))
 
 
@@ -50,8 +50,8 @@ def next_mask(grammar: LlGrammar) -> bytes:
     return grammar.masks(Draft())[0]
 
 
-def completed(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> list[int]:
-    """Continue a grammar at random until it may end; return the added tokens."""
+def complete(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> list[int]:
+    """Continue a grammar at random until it may end and return the added tokens."""
     ends, tokens = set(eos_ids), []
     while not ends & set(allowed := tokens_in(next_mask(grammar))):
         tokens.append(rng.choice(allowed))
@@ -67,7 +67,7 @@ def grammars_of(model: Model) -> LlGrammars:
 
 @dataclass
 class GrammarOutput:
-    """The output of one choice."""
+    """The tokens, text and finish reason of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -77,17 +77,19 @@ class GrammarOutput:
 
 @dataclass
 class GrammarRun:
-    """The outputs of a run by request and choice, and its counters."""
+    """The outputs of a run by (request, choice) and its counters."""
 
-    held: dict[tuple[str, int], GrammarOutput] = field(default_factory=dict)
+    outputs: dict[tuple[str, int], GrammarOutput] = field(default_factory=dict)
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
     preemptions: int = 0
 
 
-def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> GrammarRun:
-    """Run all requests to completion on a new worker with grammars."""
+def run_with_grammars(
+    model: Model, requests: Iterable[GenerationRequest], setup: Setup
+) -> GrammarRun:
+    """Run all requests with grammars to completion on a new worker."""
     engine, run = Engine(model, setup), GrammarRun()
     worker = WorkerCore(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
     for request in requests:
@@ -97,11 +99,11 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
     for step in run_until_idle(worker, engine.runner):
         run.steps += 1
         for request_id, delta in step.deltas:
-            held = run.held.setdefault((request_id, delta.choice), GrammarOutput())
-            held.tokens += delta.token_ids
-            held.text += delta.text
-            held.logprobs += delta.logprobs
-            held.reason = delta.finish_reason
+            output = run.outputs.setdefault((request_id, delta.choice), GrammarOutput())
+            output.tokens += delta.token_ids
+            output.text += delta.text
+            output.logprobs += delta.logprobs
+            output.reason = delta.finish_reason
             if delta.outcome is not None:
                 run.drafted += delta.outcome.num_drafted_tokens
                 run.accepted += delta.outcome.num_accepted_tokens
@@ -110,30 +112,32 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
     return run
 
 
-def under(request: GenerationRequest, grammar: GrammarSpec) -> GenerationRequest:
-    """Return the request with a grammar."""
+def with_grammar(request: GenerationRequest, grammar: GrammarSpec) -> GenerationRequest:
+    """Return a copy of the request with a grammar."""
     return replace(request, grammar=grammar)
 
 
-def check_held(model: Model, held: GrammarOutput, schema: dict[str, Any]) -> None:
-    """Check that an output satisfies its schema, or, if it was cut, can be completed to."""
+def check_output(model: Model, output: GrammarOutput, schema: dict[str, Any]) -> None:
+    """Check that an output satisfies its schema or, after a cut, can be completed."""
     tokenizer: Tokenizer = model.tokenizer
     grammar = grammars_of(model).start(schema_spec(schema))
-    said = [token for token in held.tokens if token not in model.config.eos_ids]
-    assert grammar.legal(said) == len(said)
-    if held.reason is FinishReason.STOP:
-        assert held.tokens[-1] in model.config.eos_ids
-        assert held.text == tokenizer.decode(said)
+    text_tokens = [token for token in output.tokens if token not in model.config.eos_ids]
+    assert grammar.legal(text_tokens) == len(text_tokens)
+    if output.reason is FinishReason.STOP:
+        assert output.tokens[-1] in model.config.eos_ids
+        assert output.text == tokenizer.decode(text_tokens)
     else:
-        assert held.reason is FinishReason.LENGTH
-        assert said == held.tokens
-        for token in said:
+        assert output.reason is FinishReason.LENGTH
+        assert text_tokens == output.tokens
+        for token in text_tokens:
             grammar.accept(token)
-        said += completed(grammar, model.config.eos_ids, random.Random(len(said)))
-    assert satisfies(schema, tokenizer.decode(said))
+        text_tokens += complete(grammar, model.config.eos_ids, random.Random(len(text_tokens)))
+    assert satisfies(schema, tokenizer.decode(text_tokens))
 
 
-def walks(grammars: LlGrammars, spec: GrammarSpec, eos: int, seed: int) -> Iterator[list[int]]:
+def allowed_prefixes(
+    grammars: LlGrammars, spec: GrammarSpec, eos: int, seed: int
+) -> Iterator[list[int]]:
     """Yield every prefix of a random text that the grammar allows."""
     grammar, rng = grammars.start(spec), random.Random(seed)
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Drives an engine worker step by step, without threads, so every run is deterministic."""
+"""A harness that drives an engine worker step by step, without threads."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from draftgate.policies.types import (
 MAX_MODEL_LEN = 1024
 
 COST = StepCost((16, 32, 64, 128), (1e-3, 1.4e-3, 2e-3, 3.5e-3), sequence_s=1e-4)
-"""Fixed, so that the decisions of `auto` do not depend on the machine."""
+"""A fixed cost, so that the decisions of `auto` do not depend on the machine."""
 
 IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram", "draft_model", "sparse_self"))
 
 
 @dataclass(eq=False)
 class Model:
-    """A loaded checkpoint; bfloat16 is loaded with exact bits."""
+    """A loaded checkpoint, with exact rows if the dtype is bfloat16."""
 
     directory: Path
     dtype: torch.dtype = torch.float32
@@ -81,7 +81,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is batched and drafted, which must not change a token."""
+    """The batching, drafting and memory of a run, which must not change its tokens."""
 
     policy: SpeculationPolicy = field(default_factory=Off)
     proposers: Callable[[Engine], dict[str, Proposer]] = lambda engine: {"ngram": NgramProposer()}
@@ -92,7 +92,7 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """The results of a run by (request, choice), and its counters."""
+    """The results of a run by (request, choice) and its counters."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     text: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Engine:
         )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
-        """Run all requests to completion."""
+        """Run all requests to completion and return the outcome."""
         outcome = Outcome()
         for request in requests:
             self.worker.admission.check(request)
@@ -135,18 +135,18 @@ class Engine:
         sequences = self.scheduler.waiting
         for step in run_until_idle(self.worker, self.runner):
             for request_id, delta in step.deltas:
-                note(outcome, request_id, delta)
+                add_delta(outcome, request_id, delta)
         outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
         outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
         return outcome
 
 
 def run(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Outcome:
-    """Run all requests to completion on a new worker."""
+    """Run all requests to completion on a new worker and return the outcome."""
     return Engine(model, setup).run(requests)
 
 
-def note(outcome: Outcome, request_id: str, delta: Delta) -> None:
+def add_delta(outcome: Outcome, request_id: str, delta: Delta) -> None:
     """Add a delta to the results of a run."""
     key = (request_id, delta.choice)
     outcome.tokens.setdefault(key, []).extend(delta.token_ids)
@@ -181,14 +181,14 @@ def request(
     return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed, grammar=grammar)
 
 
-def to_embed(request_id: str, prompt_ids: Iterable[int]) -> GenerationRequest:
+def embedding_request(request_id: str, prompt_ids: Iterable[int]) -> GenerationRequest:
     """Create a request for the embedding of a prompt."""
     return replace(request(request_id, prompt_ids, Off(), max_tokens=0), task=Task.EMBED)
 
 
 @dataclass(frozen=True)
 class RandomSlots:
-    """An adversarial policy: random numbers of slots for random sequences."""
+    """An adversarial policy that gives random numbers of slots to random sequences."""
 
     rng: random.Random
     name: str = "random"
@@ -212,7 +212,7 @@ class RandomSlots:
 
 
 class HostileProposer:
-    """Proposes n-gram drafts with random tokens and branches mixed in."""
+    """A proposer of n-gram drafts with random tokens and branches."""
 
     def __init__(self, vocab_size: int, rng: random.Random) -> None:
         self._ngram = NgramProposer()
@@ -226,12 +226,12 @@ class HostileProposer:
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        found = self._ngram.propose(requests)
-        return [self._spoil(d, r.max_tokens) for d, r in zip(found, requests, strict=True)]
+        drafts = self._ngram.propose(requests)
+        return [self._spoil(d, r.max_tokens) for d, r in zip(drafts, requests, strict=True)]
 
-    def _spoil(self, found: Draft, most: int) -> Draft:
-        """Replace a fifth of the tokens, and add random branches."""
-        rng, tokens, parents = self._rng, list(found.token_ids), list(found.parents)
+    def _spoil(self, drafts: Draft, most: int) -> Draft:
+        """Replace a fifth of the tokens and add random branches."""
+        rng, tokens, parents = self._rng, list(drafts.token_ids), list(drafts.parents)
         parents = parents or list(range(-1, len(tokens) - 1))
         while len(tokens) < most and rng.random() < (0.5 if tokens else 0.9):
             parents.append(rng.randrange(-1, len(tokens)))
@@ -239,8 +239,8 @@ class HostileProposer:
         for place in range(len(tokens)):
             if rng.random() < 0.2:
                 tokens[place] = rng.randrange(self._vocab_size)
-        kept = Draft(tuple(tokens), tuple(parents))
-        return kept.select([place for place in range(len(kept)) if _is_only(kept, place)])
+        spoiled = Draft(tuple(tokens), tuple(parents))
+        return spoiled.select([place for place in range(len(spoiled)) if _is_only(spoiled, place)])
 
     def forget(self, sequence: Sequence) -> None:
         self._ngram.forget(sequence)

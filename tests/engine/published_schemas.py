@@ -1,7 +1,7 @@
 """Random JSON schemas for measurements and tests.
 
-Objects have required properties, so that `{}` is not valid; strings, lists and numbers are bounded.
-A few are recursive, so the texts that they allow are unbounded.
+Objects have required properties, so `{}` is not valid. Strings, lists and numbers are bounded. Some
+schemas are recursive and therefore allow unbounded texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 Schema = dict[str, Any]
 
 _DEPTH: Final = 3
-"""Containers within containers; deeper ones hold single values."""
+"""The maximum nesting of containers. Deeper values are scalars."""
 
 _NAMES: Final = (
     "name", "kind", "value", "user_id", "is_active", "created at", "path", "größe", "next",
@@ -30,16 +30,16 @@ _FORMATS: Final = ("date", "time", "uuid", "ipv4")
 
 
 def random_schemas(count: int, *, seed: int = 0) -> list[Schema]:
-    """Return schemas of objects with required properties, determined by the seed.
+    """Return object schemas with required properties, determined by the seed.
 
-    A shorter list is a prefix of a longer one.
+    A shorter list is a prefix of a longer list with the same seed.
     """
     rng = random.Random(seed)
     return [_root(rng) for _ in range(count)]
 
 
 def _root(rng: random.Random) -> Schema:
-    """Return an object schema; some share a part between properties, or are recursive."""
+    """Return an object schema, which may share a part between properties or be recursive."""
     if rng.random() < 0.7:
         return _object(rng, _DEPTH, least=1)
     shared = _object(rng, 1, least=1) if rng.random() < 0.5 else _scalar(rng)
@@ -65,7 +65,8 @@ def _value(rng: random.Random, depth: int) -> Schema:
 
 
 def _object(rng: random.Random, depth: int, *, least: int = 0) -> Schema:
-    """Return an object with at least this number of properties, most of them required."""
+    """Return an object schema with at least this number of properties, most of which are
+    required."""
     names = rng.sample(_NAMES, rng.randint(max(least, 1), 4))
     required = [name for name in names if rng.random() < 0.8] or names[:least]
     return _closed({name: _value(rng, depth) for name in names}, required)
@@ -103,7 +104,7 @@ def _integer(rng: random.Random) -> Schema:
 
 
 def _number(rng: random.Random) -> Schema:
-    # Digits have no end otherwise.
+    # Numbers could have any number of digits otherwise.
     return {"type": "number", "multipleOf": 0.25, "minimum": rng.randint(-3, 3), "maximum": 64}
 
 

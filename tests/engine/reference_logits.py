@@ -1,4 +1,4 @@
-"""Slow references for the changes to logits, in plain Python."""
+"""Slow reference implementations of changes to logits, in plain Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def adjusted(
     sampling: SamplingParams,
     eos_ids: Collection[int] = (),
 ) -> list[float]:
-    """Apply bias, penalties and min_tokens to one row, token by token, in double precision."""
+    """Apply bias, penalties and min_tokens to a row token by token, in double precision."""
     bias = dict(sampling.logit_bias)
     found = []
     for token, logit in enumerate(logits):
@@ -31,7 +31,7 @@ def adjusted(
 
 
 def logprobs(logits: Sequence[float]) -> list[float]:
-    """Return the log-softmax of one row, in double precision."""
+    """Return the log-softmax of a row, in double precision."""
     best = max(logits)
     log_sum = best + math.log(math.fsum(math.exp(value - best) for value in logits))
     return [value - log_sum for value in logits]

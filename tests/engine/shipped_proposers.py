@@ -26,8 +26,8 @@ MODES = (
 )
 
 
-def mixed(index: int) -> SpeculationMode:
-    """Return the mode of the request at this index, so that a batch has all modes."""
+def mode_of(index: int) -> SpeculationMode:
+    """Return the speculation mode for this request index, so that a batch has all modes."""
     return MODES[index % len(MODES)]
 
 
@@ -40,7 +40,7 @@ def shipped_draft(dtype: torch.dtype, window: int | None = SHIPPED_DRAFT_WINDOW)
 
 
 def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
-    """Create all proposers; sparse drafts have a small budget, so that some are wrong."""
+    """Create all proposers, with a small budget that makes some sparse drafts wrong."""
     config = WorkerConfig(
         verify=engine.model.verify,
         **{"sparse_budget_tokens": 48, "max_step_tokens": 64, "max_num_seqs": 16, **settings},
@@ -51,6 +51,6 @@ def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
 
 
 def every_proposer_and_a_hostile_one(engine: Engine) -> dict[str, Proposer]:
-    """Create all proposers, with a hostile one in place of n-gram."""
+    """Create all proposers, with a hostile proposer in place of n-gram."""
     hostile = HostileProposer(engine.model.config.vocab_size, random.Random(6))
     return every_proposer(engine) | {"ngram": hostile}

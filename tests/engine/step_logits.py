@@ -1,4 +1,4 @@
-"""Logits of every token of a text, computed in steps of any sizes."""
+"""Logits of every token of a text, computed in steps of any size."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from draftgate.backends.engine.weights import load_weights
 
 
 class Table:
-    """A stand-in for a sequence: only the block table that the runner reads."""
+    """A stand-in for a sequence that has only a block table."""
 
     def __init__(self, blocks: list[int]) -> None:
         self.block_table = blocks
 
 
 def runner_of(directory: Path, num_blocks: int = 256) -> Runner:
-    """Load a checkpoint in float32, with a KV pool of its own."""
+    """Load a checkpoint in float32 with its own KV pool."""
     decoder = _load(directory)
     return Runner(decoder, KvPool(decoder.config, num_blocks, torch.float32))
 
 
 def shipped_runner(num_blocks: int = 256) -> Runner:
-    """The shipped model, loaded once for all tests, with a KV pool of its own."""
+    """Return a runner of the shipped model, loaded once for all tests, with its own KV pool."""
     decoder = _shipped()
     return Runner(decoder, KvPool(decoder.config, num_blocks, torch.float32))
 
@@ -48,13 +48,13 @@ def _load(directory: Path) -> Decoder:
 
 
 def blocks_of(index: int, tokens: int) -> Table:
-    """Return consecutive blocks that no other index has."""
+    """Return consecutive blocks that belong only to this index."""
     count = -(-tokens // BLOCK_TOKENS)
     return Table(list(range(index * count, (index + 1) * count)))
 
 
 def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork:
-    """Feed tokens[start:stop] as drafts, to get the logits of all of them."""
+    """Return the step work that feeds tokens[start:stop] as drafts to compute all their logits."""
     first, *drafts = tokens[start:stop]
     return SequenceWork(table, start, (first,), True, Draft(tuple(drafts)))
 
@@ -62,7 +62,7 @@ def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork
 def logits_in_steps(
     runner: Runner, table: Table, tokens: list[int], edges: list[int]
 ) -> torch.Tensor:
-    """Return the logits of all tokens, fed in steps between the edges."""
+    """Return the logits of all tokens, computed in steps between the edges."""
     return torch.cat(
         [runner.logits(StepPlan((work(table, tokens, a, b),))) for a, b in pairwise(edges)]
     )

@@ -23,10 +23,10 @@ from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import request
 
 SMALL = WorkerConfig(device="cpu", max_model_len=512, kv_bytes=4 << 20, threads=1)
-"""42 blocks of 16 tokens: a dozen long sequences preempt each other."""
+"""A pool of 42 blocks of 16 tokens, in which a dozen long sequences preempt each other."""
 
 
-# One event loop for all tests, so that they can share an engine.
+# All tests use one event loop, so that they can share an engine.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -43,7 +43,7 @@ async def started() -> AsyncIterator[EngineBackend]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend() -> AsyncIterator[EngineBackend]:
-    """An engine for all tests that leave it idle and usable."""
+    """A shared engine for tests that leave it idle and usable."""
     async with started() as engine:
         yield engine
 
@@ -55,17 +55,17 @@ async def fresh_backend() -> AsyncIterator[EngineBackend]:
         yield engine
 
 
-async def collect(backend: EngineBackend, wanted: GenerationRequest) -> dict[int, list[int]]:
-    """Return the tokens of each choice; every choice must end exactly once."""
-    tokens: dict[int, list[int]] = {choice: [] for choice in range(wanted.n)}
+async def collect(backend: EngineBackend, generation: GenerationRequest) -> dict[int, list[int]]:
+    """Return the tokens of each choice and check that every choice ends exactly once."""
+    tokens: dict[int, list[int]] = {choice: [] for choice in range(generation.n)}
     ended: list[int] = []
-    async with aclosing(backend.generate(wanted)) as deltas:
+    async with aclosing(backend.generate(generation)) as deltas:
         async for delta in deltas:
             assert delta.choice not in ended
             tokens[delta.choice].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 ended.append(delta.choice)
-    assert sorted(ended) == list(range(wanted.n))
+    assert sorted(ended) == list(range(generation.n))
     return tokens
 
 
@@ -94,30 +94,30 @@ async def until_free(backend: EngineBackend) -> None:
 async def test_64_streams_do_not_mix_and_100_disconnects_leak_nothing(
     backend: EngineBackend,
 ) -> None:
-    """Concurrent streams equal their solo runs, and cancelled ones free all blocks."""
+    """Concurrent streams equal their solo runs, and cancelled streams free all blocks."""
     free = backend.load().kv_blocks_free
-    wanted = requests(backend, 64, 24)
-    together = await asyncio.gather(*(collect(backend, one) for one in wanted))
-    for one, tokens in zip(wanted, together, strict=True):
-        assert await collect(backend, one) == tokens
+    generation = requests(backend, 64, 24)
+    streamed = await asyncio.gather(*(collect(backend, each) for each in generation))
+    for each, tokens in zip(generation, streamed, strict=True):
+        assert await collect(backend, each) == tokens
     rng = random.Random(0)
     leavers = requests(backend, 10, 40)
     for _ in range(10):
-        await asyncio.gather(*(disconnect(backend, one, rng.randint(0, 6)) for one in leavers))
+        await asyncio.gather(*(disconnect(backend, each, rng.randint(0, 6)) for each in leavers))
     await until_free(backend)
     assert backend.load().kv_blocks_free == free
 
 
-async def disconnect(backend: EngineBackend, wanted: GenerationRequest, after: int) -> None:
+async def disconnect(backend: EngineBackend, generation: GenerationRequest, after: int) -> None:
     """Read `after` deltas and disconnect."""
-    async with aclosing(backend.generate(wanted)) as deltas:
+    async with aclosing(backend.generate(generation)) as deltas:
         for _ in range(after):
             if await anext(deltas, None) is None:
                 return
 
 
 async def test_request_longer_than_the_context_is_rejected(backend: EngineBackend) -> None:
-    """The error names both lengths, and the request is not queued."""
+    """The engine rejects the request with both lengths and does not queue it."""
     policy = speculation_policy("auto")
     with pytest.raises(RequestRejected, match=r"512 tokens, but the prompt has 600") as caught:
         backend.check(request("long", [1] * 600, policy, max_tokens=1))
@@ -139,15 +139,15 @@ async def test_stream_ends_with_a_finish_reason(backend: EngineBackend) -> None:
 async def test_error_in_a_step_ends_every_stream(
     fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failing step ends open streams and later requests with its error."""
+    """A failing step ends all open streams and rejects later requests with its error."""
 
     def broken(self: Runner, plan: object) -> None:
         raise RuntimeError("the device is on fire")
 
     monkeypatch.setattr(Runner, "execute", broken)
-    for wanted in requests(fresh_backend, 3, 8):
+    for generation in requests(fresh_backend, 3, 8):
         with pytest.raises(BackendFailed, match="on fire"):
-            await collect(fresh_backend, wanted)
+            await collect(fresh_backend, generation)
     assert "on fire" in str(fresh_backend.failure)
 
 
@@ -160,7 +160,7 @@ async def test_missing_checkpoint_fails_the_start(tmp_path) -> None:
 
 
 async def test_stopping_ends_open_streams_with_an_error(fresh_backend: EngineBackend) -> None:
-    """A stream that is open when the backend stops ends with an error, not silently."""
+    """A stream that is open when the backend stops ends with an error."""
     stream = fresh_backend.generate(requests(fresh_backend, 1, 400)[0])
     await anext(stream)
     await fresh_backend.stop()
@@ -170,7 +170,7 @@ async def test_stopping_ends_open_streams_with_an_error(fresh_backend: EngineBac
 
 
 async def test_extreme_sampling_values_are_honoured(backend: EngineBackend) -> None:
-    """A tiny temperature is greedy, a huge top-k is off, and the largest seed works."""
+    """A tiny temperature is greedy, a huge top-k has no effect, and the largest seed works."""
     prompt, off = held_out_prompts(backend.tokenizer, 1, most=40)[0], speculation_policy("off")
 
     async def tokens(**sampling: object) -> dict[int, list[int]]:
@@ -185,12 +185,12 @@ async def test_extreme_sampling_values_are_honoured(backend: EngineBackend) -> N
 
 
 async def test_engine_passes_the_backend_conformance_suite() -> None:
-    """The conformance suite for backends passes on the engine."""
+    """The engine passes the conformance suite for backends."""
     await check_backend(EngineBackend(SMALL))
 
 
 async def test_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
-    """The startup probe finds rows exact, and the numerics class says so."""
+    """The startup probe finds exact rows, and the numerics class reports exactness."""
     assert str(backend.card.numerics_class).endswith("/exact")
     assert backend.card.capabilities.exact
 
@@ -198,22 +198,22 @@ async def test_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
 async def test_engine_with_only_paused_requests_sleeps(
     backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread waits for a command instead of planning in a loop, and resuming wakes it."""
-    (wanted,) = requests(backend, 1, 40)
-    alone = await collect(backend, wanted)
+    """The engine thread waits for a command instead of planning, and a resume starts it again."""
+    (generation,) = requests(backend, 1, 40)
+    alone = await collect(backend, generation)
     asleep, sleep = threading.Event(), EngineLoop._sleep
 
-    def noted(self: EngineLoop) -> None:
+    def recorded(self: EngineLoop) -> None:
         asleep.set()
         sleep(self)
 
-    stream = backend.generate(wanted)
+    stream = backend.generate(generation)
     first = await anext(stream)
-    monkeypatch.setattr(EngineLoop, "_sleep", noted)
-    backend.set_pace(wanted.request_id, Pace.PAUSED)
+    monkeypatch.setattr(EngineLoop, "_sleep", recorded)
+    backend.set_pace(generation.request_id, Pace.PAUSED)
     assert await asyncio.to_thread(asleep.wait, 60)
     assert (backend.load().running, backend.load().paused) == (0, 1)
-    backend.set_pace(wanted.request_id, Pace.FULL)
+    backend.set_pace(generation.request_id, Pace.FULL)
     rest = [token async for delta in stream for token in delta.token_ids]
     assert [*first.token_ids, *rest] == alone[0]
 
@@ -221,7 +221,7 @@ async def test_engine_with_only_paused_requests_sleeps(
 async def test_hanging_step_does_not_block_stopping(
     fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopping waits for a step for a bounded time, and its streams end with an error."""
+    """Stopping waits for a hanging step for a bounded time, and its streams end with an error."""
     monkeypatch.setattr("draftgate.backends.engine.backend.STOP_S", 0.05)
     release, hangs = threading.Event(), threading.Event()
     launch = Runner.launch
@@ -232,8 +232,8 @@ async def test_hanging_step_does_not_block_stopping(
         return launch(self, *args)
 
     monkeypatch.setattr(Runner, "launch", hang)
-    wanted = request("r", [1, 2, 3], speculation_policy("off"), max_tokens=8)
-    async with aclosing(fresh_backend.generate(wanted)) as deltas:
+    generation = request("r", [1, 2, 3], speculation_policy("off"), max_tokens=8)
+    async with aclosing(fresh_backend.generate(generation)) as deltas:
         reading = asyncio.ensure_future(anext(deltas))
         await asyncio.to_thread(hangs.wait, 60)
         async with asyncio.timeout(60):

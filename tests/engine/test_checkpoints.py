@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded raise errors that name the file and the fault."""
+"""Invalid checkpoints raise errors that name the file and the fault."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lie_about_the_header(directory: Path) -> None:
 
 
 def shard(directory: Path) -> dict[str, str]:
-    """Split the weights over two files; return the file of each tensor."""
+    """Split the weights into two files and return the file name of each tensor."""
     whole = directory / "model.safetensors"
     tensors = load_file(whole)
     whole.unlink()
@@ -284,7 +284,7 @@ ABSURD = {
 def test_damaged_checkpoint_raises_an_error_naming_the_fault(
     name: str, checkpoint_copy: Path
 ) -> None:
-    """A missing, truncated or inconsistent file raises one error that names file and tensor."""
+    """A missing, truncated or inconsistent file raises an error that names file and tensor."""
     damage, message = DAMAGE[name]
     damage(checkpoint_copy)
     with pytest.raises(CheckpointError, match=message):
@@ -293,7 +293,7 @@ def test_damaged_checkpoint_raises_an_error_naming_the_fault(
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_config_value_is_named(name: str, checkpoint_copy: Path) -> None:
-    """The error names file, field and value, lists supported values, and suggests an upstream."""
+    """The error names file, field, value and the supported values, and suggests an upstream."""
     changes, message = UNSUPPORTED[name]
     edit_config(**changes)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}") as raised:
@@ -303,7 +303,7 @@ def test_unsupported_config_value_is_named(name: str, checkpoint_copy: Path) -> 
 
 @pytest.mark.parametrize("name", ABSURD)
 def test_invalid_config_value_is_named(name: str, checkpoint_copy: Path) -> None:
-    """A value that cannot be right raises one error that names file, field and value."""
+    """An invalid value raises an error that names file, field and value."""
     changes, message = ABSURD[name]
     edit_config(**changes)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
@@ -312,7 +312,7 @@ def test_invalid_config_value_is_named(name: str, checkpoint_copy: Path) -> None
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 1e300, "x", [], {}, [[]] * 6, {"a": {}}])
 def test_any_config_value_is_read_or_rejected(value: object, checkpoint_copy: Path) -> None:
-    """For any JSON value of any field, the config is read or CheckpointError is raised."""
+    """The loader reads any JSON value of any field or raises CheckpointError."""
     path = checkpoint_copy / "config.json"
     sound = json.loads(path.read_text())
     for name in {*sound, "rope_scaling", "quantization_config", "layer_types", "sliding_window"}:
@@ -323,13 +323,13 @@ def test_any_config_value_is_read_or_rejected(value: object, checkpoint_copy: Pa
 
 
 def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    """The path of a missing checkpoint is in the message."""
+    """The error contains the path of the missing checkpoint."""
     with pytest.raises(CheckpointError, match="nowhere is not a directory"):
         load_weights(tmp_path, read_model_config(tmp_path / "nowhere"), torch.float32)
 
 
 def test_tokenizer_larger_than_the_embedding_is_rejected(checkpoint_copy: Path) -> None:
-    """A tokenizer with more tokens than the embedding is rejected at startup."""
+    """The loader rejects a tokenizer that has more tokens than the embedding."""
     edit_config(vocab_size=4000)(checkpoint_copy)
     with pytest.raises(
         CheckpointError, match=r"largest id is 4095, but config\.json has vocab_size 4000"
@@ -338,14 +338,14 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(checkpoint_copy: Path) 
 
 
 def test_sharded_checkpoint_has_the_parameters_of_one_file(checkpoint_copy: Path) -> None:
-    """Shards with an index have the parameter count of the single file."""
+    """Shards with an index have as many parameters as the single file."""
     sharded(lambda *_: None)(checkpoint_copy)
     load(checkpoint_copy)
     assert Checkpoint(checkpoint_copy).num_parameters == Checkpoint(SHIPPED_MODEL).num_parameters
 
 
 def test_auto_dtype_is_float32_for_the_shipped_model() -> None:
-    """Other dtypes are chosen by name, and an unknown name is rejected."""
+    """`auto` chooses float32, other dtypes are chosen by name, and unknown names are rejected."""
     assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
     assert choose_dtype("bfloat16", SHIPPED_MODEL) is torch.bfloat16
     with pytest.raises(ValueError, match="unknown dtype 'int3'"):
@@ -361,6 +361,6 @@ def test_checkpoint_hash_depends_on_the_contents(checkpoint_copy: Path) -> None:
 
 
 def test_shipped_models_are_below_20_mb() -> None:
-    """Target and draft model together are below 20 MB."""
+    """The target and draft models together are smaller than 20 MB."""
     files = [path for path in SHIPPED_MODEL.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 20e6

@@ -1,4 +1,4 @@
-"""Proposers keep their contract: the built-in ones, and one from another package."""
+"""Built-in proposers and a proposer of another package keep their contract."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build(setup):
 
 @pytest.fixture
 def installed_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package that offers the proposer `lines`, as if it were installed."""
+    """An installed package that offers the proposer `lines`."""
     (tmp_path / "line_proposer.py").write_text(textwrap.dedent(LINE_PROPOSER))
     facts = tmp_path / "line_proposer-1.0.dist-info"
     facts.mkdir()
@@ -59,20 +59,20 @@ def installed_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "sparse_self"])
 def test_built_in_proposer_keeps_the_contract(name: str) -> None:
-    """Drafts are well formed, texts equal those without drafts, and no state is kept."""
+    """A proposer gives well-formed drafts, does not change texts, and keeps no state."""
     check_proposer(name)
 
 
 def test_proposer_of_another_package_is_found_and_keeps_the_contract(
     installed_proposer: str,
 ) -> None:
-    """It takes thirty lines and an entry point."""
+    """The engine finds a proposer of another package by its entry point."""
     assert len(LINE_PROPOSER.strip().splitlines()) <= 30
     check_proposer(installed_proposer)
 
 
 def test_error_for_an_unknown_proposer_lists_the_known_ones(installed_proposer: str) -> None:
-    """The list includes proposers of other packages."""
+    """The error lists the built-in proposers and the proposers of other packages."""
     with pytest.raises(ValueError, match=r"unknown proposer 'guess'; known: ngram, .*lines"):
         check_proposer("guess")
 
@@ -94,7 +94,7 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
     ],
 )
 def test_every_broken_rule_is_named(broken: Draft, rule: str) -> None:
-    """Each check fails with its own message."""
+    """Each conformance check fails with its own message."""
     check_draft(GOOD, 3, 50)
     with pytest.raises(AssertionError, match=rule):
         check_draft(broken, 3, 50)

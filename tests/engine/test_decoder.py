@@ -1,4 +1,4 @@
-"""Bits of a row of the decoder do not depend on the rest of the step."""
+"""The bits of a decoder row do not depend on the rest of the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_by_one(runner: Runner, tokens: list[int]) -> torch.Tensor:
 def test_row_has_the_same_bits_in_steps_of_any_size(
     rows: int, runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
-    """The logits of a token equal those that it has alone, bit for bit."""
+    """The logits of a token have the same bits alone and in a step of any size."""
     edges = [*range(0, 600, rows), 600]
     logits = logits_in_steps(runner, blocks_of(1, 600), tokens, edges)
     assert torch.equal(logits, one_by_one)
@@ -38,7 +38,7 @@ def test_row_has_the_same_bits_in_steps_of_any_size(
 def test_row_has_the_same_bits_in_a_mixed_batch(
     runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
-    """Decodes, verify blocks and prefill chunks in one step do not change each other's bits."""
+    """Decodes, verify blocks and prefill chunks do not change each other's bits."""
     sizes = [1, 3, 17, 64, 100]
     places = [0] * len(sizes)
     while any(place < 600 for place in places):
@@ -56,7 +56,7 @@ def test_row_has_the_same_bits_in_a_mixed_batch(
 def test_scattered_blocks_give_the_same_bits(
     runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
-    """Keys and values from scattered blocks give the bits of a contiguous view."""
+    """Keys and values in scattered blocks give the bits of a contiguous view."""
     table = Table([(7 * i) % 251 for i in range(38)])
     logits = logits_in_steps(runner, table, tokens, [*range(0, 600, 7), 600])
     assert torch.equal(logits, one_by_one)

@@ -1,4 +1,4 @@
-"""The draft model: it keeps up with its sequences in memory borrowed from the target."""
+"""The draft model, which keeps its keys and values in memory borrowed from the target."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def sequence_of(model: Model, index: int = 0, tokens: int = 60, key: int = 0) ->
 
 
 def test_draft_does_not_depend_on_earlier_drafts(shipped: Model) -> None:
-    """After right and wrong drafts, pauses and lost pages, drafts equal those of a new proposer."""
+    """Drafts equal those of a new proposer after correct and wrong drafts, pauses and lost
+    pages."""
     rng, drafter, sequence = random.Random(0), Drafter(shipped), sequence_of(shipped)
     for _ in range(30):
         unknown = sequence_of(shipped)
@@ -87,13 +88,13 @@ def test_draft_does_not_depend_on_earlier_drafts(shipped: Model) -> None:
 
 
 def test_batched_drafts_equal_drafts_alone(shipped: Model) -> None:
-    """A batch of several lengths, with interleaved pages, drafts as each sequence alone."""
-    together = Drafter(shipped)
+    """Every sequence of a batch has the same draft as alone, even with interleaved pages."""
+    drafter_of_batch = Drafter(shipped)
     sequences = [sequence_of(shipped, i, 30 + 17 * i, key=i) for i in range(5)]
-    for turn in range(4):
-        asked = [DraftRequest(s, 1 + (s.key + turn) % 4) for s in sequences]
-        drafts = together.proposer.propose(asked)
-        for wanted, draft in zip(asked, drafts, strict=True):
+    for round_number in range(4):
+        requests = [DraftRequest(s, 1 + (s.key + round_number) % 4) for s in sequences]
+        drafts = drafter_of_batch.proposer.propose(requests)
+        for wanted, draft in zip(requests, drafts, strict=True):
             alone = sequence_of(shipped, wanted.sequence.key, 30 + 17 * wanted.sequence.key)
             alone.token_ids[:] = wanted.sequence.token_ids
             assert draft.token_ids == Drafter(shipped).draft(alone, wanted.max_tokens)
@@ -101,31 +102,33 @@ def test_batched_drafts_equal_drafts_alone(shipped: Model) -> None:
 
 
 def test_missing_tokens_are_computed_in_bounded_steps(shipped: Model) -> None:
-    """No step computes more than its bound, and the draft is the same."""
+    """No step computes more than its bound of missing tokens, and the draft stays the same."""
     sequence = sequence_of(shipped, tokens=200)
     drafter = Drafter(shipped, catch_up_tokens=64)
-    fed = []
+    computed = []
     forward = drafter.proposer._model.forward
 
     def counting(feeds):
-        fed[-1] += sum(len(feed.token_ids) for feed in feeds)
+        computed[-1] += sum(len(feed.token_ids) for feed in feeds)
         return forward(feeds)
 
     drafter.proposer._model.forward = counting
     drafted = ()
     while not drafted:
-        fed.append(0)
+        computed.append(0)
         drafted = drafter.draft(sequence, 1)
-    assert fed == [64, 64, 64, 8]
+    assert computed == [64, 64, 64, 8]
     assert drafted == Drafter(shipped).draft(sequence_of(shipped, tokens=200), 1)
 
 
 def test_tokens_out_of_reach_are_not_computed(shipped: Model) -> None:
-    """With windows only tokens in reach are computed, and drafts do not change."""
+    """A draft model with a window computes only tokens in reach, and drafts stay the same."""
 
     def drafts(reach_tokens: int | None) -> list[tuple[int, ...]]:
         drafter = Drafter(shipped, window=24)
-        drafter.pool.memory.normal_(generator=torch.Generator().manual_seed(0))  # undefined memory
+        drafter.pool.memory.normal_(
+            generator=torch.Generator().manual_seed(0)
+        )  # uninitialized memory
         assert drafter.proposer._model.reach_tokens == 48
         drafter.proposer._model.reach_tokens = reach_tokens
         found = []
@@ -141,7 +144,7 @@ def test_tokens_out_of_reach_are_not_computed(shipped: Model) -> None:
 
 
 def test_no_draft_without_free_memory(shipped: Model) -> None:
-    """Blocks of the target are never taken, and drafting resumes when a block is free."""
+    """The proposer takes no blocks of the target and resumes drafting when a block is free."""
     drafter, table = Drafter(shipped, num_blocks=8), []
     drafter.blocks.extend(table, 8 * BLOCK_TOKENS)
     sequence = sequence_of(shipped)
@@ -157,7 +160,7 @@ def test_no_draft_without_free_memory(shipped: Model) -> None:
 
 
 def test_forgetting_frees_the_pages(shipped: Model) -> None:
-    """A finished sequence leaves neither pages nor state."""
+    """The proposer keeps neither pages nor state of a finished sequence."""
     drafter, sequence = Drafter(shipped), sequence_of(shipped)
     drafter.draft(sequence)
     drafter.proposer.forget(sequence)
@@ -170,25 +173,26 @@ def test_forgetting_frees_the_pages(shipped: Model) -> None:
 def test_shipped_draft_model_agrees_with_its_target(
     shipped: Model, temperature: float, least: float
 ) -> None:
-    """On held-out code far more drafts are accepted than by chance.
+    """Many more drafts are accepted on held-out code than by chance.
 
-    The 66 % of the model card are per position, teacher-forced; of a chain of four fewer survive.
+    The 66% in the model card are per position with teacher forcing. Fewer tokens survive in a chain
+    of four.
     """
     policy = speculation_policy("fixed:4")
     prompts = held_out_prompts(shipped.tokenizer, 12)
-    asked = [
+    requests = [
         request(
             str(i), p, policy, mode=SpeculationMode.DRAFT_MODEL, temperature=temperature,
             seed=i, max_tokens=48,
         )
         for i, p in enumerate(prompts)
     ]  # fmt: skip
-    outcome = run(shipped, asked, Setup(policy, every_proposer))
+    outcome = run(shipped, requests, Setup(policy, every_proposer))
     assert outcome.accepted / (outcome.accepted + outcome.rejected) > least
 
 
 def test_draft_model_of_another_vocabulary_is_rejected(tmp_path: Path) -> None:
-    """Both tokenizers are compared while loading."""
+    """The loader compares both tokenizers and rejects a draft model with another vocabulary."""
     other = Path(shutil.copytree(SHIPPED_DRAFT, tmp_path / "draft"))
     path = other / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -208,7 +212,7 @@ def test_draft_model_proposer_needs_a_draft_model() -> None:
 
 
 def test_logits_do_not_depend_on_the_places_of_pages(shipped: Model) -> None:
-    """Scattered pages of several groups give the bits of consecutive ones."""
+    """Scattered pages of several groups give the bits of consecutive pages."""
     draft = shipped_draft(torch.float32)
     kv = KvPool(shipped.config, 16, torch.float32).draft_layers(draft.config)
     model = DraftModel(draft, kv, shipped.config.vocab_size)
@@ -222,7 +226,7 @@ def test_logits_do_not_depend_on_the_places_of_pages(shipped: Model) -> None:
 
 
 def test_measured_drafting_updates_the_cost(shipped: Model, monkeypatch) -> None:
-    """After depths of 3 ms each, the cost is 3 ms, whatever was measured at startup."""
+    """The cost becomes 3 ms after depths of 3 ms each, regardless of the startup measurement."""
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 3e-3)
     drafter, sequence = Drafter(shipped), sequence_of(shipped)

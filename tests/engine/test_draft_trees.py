@@ -1,4 +1,4 @@
-"""Draft trees in the engine: rows, keys and values are those of the accepted chain."""
+"""Draft trees in the engine: logits, keys and values equal those of the accepted chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREE = Draft(
     (11, 12, 13, 14, 15, 16, 17, 18),
     (ROOT, 0, ROOT, 1, 2, 0, 5, 2),
 )
-"""Several branches, best token first."""
+"""A tree with several branches and the best token first."""
 
 
 def path_to(draft: Draft, place: int) -> list[int]:
@@ -46,7 +46,7 @@ def table(*, scattered: bool) -> Table:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("tokens", [1, 20, 250, 255, 256, 300])
 def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
-    """Also around tile boundaries, and with scattered blocks."""
+    """A tree row has the bits of its path, also at tile boundaries and in scattered blocks."""
     runner, known = shipped_runner(BLOCKS), context(tokens)
     draft = TREE.depth_first()
     blocks = table(scattered=scattered)
@@ -64,7 +64,7 @@ def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered:
 
 @pytest.mark.parametrize("tokens", [20, 254])
 def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
-    """Decoding after an accepted branch gives the bits of decoding without drafts."""
+    """A decode after an accepted branch has the bits of a decode without drafts."""
     known, draft = context(tokens), TREE.depth_first()
     last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
     text = known + path_to(draft, last)
@@ -72,9 +72,9 @@ def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
     logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
     plan = StepPlan((SequenceWork(blocks, tokens - 1, (known[-1],), True, draft),))
     runner.logits(plan)
-    taken = draft.accepted_places(text[tokens:])
-    assert any(place != depth for depth, place in enumerate(taken)), "nothing has to move"
-    runner._compact(plan, _walks(taken))
+    accepted = draft.accepted_places(text[tokens:])
+    assert any(place != depth for depth, place in enumerate(accepted)), "nothing has to move"
+    runner._compact(plan, _walks(accepted))
 
     follow = [7, 8, 9]
     edges = [len(text), len(text) + 1, len(text) + 3]
@@ -84,14 +84,14 @@ def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
     assert torch.equal(after, everything[len(text) :])
 
 
-def _walks(taken: tuple[int, ...]):
+def _walks(accepted: tuple[int, ...]):
     from draftgate.backends.engine.sampler import Walks
 
-    return Walks([(0, *(place + 1 for place in taken))], [(0,) * (len(taken) + 1)])
+    return Walks([(0, *(place + 1 for place in accepted))], [(0,) * (len(accepted) + 1)])
 
 
 def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:
-    """Rows have the bits that they have alone."""
+    """Every row of a mixed step has the bits that it has alone."""
     known, draft = context(40), TREE.depth_first()
     per_sequence = BLOCKS // 4
     tables = [
@@ -100,7 +100,7 @@ def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:
     ]
     assert len(known) + len(draft) < per_sequence * BLOCK_TOKENS
 
-    def works() -> list[SequenceWork]:
+    def mixed_work() -> list[SequenceWork]:
         last = (known[-1],)
         return [
             SequenceWork(tables[0], 39, last, True, draft),
@@ -109,15 +109,17 @@ def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:
             SequenceWork(tables[3], 0, tuple(known), False),
         ]
 
-    def fed():
+    def runner_with_contexts():
         runner = shipped_runner(BLOCKS)
         for blocks in tables[:3]:
             logits_in_steps(runner, blocks, known[:-1], [0, 39])
         return runner
 
-    together = fed().logits(StepPlan(tuple(works())))
-    alone = [fed().logits(StepPlan((work,))) for work in works() if work.samples]
+    in_batch = runner_with_contexts().logits(StepPlan(tuple(mixed_work())))
+    alone = [
+        runner_with_contexts().logits(StepPlan((work,))) for work in mixed_work() if work.samples
+    ]
     bounds = [0, *torch.tensor([len(rows) for rows in alone]).cumsum(0).tolist()]
     for rows, (first, end) in zip(alone, pairwise(bounds), strict=True):
-        assert torch.equal(together[first:end], rows)
-    assert bounds[-1] == len(together)
+        assert torch.equal(in_batch[first:end], rows)
+    assert bounds[-1] == len(in_batch)

@@ -1,4 +1,4 @@
-"""Embeddings of the engine: the last hidden state, with bits independent of the batch."""
+"""Embeddings: the last hidden state, whose bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftgate.backends.types import FinishReason, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine.harness import Engine, Model, Setup, request, to_embed
+from tests.engine.harness import Engine, Model, Setup, embedding_request, request
 from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 from tests.engine.test_model_families import random_model
 
@@ -39,12 +39,12 @@ TEXTS = [
 def embeddings(
     requests: Iterable[GenerationRequest], setup: Setup = DEFAULT, model: Model = MODEL
 ) -> tuple[dict[str, bytes], Engine, int]:
-    """Run requests; return the embeddings, the engine, and the number of preemptions."""
+    """Run requests and return the embeddings, the engine and the number of preemptions."""
     engine = Engine(model, setup)
     worker = engine.worker
-    for one in requests:
-        worker.admission.check(one)
-        worker.submit(one)
+    for each in requests:
+        worker.admission.check(each)
+        worker.submit(each)
     waiting = engine.scheduler.waiting
     found = {
         request_id: delta.embedding
@@ -58,19 +58,19 @@ def embeddings(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, bytes]:
-    """Embed each text by itself, in one step, on a new worker."""
+    """Embed each text in one step on a new worker."""
     found = {}
     for index, tokens in enumerate(TEXTS):
-        found |= embeddings([to_embed(f"e{index}", tokens)])[0]
+        found |= embeddings([embedding_request(f"e{index}", tokens)])[0]
     return found
 
 
-def every() -> list[GenerationRequest]:
-    return [to_embed(f"e{index}", tokens) for index, tokens in enumerate(TEXTS)]
+def embedding_requests() -> list[GenerationRequest]:
+    return [embedding_request(f"e{index}", tokens) for index, tokens in enumerate(TEXTS)]
 
 
 def generating_requests(count: int, **sampling: object) -> list[GenerationRequest]:
-    """Create generating requests, with drafts, whose prompts share prefixes with the texts."""
+    """Create generating requests with drafts, whose prompts share prefixes with the texts."""
     policy = speculation_policy("fixed:3")
     return [
         request(f"g{index}", TEXTS[-1 - index % 3][: 50 + index], policy, seed=index, **sampling)
@@ -82,21 +82,25 @@ def generating_requests(count: int, **sampling: object) -> list[GenerationReques
 def test_embedding_bits_do_not_depend_on_the_batch(
     alone: dict[str, bytes], max_step_tokens: int
 ) -> None:
-    """Among sampled and drafted sequences, in chunks of any size."""
+    """An embedding has the same bits beside sampled and drafted sequences and in chunks of any
+    size."""
     setup = Setup(speculation_policy("fixed:3"), max_step_tokens=max_step_tokens)
     mixed = [
-        one
-        for pair in zip(generating_requests(8, max_tokens=40), every(), strict=True)
-        for one in pair
+        each
+        for pair in zip(generating_requests(8, max_tokens=40), embedding_requests(), strict=True)
+        for each in pair
     ]
     assert embeddings(mixed, setup)[0] == alone
 
 
 def test_embedding_bits_do_not_depend_on_the_prefix_cache(alone: dict[str, bytes]) -> None:
-    """A text of which all but the end is cached has the same bits."""
+    """A text with a cached prefix has the same bits as a text without a cached prefix."""
     engine = Engine(MODEL, Setup())
     worker = engine.worker
-    for warm in (request("warm", TEXTS[-1], Off(), max_tokens=2), to_embed("e7", TEXTS[-1])):
+    for warm in (
+        request("warm", TEXTS[-1], Off(), max_tokens=2),
+        embedding_request("e7", TEXTS[-1]),
+    ):
         worker.submit(warm)
         deltas = [
             delta for step in run_until_idle(worker, engine.runner) for _, delta in step.deltas
@@ -107,29 +111,29 @@ def test_embedding_bits_do_not_depend_on_the_prefix_cache(alone: dict[str, bytes
 
 
 def test_embedding_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
-    """A preempted text is computed again to the same bits."""
+    """A preempted text is recomputed to the same bits."""
     setup = Setup(max_step_tokens=24, num_blocks=30)
-    mixed = [*generating_requests(4, max_tokens=120), *every()]
+    mixed = [*generating_requests(4, max_tokens=120), *embedding_requests()]
     found, _, preemptions = embeddings(mixed, setup)
     assert preemptions > 0
     assert found == alone
 
 
 def test_generation_does_not_depend_on_embeddings() -> None:
-    """Pooled rows change no token of sampled rows."""
+    """Pooled rows do not change the tokens of sampled rows."""
 
-    def tokens(beside: list[GenerationRequest]) -> dict[str, list[int]]:
+    def tokens(other_requests: list[GenerationRequest]) -> dict[str, list[int]]:
         engine = Engine(MODEL, Setup(speculation_policy("fixed:3"), max_step_tokens=64))
         worker = engine.worker
-        for one in (*generating_requests(3, max_tokens=30), *beside):
-            worker.submit(one)
-        told: dict[str, list[int]] = {}
+        for each in (*generating_requests(3, max_tokens=30), *other_requests):
+            worker.submit(each)
+        tokens_by_request: dict[str, list[int]] = {}
         for step in run_until_idle(worker, engine.runner):
             for request_id, delta in step.deltas:
-                told.setdefault(request_id, []).extend(delta.token_ids)
-        return {name: ids for name, ids in told.items() if name.startswith("g")}
+                tokens_by_request.setdefault(request_id, []).extend(delta.token_ids)
+        return {name: ids for name, ids in tokens_by_request.items() if name.startswith("g")}
 
-    assert tokens(every()) == tokens([])
+    assert tokens(embedding_requests()) == tokens([])
 
 
 def vector(embedding: bytes) -> np.ndarray:
@@ -137,7 +141,7 @@ def vector(embedding: bytes) -> np.ndarray:
 
 
 def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
-    """Return the last hidden state of the last token, from transformers."""
+    """Return the last hidden state of the last token, computed by transformers."""
     oracle = AutoModel.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -147,7 +151,7 @@ def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
 
 
 class AnyTokenizer:
-    """A stand-in tokenizer for models without one."""
+    """A stand-in for a missing tokenizer."""
 
     vocab_size = 300
     texts = ("x",) * 300
@@ -167,11 +171,11 @@ class RandomModel(Model):
 
 @pytest.mark.parametrize("variant", ["llama-yarn", "mistral-windows", "qwen2", "qwen3-tied"])
 def test_embeddings_of_random_models_equal_transformers(variant: str, tmp_path: Path) -> None:
-    """Within 1e-4 of `last_hidden_state` at the last token, in float32, in chunks."""
+    """Chunked float32 embeddings are within 1e-4 of `last_hidden_state` at the last token."""
     random_model(variant).save_pretrained(tmp_path)
     tokens = [RNG.randrange(300) for _ in range(150)]
-    one, setup = [to_embed("one", tokens)], Setup(max_step_tokens=33)
-    found = vector(embeddings(one, setup, RandomModel(tmp_path))[0]["one"])
+    each, setup = [embedding_request("one", tokens)], Setup(max_step_tokens=33)
+    found = vector(embeddings(each, setup, RandomModel(tmp_path))[0]["one"])
     assert np.abs(found - expected(tmp_path, tokens).numpy()).max() < 1e-4
 
 
@@ -179,14 +183,14 @@ def test_embeddings_of_random_models_equal_transformers(variant: str, tmp_path: 
 def test_embeddings_of_the_shipped_model_equal_transformers(
     index: int, alone: dict[str, bytes]
 ) -> None:
-    """Within 1e-4, for texts of any length."""
+    """Embeddings of texts of any length are within 1e-4 of transformers."""
     found = vector(alone[f"e{index}"])
     assert found.shape == (MODEL.config.hidden_size,)
     assert np.abs(found - expected(SHIPPED_MODEL, TEXTS[index]).numpy()).max() < 1e-4
 
 
 def test_checkpoint_without_a_head_is_the_same_model(tmp_path: Path) -> None:
-    """Tensors without the prefix `model.`, as in Qwen3-Embedding, are those of the decoder."""
+    """Tensors without the prefix `model.`, as in Qwen3-Embedding, load as decoder tensors."""
     whole, bare = tmp_path / "whole", tmp_path / "bare"
     random_model("qwen3-tied").save_pretrained(whole)
     bare.mkdir()
@@ -229,7 +233,7 @@ MODULES = [
 def test_only_last_token_pooling_is_supported(
     modules: object, pooling: object, reason: str | None, tmp_path: Path
 ) -> None:
-    """Another pooling is named in the reason."""
+    """The reason for rejecting a checkpoint names its pooling method."""
     for name, value in (("modules.json", modules), ("1_Pooling/config.json", pooling)):
         if value is not None:
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -241,7 +245,7 @@ def test_only_last_token_pooling_is_supported(
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[1]"])
 def test_damaged_modules_file_is_named(damage: str, tmp_path: Path) -> None:
-    """A module list of another form ends loading, with the name of the file."""
+    """A module list in another format raises an error that names the file."""
     (tmp_path / "modules.json").write_text(damage)
     with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
         unsupported_pooling(tmp_path)
@@ -254,14 +258,14 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
 async def test_backend_streams_an_embedding_as_one_delta(
     own_process: bool, alone: dict[str, bytes]
 ) -> None:
-    """In a thread and in a process of its own, with the same bytes."""
+    """The backend streams the same bytes from a thread and from its own process."""
     backend = EngineBackend(structs.replace(CONFIG, own_process=own_process))
     await backend.start()
     try:
         capabilities = backend.card.capabilities
         assert capabilities.embeddings
         assert capabilities.embedding_size * 4 == len(alone["e5"])
-        deltas = [delta async for delta in backend.generate(to_embed("e5", TEXTS[5]))]
+        deltas = [delta async for delta in backend.generate(embedding_request("e5", TEXTS[5]))]
         assert [delta.embedding for delta in deltas] == [alone["e5"]]
         assert (deltas[0].token_ids, deltas[0].outcome) == ((), None)
     finally:
@@ -272,7 +276,8 @@ async def test_backend_streams_an_embedding_as_one_delta(
 async def test_checkpoint_with_another_pooling_only_generates(
     own_process: bool, tmp_path: Path
 ) -> None:
-    """It loads, declares no embeddings, and rejects requests for them."""
+    """A checkpoint with another pooling loads, declares no embeddings and rejects embedding
+    requests."""
     for file in SHIPPED_MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "1_Pooling").mkdir()
@@ -282,6 +287,6 @@ async def test_checkpoint_with_another_pooling_only_generates(
     try:
         assert not backend.card.capabilities.embeddings
         with pytest.raises(RequestRejected, match="does not support embeddings"):
-            backend.check(to_embed("e", [1, 2]))
+            backend.check(embedding_request("e", [1, 2]))
     finally:
         await backend.stop()

@@ -1,6 +1,4 @@
-"""The engine on a GPU, if there is one: logits equal the reference, drafts change no text, graphs
-replay eager steps, and the host never waits while it launches.
-"""
+"""The engine on a GPU, compared with the reference on a CPU."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ from tests.engine.harness import (
     Outcome,
     RandomSlots,
     Setup,
+    embedding_request,
     request,
-    to_embed,
 )
 from tests.engine.tiny_model import (
     MIXED_BLOCKS,
@@ -69,7 +67,7 @@ CONFIGS = {
     "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True},
 }
 
-# Relative to the spread of the logits; two layers of half precision lose about two bits.
+# Errors are relative to the spread of the logits. Two layers in half precision lose two bits.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 SAMPLINGS = (
@@ -94,21 +92,22 @@ def tiny_engine(
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_hidden_states_equal_the_cpu(captured: bool) -> None:
-    """Prompts are embedded beside decodes, also from graphs, whose memory the next step reuses."""
-    wanted = [
-        request("said", range(3, 20), Off(), max_tokens=12),
-        *(to_embed(f"e{length}", range(length)) for length in (1, 16, 40, 61)),
+    """Embeddings beside decodes equal those of the CPU, also when the next step reuses graph
+    memory."""
+    requests = [
+        request("generating", range(3, 20), Off(), max_tokens=12),
+        *(embedding_request(f"e{length}", range(length)) for length in (1, 16, 40, 61)),
     ]
     engine = tiny_engine({}, torch.float32)
     if captured:
         engine.runner.capture()
     config = tiny_config()
     setup = Setup(num_blocks=MIXED_BLOCKS)
-    expected = cpu_engine(config, tiny_weights(config), setup).run(wanted).embeddings
-    found = engine.run(wanted).embeddings
-    assert found.keys() == expected.keys() == {"e1", "e16", "e40", "e61"}
+    expected = cpu_engine(config, tiny_weights(config), setup).run(requests).embeddings
+    actual = engine.run(requests).embeddings
+    assert actual.keys() == expected.keys() == {"e1", "e16", "e40", "e61"}
     for name, embedding in expected.items():
-        state = np.frombuffer(found[name], "<f4")
+        state = np.frombuffer(actual[name], "<f4")
         np.testing.assert_allclose(state, np.frombuffer(embedding, "<f4"), atol=1e-3)
 
 
@@ -118,7 +117,7 @@ def test_hidden_states_equal_the_cpu(captured: bool) -> None:
 def test_logits_equal_the_cpu(
     captured: bool, changes: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """Chunks, decodes, chains and trees have the logits of the reference operators in float32."""
+    """Chunks, decodes, chains and trees have the float32 logits of the reference operators."""
     engine = tiny_engine(changes, dtype)
     if captured:
         engine.runner.capture()
@@ -127,17 +126,17 @@ def test_logits_equal_the_cpu(
     pool = KvPool(config, MIXED_BLOCKS, torch.float32)
     reference = Runner(torch_decoder(config, weights), pool)
     for plan in mixed_plans():
-        found, expected = engine.runner.logits(plan).cpu(), reference.logits(plan)
-        assert found.dtype is torch.float32
-        assert found.shape == expected.shape
+        actual, expected = engine.runner.logits(plan).cpu(), reference.logits(plan)
+        assert actual.dtype is torch.float32
+        assert actual.shape == expected.shape
         if len(expected):
-            error = (found - expected).abs().max() / expected.std()
+            error = (actual - expected).abs().max() / expected.std()
             assert error < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_graph_has_the_bits_of_eager_execution(dtype: torch.dtype) -> None:
-    """A replayed graph has the same bits as launching the kernels one by one."""
+    """A replayed graph has the same bits as separate kernel launches."""
     eager, captured = (tiny_engine({"windows": (20, None)}, dtype) for _ in range(2))
     captured.runner.capture()
     for _ in range(2):
@@ -147,7 +146,7 @@ def test_graph_has_the_bits_of_eager_execution(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
-    """With exact products, rows have the bits that they have one sequence at a time."""
+    """Exact products give a row the same bits alone and in a batch."""
     together, alone = (tiny_engine({}, dtype, exact=True) for _ in range(2))
     together.runner.capture()
     for plan in mixed_plans():
@@ -177,17 +176,17 @@ class Shipped:
         return TinyEngine(config, runner, setup, self.tokenizer, MAX_MODEL_LEN)
 
     def run(self, chosen: SpeculationPolicy, **bounds: int) -> Outcome:
-        """Run 24 requests, greedy and sampled, that begin like a file of this repository."""
+        """Run 24 greedy and sampled requests whose prompts begin like a file of this repository."""
         text = inspect.getsource(train)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        wanted = [
+        requests = [
             request(
                 f"{place}", ids[40 * place : 40 * place + 60 + 9 * place], chosen,
                 max_tokens=48, seed=place, **SAMPLINGS[place % len(SAMPLINGS)],
             )
             for place in range(24)
         ]  # fmt: skip
-        return self.engine(Setup(chosen, self._proposers, **bounds)).run(wanted)
+        return self.engine(Setup(chosen, self._proposers, **bounds)).run(requests)
 
     def _proposers(self, _engine: object) -> dict[str, Proposer]:
         return {"ngram": HostileProposer(self.decoder.config.vocab_size, random.Random(4))}
@@ -195,7 +194,7 @@ class Shipped:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafts_and_batches_do_not_change_texts(dtype: torch.dtype) -> None:
-    """Trees, wrong drafts, small budgets and preemption give the tokens of plain decoding."""
+    """Trees, wrong drafts, small budgets and preemption do not change the tokens."""
     shipped = Shipped(dtype)
     plain = shipped.run(Off(), max_num_seqs=1)
     drafted = shipped.run(RandomSlots(random.Random(5)), max_num_seqs=16, num_blocks=80)
@@ -209,7 +208,7 @@ def test_drafts_and_batches_do_not_change_texts(dtype: torch.dtype) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Make any call raise that would make the host wait for the GPU."""
+    """Make every call that waits for the GPU raise an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -219,7 +218,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
-    """Launching steps in a row, with trees and every sampling, is asynchronous."""
+    """Consecutive launches with trees and all sampling methods are asynchronous."""
     config = tiny_config()
     chosen = Fixed(8)
     hostile = HostileProposer(VOCAB, random.Random(4))
@@ -228,12 +227,12 @@ def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
     if captured:
         engine.runner.capture()
     for place, sampling in enumerate(SAMPLINGS):
-        one = request(f"{place}", [3, 1, 4, 1, 5] * 9, chosen, max_tokens=24, **sampling)
-        engine.worker.submit(one)
+        generation = request(f"{place}", [3, 1, 4, 1, 5] * 9, chosen, max_tokens=24, **sampling)
+        engine.worker.submit(generation)
     trees = False
     while (plan := engine.worker.plan()) is not None:
         trees = trees or any(not work.draft.is_chain for work in plan.work)
-        engine.runner.execute(plan)  # what is launched for the first time is compiled
+        engine.runner.execute(plan)  # the first launch of a kernel compiles it
         with no_waiting():
             launched = engine.runner.launch(plan)
         engine.worker.complete(plan, engine.runner.fetch(launched))
@@ -241,28 +240,31 @@ def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
 
 
 def test_run_waits_only_for_results() -> None:
-    """Decodes are launched before the previous step is known, and results are read late."""
+    """The engine launches decodes before the previous step ends and reads results late."""
     config, chosen = tiny_config(), Off()
     engine = gpu_engine(
         config, tiny_weights(config, torch.bfloat16, GPU), Setup(chosen, num_blocks=64)
     )
     engine.runner.capture()
-    launch, behind = engine.runner.launch, []
-    engine.runner.launch = lambda plan, step=None: (behind.append(step), launch(plan, step))[1]
-    wanted = [
+    launch, previous_steps = engine.runner.launch, []
+    engine.runner.launch = lambda plan, step=None: (
+        previous_steps.append(step),
+        launch(plan, step),
+    )[1]
+    requests = [
         request(f"{place}", [7, place, 9], chosen, max_tokens=30, logprobs=place % 2 or None)
         for place in range(6)
     ]
-    expected = engine.run(wanted)  # what is launched for the first time is compiled
-    behind.clear()
+    expected = engine.run(requests)  # the first launch of a kernel compiles it
+    previous_steps.clear()
     with no_waiting():
-        found = engine.run(wanted)
-    assert found.tokens == expected.tokens
-    assert sum(step is not None for step in behind) >= 25
+        actual = engine.run(requests)
+    assert actual.tokens == expected.tokens
+    assert sum(step is not None for step in previous_steps) >= 25
 
 
 def test_worker_starts_on_a_gpu() -> None:
-    """Loading measures memory and steps, captures graphs, and names device and driver."""
+    """The start measures memory and steps, captures graphs, and names device and driver."""
     config = WorkerConfig(device="cuda", max_model_len=512, gpu_memory_utilization=0.3)
     engine = load_engine(config)
     numerics = engine.served.card.numerics_class
@@ -275,7 +277,7 @@ def test_worker_starts_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])
 async def test_request_is_served_with_every_proposer(proposer: str) -> None:
-    """From prompt to the end of the stream, with drafts of every kind."""
+    """The engine serves a request to its end with drafts of every proposer."""
     config = WorkerConfig(
         device="cuda", max_model_len=512, kv_bytes=64 << 20, speculation="fixed:4",
         proposer=proposer,
@@ -284,9 +286,9 @@ async def test_request_is_served_with_every_proposer(proposer: str) -> None:
     await backend.start()
     try:
         ids = backend.tokenizer.encode("def read(path):\n    with open(path) as file:\n")
-        one = request("one", ids, Fixed(4), max_tokens=40, temperature=0.0)
-        plan = replace(one.speculation, proposer=proposer)
-        deltas = [d async for d in backend.generate(replace(one, speculation=plan))]
+        generation = request("one", ids, Fixed(4), max_tokens=40, temperature=0.0)
+        plan = replace(generation.speculation, proposer=proposer)
+        deltas = [d async for d in backend.generate(replace(generation, speculation=plan))]
     finally:
         await backend.stop()
     assert sum(len(delta.token_ids) for delta in deltas) == 40
@@ -296,7 +298,7 @@ async def test_request_is_served_with_every_proposer(proposer: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_mode_is_probed_on_the_gpu(dtype: str) -> None:
-    """`--exact` starts if the probe passes, and the numerics class says so."""
+    """`--exact` starts if the probe passes, and the numerics class reports exactness."""
     config = WorkerConfig(
         device="cuda", dtype=dtype, exact=True, max_model_len=512, kv_bytes=64 << 20
     )

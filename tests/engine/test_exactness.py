@@ -1,7 +1,7 @@
-"""The bits of a row do not depend on its step: in float32, and in bfloat16 with `exact`.
+"""The bits of a row do not depend on its step in float32, and in bfloat16 with `exact`.
 
-The terms of the products cancel, so that only rounding errors are left, and another order of
-additions changes every number. Outputs rounded to bfloat16 would hide most differences.
+The terms of the test products cancel, so only rounding errors remain. Another order of additions
+changes every number. Outputs rounded to bfloat16 would hide most differences.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cancelling(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], dtype: torch.dtype, *, pack: bool
 ) -> None:
-    """A row is equal in products of any number of tiles, at any position."""
+    """A row is equal in products of any number of tiles and at any position."""
     x, weight = cancelling(512, *shape, dtype)
     bias = torch.zeros(shape[1], dtype=dtype)
     linear = Linear(weight, bias, exact=True, pack=pack)
@@ -73,7 +73,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> None:
-    """`Linear.float32` has a relative error of 2^-17, and its rows are independent."""
+    """`Linear.float32` has a relative error of 2^-17 and independent rows."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(160, 256, generator=random).bfloat16()
     weight = torch.randn(999, 256, generator=random).bfloat16()
@@ -93,7 +93,7 @@ def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> Non
 def test_a_bfloat16_row_without_onednn_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, in_c: bool
 ) -> None:
-    """Without bfloat16 in oneDNN, products in C and in torch are rounded float32 products."""
+    """Products in C and torch are rounded float32 products when oneDNN lacks bfloat16."""
     monkeypatch.setattr(linear_module, "ONEDNN_BFLOAT16", False)
     if not in_c:
         monkeypatch.setattr(linear_module, "multiplies_in_c", lambda width: False)
@@ -110,7 +110,7 @@ def test_a_bfloat16_row_without_onednn_does_not_depend_on_the_number_of_rows(
 
 
 class Recording(Linear):
-    """Records the rows of each product."""
+    """A linear layer that records the number of rows of each product."""
 
     rows: list[int]
 
@@ -120,7 +120,7 @@ class Recording(Linear):
 
 
 def test_exact_bfloat16_products_have_fewer_rows_than_others() -> None:
-    """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows, others up to `MAX_ROWS`."""
+    """Exact bfloat16 products have up to `EXACT_ROWS` rows, others up to `MAX_ROWS`."""
     for dtype, exact, most in (
         (torch.bfloat16, True, EXACT_ROWS),
         (torch.bfloat16, False, MAX_ROWS),
@@ -154,26 +154,26 @@ WINDOWS = (None, 1, 100, 256, 300)
 
 
 def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
-    """Return the operators in C; skip the test without a compiler."""
-    operators = native_operators(config, no_turns(config, dtype), dtype)
+    """Return the operators in C, or skip the test if no compiler is available."""
+    operators = native_operators(config, no_rotation(config, dtype), dtype)
     if operators is None:
         pytest.skip("needs gcc")
     return operators
 
 
-def no_turns(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
-    """Return the rotations of one position, because attention alone uses none."""
+def no_rotation(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
+    """Return the rotation of position 0, because this test needs attention alone."""
     return RotaryTables(*config.rope.tables(config.head_dim, 1, dtype))
 
 
 MAKERS: dict[str, Callable[[ModelConfig, torch.dtype], Operators]] = {
-    "torch": lambda config, dtype: TorchOperators(config, no_turns(config, dtype)),
+    "torch": lambda config, dtype: TorchOperators(config, no_rotation(config, dtype)),
     "native": native,
 }
 
 
 class Attention:
-    """Random queries, keys and values of one sequence, at any place in a pool."""
+    """Random queries, keys and values of a sequence at any place in a pool."""
 
     def __init__(self, make: str, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
         random = torch.Generator().manual_seed(group)
@@ -191,15 +191,17 @@ class Attention:
         self.queries = (torch.randn(shape, generator=random) * 0.3).to(dtype)
 
     def layer_kv(self, table: list[int]) -> Tensor:
-        """Return a layer of a pool: this sequence in its blocks, other numbers elsewhere."""
+        """Return a layer of a pool with this sequence in its blocks and other numbers elsewhere."""
         slots = torch.tensor(table)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
         pool = torch.full((4, 128 * BLOCK_TOKENS + KV_TILE, self.kv.shape[2]), 9.0)
         pool = pool.to(self.kv.dtype)
         pool[:, slots.flatten()[:CONTEXT]] = self.kv
         return pool
 
-    def attended(self, width: int, window: int | None, table: list[int], begin: int = 0) -> Tensor:
-        """Return the outputs of all rows from `begin` on, computed `width` rows at a time."""
+    def attention_output(
+        self, width: int, window: int | None, table: list[int], begin: int = 0
+    ) -> Tensor:
+        """Return the outputs of all rows from `begin`, computed `width` rows at a time."""
         layer_kv = self.layer_kv(table)
         rows = []
         for start in range(begin, CONTEXT, width):
@@ -218,13 +220,13 @@ class Attention:
 def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
     window: int | None, group: int, dtype: torch.dtype, make: str
 ) -> None:
-    """The attention of a row does not depend on its step, for any head group and window."""
+    """The attention of a row does not depend on its step, head group or window."""
     attention = Attention(make, group, dtype)
     table = TABLES["one_run"]
-    alone = attention.attended(1, window, table, CONTEXT - 176)
+    alone = attention.attention_output(1, window, table, CONTEXT - 176)
     for width in WIDTHS:
-        found = attention.attended(width, window, table, CONTEXT - max(width, 176))
-        assert torch.equal(found[-176:], alone)
+        actual = attention.attention_output(width, window, table, CONTEXT - max(width, 176))
+        assert torch.equal(actual[-176:], alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -234,11 +236,11 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
 def test_attention_does_not_depend_on_the_block_table(
     table: str, window: int | None, dtype: torch.dtype, make: str
 ) -> None:
-    """One run, runs with borders at or within tiles, and scattered blocks give equal bits."""
+    """Attention has equal bits for a single run, for several runs and for scattered blocks."""
     attention = Attention(make, 2, dtype)
-    expected = attention.attended(33, window, TABLES["one_run"])
-    assert torch.equal(attention.attended(33, window, TABLES[table]), expected)
-    assert torch.equal(attention.attended(1, window, TABLES[table], 512), expected[512:])
+    expected = attention.attention_output(33, window, TABLES["one_run"])
+    assert torch.equal(attention.attention_output(33, window, TABLES[table]), expected)
+    assert torch.equal(attention.attention_output(1, window, TABLES[table], 512), expected[512:])
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
@@ -250,17 +252,17 @@ def test_attention_equals_its_formula_in_float64(make: str, width: int, window: 
     keys, values = attention.kv.double().chunk(2)
     queries = attention.queries[:CONTEXT].double().view(CONTEXT, 2, 4, -1)
     scores = torch.einsum("rhgd,hkd->rhgk", queries, keys)
-    behind = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
-    hidden = (behind < 0) | (behind >= (window or CONTEXT))
+    distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
+    hidden = (distance < 0) | (distance >= (window or CONTEXT))
     scores.masked_fill_(hidden[:, None, None], -torch.inf)
     expected = torch.einsum("rhgk,hkd->rhgd", scores.softmax(-1), values).flatten(1)
-    found = attention.attended(width, window, TABLES["border_in_a_tile"])
-    assert (found - expected).abs().max() < 1e-5
+    actual = attention.attention_output(width, window, TABLES["border_in_a_tile"])
+    assert (actual - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 24, 48])
 def test_pieces_have_the_slots_of_the_page_table(page_tokens: int) -> None:
-    """For any table and page size, the slot of a position is that of its page."""
+    """The slot of a position belongs to its page for any table and page size."""
     random = Random(page_tokens)
     for context in (1, 200, 256, 257, 600, 1100):
         pages = -(-context // page_tokens)
@@ -281,7 +283,7 @@ def test_pieces_have_the_slots_of_the_page_table(page_tokens: int) -> None:
 
 
 def test_tables_are_read_in_the_fewest_pieces() -> None:
-    """A run is one view, a tile across two runs is gathered, and neighbours merge."""
+    """A run is read as one view, a tile across two runs is gathered, and neighbours merge."""
 
     def shape(table: str) -> list[tuple[int, int, bool]]:
         pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT)
@@ -308,7 +310,7 @@ TOKENS = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def one_by_one(runner: Runner) -> Tensor:
-    """Logits of `TOKENS`: a long prompt, then one token at a time."""
+    """Logits of `TOKENS`, computed as a long prompt and then single tokens."""
     return logits_in_steps(runner, blocks_of(0, 300), TOKENS, [0, *range(230, 301)])
 
 
@@ -317,7 +319,7 @@ def one_by_one(runner: Runner) -> Tensor:
 def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
     width: int, table: str | None, runner: Runner, one_by_one: Tensor
 ) -> None:
-    """Logits are equal for steps of any size and blocks at any place."""
+    """Logits have the same bits for steps of any size and blocks at any place."""
     where = blocks_of(1, 300) if table is None else Table(TABLES[table])
     logits = logits_in_steps(runner, where, TOKENS, [*range(0, 300, width), 300])
     assert logits.dtype is torch.float32
@@ -326,7 +328,7 @@ def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
-    """The probe confirms exactness of float32, of bfloat16 with `exact`, and of windows."""
+    """The probe confirms exact float32, exact bfloat16, and exact windows."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
     runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
@@ -336,7 +338,7 @@ def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_inexact_without_the_option() -> None:
-    """Without `--exact` a bfloat16 worker is inexact, and runs no probe."""
+    """A bfloat16 worker without `--exact` is inexact and runs no probe."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, torch.bfloat16)
     runner = Runner(Decoder(config, weights, 16), KvPool(config, 1, torch.bfloat16))
@@ -344,10 +346,10 @@ def test_bfloat16_is_inexact_without_the_option() -> None:
 
 
 class InexactRunner(Runner):
-    """A runner in which a row's bits depend on the number of rows, as in other engines."""
+    """A runner whose rows depend on the number of rows, as in other engines."""
 
     def logits(self, plan: object) -> Tensor:
-        """Return the logits; their last bits depend on the number of rows."""
+        """Return logits whose last bits depend on the number of rows."""
         logits = super().logits(plan)  # type: ignore[arg-type]
         return logits * (1 + 1e-6 * (len(logits) > 4))
 
@@ -362,7 +364,7 @@ def test_exact_raises_if_the_probe_fails() -> None:
 
 
 def test_products_have_few_numbers_of_rows() -> None:
-    """Steps of any length use few numbers of rows, because oneDNN keeps memory for each of them.
+    """Steps of any length use few row counts, because oneDNN keeps memory for each row count.
 
     Padding adds at most a quarter of the rows above the minimum.
     """
@@ -381,9 +383,9 @@ def test_products_have_few_numbers_of_rows() -> None:
 def test_steps_need_no_kernels_beyond_those_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After `compile_products` no step needs another kernel, so that memory does not grow.
+    """No step needs another kernel after `compile_products`, so memory does not grow.
 
-    A kernel belongs to a shape of weight and a number of rows.
+    A kernel belongs to a weight shape and a number of rows.
     """
     met = set()
     real = linear_module._product

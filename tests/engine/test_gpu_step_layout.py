@@ -1,4 +1,4 @@
-"""Packing of a step for a GPU: shapes, layout and masks, without a GPU."""
+"""The layout of a step for a GPU: shapes, fields and masks, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def test_every_step_fits_its_shape(
     rows: int, sequences: int, context: int, max_sequences: int, page_tokens: int
 ) -> None:
-    """Rows, sequences and pages fit, and a captured shape is in the list of captured ones."""
+    """Rows, sequences and pages fit the shape, and captured shapes are in the list."""
     shapes = Shapes(ROW_BUCKETS[-1], max_sequences, 40_000, page_tokens)
     sequences = min(sequences, rows, max_sequences)
     shape, captured = shapes.shape(rows, sequences, context)
@@ -45,7 +45,7 @@ def test_every_step_fits_its_shape(
 
 
 def test_largest_shape_is_captured_first() -> None:
-    """The other shapes then reuse its memory."""
+    """The engine captures the largest shape first, so that other shapes reuse its memory."""
     shapes = list(Shapes(ROW_BUCKETS[-1], 64, 30_000, BLOCK_TOKENS).captured())
     assert shapes == sorted(shapes, reverse=True)
     assert len(set(shapes)) == len(shapes) == 3 * len(ROW_BUCKETS)
@@ -72,7 +72,7 @@ def test_fields_written_on_the_host_are_read_on_the_device() -> None:
 
 @given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))
 def test_masks_hold_the_ancestors_of_each_row(seed: int, confirmed: int, start: int) -> None:
-    """Bits, positions and starts of any tree in any blocks; a chain counts as confirmed."""
+    """Masks, positions and starts are correct for any tree in any blocks."""
     rng = Random(seed)
     size = rng.randrange(65)
     parents = tuple(rng.randrange(ROOT, place) if place else ROOT for place in range(size))
@@ -101,7 +101,7 @@ def test_masks_hold_the_ancestors_of_each_row(seed: int, confirmed: int, start: 
 
 
 def test_tree_larger_than_a_mask_is_rejected() -> None:
-    """64 tokens fit, 65 do not."""
+    """A tree of 64 tokens fits a mask, and a tree of 65 tokens is rejected."""
 
     def packed(tokens: int) -> PackedFeeds:
         star = Draft(tuple(range(tokens)), (ROOT,) * tokens)
@@ -113,7 +113,7 @@ def test_tree_larger_than_a_mask_is_rejected() -> None:
 
 
 def test_packed_spans_equal_spans_copied_one_by_one() -> None:
-    """Both ways to a device agree, and padding sequences have no rows."""
+    """Packed spans equal spans copied separately, and padding sequences have no rows."""
     tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 2))
     works = [
         SequenceWork(Table([3, 9, 4]), 30, (7, 8), True, tree),
@@ -139,7 +139,7 @@ def test_packed_spans_equal_spans_copied_one_by_one() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_tiled_product_gives_a_row_the_same_bits_in_any_batch(*, wide: bool) -> None:
-    """`--exact` multiplies one shape on a GPU, whatever the number of rows."""
+    """A tiled product on a GPU multiplies a fixed shape for any number of rows."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(s, generator=generator) for s in ((48, 1000), (48,), (70, 1000)))
     linear = Linear(weight, bias, pack=False)

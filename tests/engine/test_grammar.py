@@ -1,4 +1,4 @@
-"""Grammars: the tokens they allow, what they reject, and their limits."""
+"""Grammars: their allowed tokens, their rejections, and their limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from draftgate.backends.schema_bounds import MOST_PATTERN_CHARACTERS
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarSpec
 from tests.engine.grammar_runs import (
-    completed,
+    allowed_prefixes,
+    complete,
     next_mask,
     regex_spec,
     satisfies,
     schema_spec,
     tokens_in,
-    walks,
 )
 from tests.engine.published_schemas import random_schemas
 
@@ -56,11 +56,11 @@ def grammars(tokenizer: Tokenizer) -> LlGrammars:
 def test_mask_allows_exactly_the_legal_tokens(
     grammars: LlGrammars, tokenizer: Tokenizer, spec: GrammarSpec
 ) -> None:
-    """At every place of a text, a mask allows the tokens that are legal one by one.
+    """A mask allows exactly the legal tokens at every place of a text.
 
-    If the following text is certain, only the tokenizer's own spelling is allowed.
+    Only the tokenizer's own spelling is allowed where the following text is certain.
     """
-    for tokens in list(walks(grammars, spec, EOS, seed=2))[::7]:
+    for tokens in list(allowed_prefixes(grammars, spec, EOS, seed=2))[::7]:
         grammar = grammars.start(spec)
         for token in tokens:
             grammar.accept(token)
@@ -73,29 +73,29 @@ def test_mask_allows_exactly_the_legal_tokens(
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
 def test_grammar_state_depends_only_on_its_tokens(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """Earlier requests for masks, drafts and forced tokens change no later answer."""
+    """Requests for masks, drafts and forced tokens do not change the state of a grammar."""
     rng = random.Random(3)
-    asked = grammars.start(spec)
-    for tokens in walks(grammars, spec, EOS, seed=3):
+    grammar = grammars.start(spec)
+    for tokens in allowed_prefixes(grammars, spec, EOS, seed=3):
         if tokens:
-            asked.accept(tokens[-1])
+            grammar.accept(tokens[-1])
         fresh = grammars.start(spec)
         for token in tokens:
             fresh.accept(token)
-        assert next_mask(fresh) == next_mask(asked)
-        assert fresh.forced(8) == asked.forced(8)
-        assert next_mask(fresh) == next_mask(asked)
+        assert next_mask(fresh) == next_mask(grammar)
+        assert fresh.forced(8) == grammar.forced(8)
+        assert next_mask(fresh) == next_mask(grammar)
         tree = Draft((*rng.sample(range(4, 4096), 3), EOS), (ROOT, ROOT, 1, ROOT))
-        assert asked.legal(tree.token_ids) == fresh.legal(tree.token_ids)
-        asked.masks(tree)
-        assert asked.is_complete == fresh.is_complete
+        assert grammar.legal(tree.token_ids) == fresh.legal(tree.token_ids)
+        grammar.masks(tree)
+        assert grammar.is_complete == fresh.is_complete
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
 def test_masks_of_a_tree_equal_those_of_its_paths(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """The mask after a token of a tree is that of a sequence with the tokens of its path."""
+    """The mask after a tree token equals the mask of a sequence with the same path."""
     rng = random.Random(4)
-    for tokens in list(walks(grammars, spec, EOS, seed=4))[::5]:
+    for tokens in list(allowed_prefixes(grammars, spec, EOS, seed=4))[::5]:
         paths: list[list[int]] = [[]]
         drafts, parents = [], []
         for _ in range(7):
@@ -123,20 +123,20 @@ def test_masks_of_a_tree_equal_those_of_its_paths(grammars: LlGrammars, spec: Gr
 def test_forced_tokens_spell_the_only_possible_text(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """They are legal, and cut at the requested number."""
+    """Forced tokens are legal and end at the requested number."""
     schema = {"const": {"a long name": "and a long value", "n": 12345}}
     grammar = grammars.start(schema_spec(schema))
-    whole = grammar.forced(1000)
-    assert tokenizer.decode(whole) == json.dumps(schema["const"])
-    assert grammar.forced(5) == whole[:5]
-    assert grammar.legal(whole) == len(whole)
+    forced = grammar.forced(1000)
+    assert tokenizer.decode(forced) == json.dumps(schema["const"])
+    assert grammar.forced(5) == forced[:5]
+    assert grammar.legal(forced) == len(forced)
     assert grammars.start(regex_spec("[ab]c")).forced(8) == ()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
 def test_special_tokens_never_match_text(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """Only the end-of-sequence token is ever allowed, whatever text would match."""
-    for tokens in walks(grammars, spec, EOS, seed=5):
+    """A grammar allows no special token except the end-of-sequence token."""
+    for tokens in allowed_prefixes(grammars, spec, EOS, seed=5):
         assert not set(SPECIAL) & set(tokens)
         grammar = grammars.start(spec)
         for token in tokens:
@@ -148,7 +148,7 @@ def test_special_tokens_never_match_text(grammars: LlGrammars, spec: GrammarSpec
 def test_name_of_a_special_token_is_spelled_as_text(
     grammars: LlGrammars, tokenizer: Tokenizer, text: str
 ) -> None:
-    """A forced text that reads like a special token is spelled in ordinary tokens."""
+    """The grammar spells the name of a special token in ordinary tokens."""
     grammar = grammars.start(schema_spec({"const": text}))
     tokens = grammar.forced(99)
     assert tokenizer.decode(tokens) == json.dumps(text)
@@ -157,14 +157,14 @@ def test_name_of_a_special_token_is_spelled_as_text(
 
 
 def test_any_end_of_sequence_token_ends_the_text(tokenizer: Tokenizer) -> None:
-    """A model may have several; ids outside the vocabulary are ignored."""
+    """A grammar accepts several end tokens and ignores ids outside the vocabulary."""
     grammar = LlGrammars(tokenizer, {0, 3, 9999}).start(regex_spec("a"))
     grammar.accept(tokenizer.encode("a", add_special_tokens=False)[0])
     assert tokens_in(next_mask(grammar)) == [0, 3]
 
 
 def test_nothing_is_legal_after_an_end_token(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """After a drafted end no token is legal, and masks allow only the end."""
+    """No token is legal after a drafted end, and masks allow only the end."""
     grammar = grammars.start(regex_spec("a+"))
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     assert grammar.legal([EOS]) == 0
@@ -177,7 +177,7 @@ def test_nothing_is_legal_after_an_end_token(grammars: LlGrammars, tokenizer: To
 
 
 def test_text_outside_the_grammar_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """A text that has left the grammar ends, and is never complete."""
+    """A text that leaves the grammar ends and is never complete."""
     grammar = grammars.start(regex_spec("[0-9]*"))
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     (digit,) = tokenizer.encode("1", add_special_tokens=False)
@@ -230,7 +230,7 @@ def test_text_outside_the_grammar_ends(grammars: LlGrammars, tokenizer: Tokenize
     ids=lambda schema: str(schema)[:60],
 )  # fmt: skip
 def test_unsupported_schema_is_rejected(grammars: LlGrammars, schema: object) -> None:
-    """Unsupported, contradictory and too expensive keywords are named, and never ignored."""
+    """The error names the unsupported, contradictory or too expensive keyword."""
     with pytest.raises(RequestRejected, match=r"JSON schema.*\S") as refused:
         grammars.start(schema_spec(schema))
     assert refused.value.param == "response_format"
@@ -243,7 +243,7 @@ def test_unsupported_schema_is_rejected(grammars: LlGrammars, schema: object) ->
     ids=["open", "look-around", "backreference", "border", "long"],
 )
 def test_unusable_regular_expression_is_rejected(grammars: LlGrammars, pattern: str) -> None:
-    """Malformed, unsupported and oversized expressions are rejected with a message."""
+    """A malformed, unsupported or oversized expression is rejected with a message."""
     with pytest.raises(RequestRejected, match="regular expression") as refused:
         grammars.start(regex_spec(pattern))
     assert refused.value.param == "response_format"
@@ -251,14 +251,14 @@ def test_unusable_regular_expression_is_rejected(grammars: LlGrammars, pattern: 
 
 @pytest.mark.parametrize("text", ["", "{", "5", '"text"', '{"a": "\\ud800"}', '{"a":' * 500])
 def test_schema_that_is_not_an_object_is_rejected(grammars: LlGrammars, text: str) -> None:
-    """Broken JSON, JSON that is no schema, and deeply nested JSON are rejected."""
+    """Invalid JSON, JSON without a schema and deeply nested JSON are rejected."""
     spec = schema_spec({})
     with pytest.raises(RequestRejected, match="JSON schema"):
         grammars.start(GrammarSpec(spec.kind, text))
 
 
 def test_min_properties_is_supported_up_to_one_optional_property(grammars: LlGrammars) -> None:
-    """A property that is named `minProperties` has no effect."""
+    """A property named `minProperties` has no effect."""
     schema = {
         "type": "object",
         "properties": {"minProperties": {"type": "boolean"}},
@@ -269,23 +269,23 @@ def test_min_properties_is_supported_up_to_one_optional_property(grammars: LlGra
         "default": {"minProperties": 7},
     }
     grammar = grammars.start(schema_spec(schema))
-    text = completed(grammar, {EOS}, random.Random(1))
+    text = complete(grammar, {EOS}, random.Random(1))
     assert satisfies(schema, Tokenizer(SHIPPED_MODEL).decode(text))
 
 
 def test_json_has_one_layout_unless_the_schema_allows_others(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """The layout of `json.dumps` is forced; `x-guidance` in the schema allows any white space."""
+    """The grammar forces the layout of `json.dumps` unless `x-guidance` allows any white space."""
     schema = {"const": {"a": [1, 2]}}
     pretty = tokenizer.encode('{\n  "a": [1, 2]\n}', add_special_tokens=False)
-    assert grammars.start(schema_spec(schema)).legal(pretty) == 1  # the bracket
+    assert grammars.start(schema_spec(schema)).legal(pretty) == 1  # only the bracket is legal
     free = schema_spec(schema | {"x-guidance": {"whitespace_flexible": True}})
     assert grammars.start(free).legal(pretty) == len(pretty)
 
 
 def test_added_tokens_are_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Tokens added after the learned ones keep their ids: an end, a marker and a text."""
+    """An end token, a marker and a text that were added to the vocabulary keep their ids."""
     more = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     more.add_special_tokens(["<|new|>", "<|eot|>"])
     more.add_tokens(["<tool_call>", "  "])
@@ -305,7 +305,7 @@ def test_added_tokens_are_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_normalising_tokenizer_spells_forced_text_unchanged(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Normalisation applies to prompts; forced text keeps every character."""
+    """Normalisation applies to prompts, and forced text keeps every character."""
     composing = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     composing.normalizer = tokenizers.normalizers.NFKC()
     composing.save(str(tmp_path / "tokenizer.json"))
@@ -317,14 +317,14 @@ def test_normalising_tokenizer_spells_forced_text_unchanged(
 
 
 def test_grammar_needs_an_end_of_sequence_token(tokenizer: Tokenizer) -> None:
-    """A grammar has to end, so a model without such a token rejects it."""
+    """A model without an end-of-sequence token rejects a grammar."""
     for eos_ids in (set(), {9999}):
         with pytest.raises(RequestRejected, match="no end-of-sequence token"):
             LlGrammars(tokenizer, eos_ids).start(regex_spec("a"))
 
 
 def test_engine_runs_without_llguidance() -> None:
-    """It is imported for the first grammar, which is rejected with a message without it."""
+    """The engine imports llguidance for the first grammar and rejects that grammar without it."""
     code = (
         "import sys; sys.modules['llguidance'] = None\n"
         "import backends.engine.load\n"
@@ -343,7 +343,7 @@ def test_engine_runs_without_llguidance() -> None:
 
 
 def test_tokenizer_without_bytes_is_rejected(tmp_path: Path) -> None:
-    """The request is rejected with a message, without a crash."""
+    """The engine rejects a grammar with a message if the tokenizer has no byte tokens."""
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(RequestRejected, match="tokenizer does not support"):
@@ -353,7 +353,7 @@ def test_tokenizer_without_bytes_is_rejected(tmp_path: Path) -> None:
 def test_padding_and_truncation_of_a_tokenizer_are_ignored(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """A tokenizer.json saved with them spells forced text as any other."""
+    """A tokenizer with saved padding and truncation spells forced text unchanged."""
     padded = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     padded.enable_truncation(2)
     padded.enable_padding(length=40)
@@ -365,7 +365,7 @@ def test_padding_and_truncation_of_a_tokenizer_are_ignored(
 
 
 def test_compiled_grammars_are_cached_up_to_a_bound(tokenizer: Tokenizer) -> None:
-    """The least recently used one is dropped, and compiled again on demand."""
+    """The cache drops the least recently used grammar and compiles it again on demand."""
     grammars = LlGrammars(tokenizer, {EOS})
     first, second = regex_spec("first"), regex_spec("second")
     grammars.start(first)
@@ -381,9 +381,9 @@ def test_compiled_grammars_are_cached_up_to_a_bound(tokenizer: Tokenizer) -> Non
 
 
 def test_text_beyond_the_parser_limits_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """Only the end is allowed then, and the text is not complete."""
+    """A text beyond the parser limits may only end and is not complete."""
     spec = schema_spec({"type": "array", "items": NULL, "minItems": 100_000})
-    for _ in range(2):  # what one text ran into does not harm the next
+    for _ in range(2):  # the limits of one text do not affect the next text
         grammar = grammars.start(spec)
         (bracket,) = tokenizer.encode("[", add_special_tokens=False)
         assert tokens_in(next_mask(grammar)) == [bracket]

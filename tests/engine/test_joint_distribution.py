@@ -1,8 +1,8 @@
-"""The joint distribution of several tokens under the production scheduler, against enumeration.
+"""The joint distribution of several tokens under the production scheduler.
 
-A random model of five tokens writes four, so every text has a known probability. Thousands of
-requests with different seeds share batches with random draft slots. The counts of the texts are
-compared with the distribution by chi-square tests with fixed seeds.
+A random model of five tokens generates four tokens, so every text has a known probability.
+Thousands of requests with different seeds share batches with random draft slots. Chi-square tests
+with fixed seeds compare the counts of the texts with the distribution.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SAMPLINGS = {
 
 
 def write_checkpoint(directory: Path) -> Path:
-    """Save a random Llama with five tokens whose next token depends on all previous ones."""
+    """Save a random Llama with five tokens, whose next token depends on all previous tokens."""
     hidden, heads, inner = 16, 2, 24
     generator = torch.Generator().manual_seed(7)
 
@@ -110,7 +110,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LookupProposer:
-    """A proposer without cost."""
+    """A base class for proposers without cost."""
 
     def depth_s(self, sequences: int) -> float:
         return 0.0
@@ -128,12 +128,13 @@ class LookupProposer:
 
 
 class SampledDrafts(LookupProposer):
-    """Samples drafts from its own distributions, with the noise of the output, as a draft model."""
+    """A proposer that samples from its own distributions with the output noise, as a draft model
+    does."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
         logits = torch.randn(VOCAB, VOCAB, generator=generator)
-        logits[1, 2] = -torch.inf  # what p holds likely may be impossible in q
+        logits[1, 2] = -torch.inf  # a likely token under p may be impossible under q
         self._distributions = logits.softmax(dim=1)
         self._scores = self._distributions.log().tolist()
 
@@ -150,7 +151,7 @@ class SampledDrafts(LookupProposer):
 
 
 class FixedDrafts(LookupProposer):
-    """Drafts a function of the last token: likely tokens, and unlikely ones after 1 and 4."""
+    """A proposer of likely tokens, and of unlikely tokens after the tokens 1 and 4."""
 
     FOLLOWS = (3, 0, 3, 0, 1)
 
@@ -164,7 +165,7 @@ class FixedDrafts(LookupProposer):
 
 @cache
 def output_noise(seed: int) -> list[list[float]]:
-    """Return the noise of a seed's output tokens, by position."""
+    """Return the noise of a seed's output tokens by position."""
     positions = torch.arange(MOST_TOKENS)
     seeds = torch.full_like(positions, seed)
     zeros = torch.zeros_like(positions)
@@ -172,14 +173,14 @@ def output_noise(seed: int) -> list[list[float]]:
 
 
 class Table:
-    """A stand-in for a sequence: only the block table."""
+    """A stand-in for a sequence that has only a block table."""
 
     block_table = (0,)
 
 
 @cache
 def logits_after(directory: Path) -> dict[tuple[int, ...], list[float]]:
-    """Return the model's logits after every prefix of a text."""
+    """Return the logits of the model after every prefix of a text."""
     runner = Model(directory).runner(BLOCKS)
     found = {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
@@ -190,7 +191,7 @@ def logits_after(directory: Path) -> dict[tuple[int, ...], list[float]]:
 
 
 def exact_distribution(directory: Path, sampling: SamplingParams) -> list[float]:
-    """Return the probability of every text, in the order of its tokens."""
+    """Return the probability of every text in lexicographic order."""
     logits = logits_after(directory)
     distribution = {(): 1.0}
     for _ in range(NEW_TOKENS):
@@ -214,7 +215,7 @@ def p_value_of_texts(
     num_requests: int = REQUESTS,
     policy: SpeculationPolicy | None = None,
 ) -> float:
-    """Test texts against their distribution; without a policy, slots are random."""
+    """Test sampled texts against their distribution, with random slots unless a policy is given."""
     policy = policy or RandomSlots(random.Random(3))
     setup = Setup(policy, lambda _: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
     settings = {"max_tokens": NEW_TOKENS, **SAMPLINGS[name]}
@@ -239,7 +240,7 @@ def p_value_of_texts(
 def test_texts_have_the_distribution_of_the_model(
     checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """Four tokens, drafted, verified and batched in any way, have the exact joint distribution."""
+    """Four tokens with any drafts, verification and batching have the exact joint distribution."""
     assert p_value_of_texts(checkpoint, verify, proposer, name) > ALPHA
 
 
@@ -250,7 +251,7 @@ def test_texts_have_the_distribution_of_the_model(
 def test_many_texts_have_the_distribution_of_the_model(
     checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """40 000 texts of every kind have the exact joint distribution."""
+    """40,000 texts of every kind have the exact joint distribution."""
     assert p_value_of_texts(checkpoint, verify, proposer, name, MANY_REQUESTS) > ALPHA
 
 
@@ -263,7 +264,7 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("proposer", [SampledDrafts, FixedDrafts])
 def test_rejection_keeps_the_distribution_under_auto(checkpoint: Path, proposer: type) -> None:
-    """Slots that `auto` selects among 128 sequences do not depend on the sampled tokens."""
+    """The slots that `auto` selects among 128 sequences do not depend on the sampled tokens."""
     auto = speculation_policy("auto")
     assert p_value_of_texts(checkpoint, "rejection", proposer, "penalties", policy=auto) > ALPHA
 
@@ -271,7 +272,7 @@ def test_rejection_keeps_the_distribution_under_auto(checkpoint: Path, proposer:
 def rank_by_sampled_token(
     scores: DraftScores, sequence: Sequence, source: str, draft: Draft
 ) -> tuple[Draft, tuple[float, ...]]:
-    """Wrong: unlikely sampled tokens get no slot."""
+    """Give no slot to unlikely sampled tokens, which is wrong."""
     drawn = [
         float(row[token]) for row, token in zip(draft.distributions, draft.token_ids, strict=True)
     ]
@@ -282,7 +283,7 @@ def rank_by_sampled_token(
 def test_ranking_slots_by_their_sampled_tokens_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above detects evidence that depends on the sampled token."""
+    """The test detects a policy whose evidence depends on the sampled token."""
     monkeypatch.setattr(DraftScores, "found", rank_by_sampled_token)
     auto, name = speculation_policy("auto"), "penalties"
     p = p_value_of_texts(checkpoint, "rejection", SampledDrafts, name, policy=auto)
@@ -292,28 +293,28 @@ def test_ranking_slots_by_their_sampled_tokens_changes_the_distribution(
 def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Path) -> None:
     """Greedy texts and texts without drafts are the same with either verification."""
 
-    def asked(policy: SpeculationPolicy) -> list[GenerationRequest]:
+    def requests(policy: SpeculationPolicy) -> list[GenerationRequest]:
         settings = [{"temperature": i % 2, "seed": i, "max_tokens": 12} for i in range(12)]
         return [request(str(i), PROMPT, policy, **s) for i, s in enumerate(settings)]
 
     policy, rejecting = speculation_policy("fixed:4"), Model(checkpoint, verify="rejection")
-    coupled = run(Model(checkpoint), asked(Off()), Setup()).tokens
-    assert run(rejecting, asked(Off()), Setup()).tokens == coupled
-    drafted = run(rejecting, asked(policy), Setup(policy, lambda _: {"ngram": SampledDrafts()}))
+    coupled = run(Model(checkpoint), requests(Off()), Setup()).tokens
+    assert run(rejecting, requests(Off()), Setup()).tokens == coupled
+    drafted = run(rejecting, requests(policy), Setup(policy, lambda _: {"ngram": SampledDrafts()}))
     assert drafted.accepted > 0
-    greedy = {(one.request_id, 0) for one in asked(policy) if one.sampling.temperature == 0}
+    greedy = {(each.request_id, 0) for each in requests(policy) if each.sampling.temperature == 0}
     assert greedy <= {key for key, tokens in drafted.tokens.items() if tokens == coupled[key]}
 
 
 def residual_from_p(p: torch.Tensor, rows: RowSampling, q: torch.Tensor) -> torch.Tensor:
-    """Wrong: after a rejection, draw from p instead of the residual."""
+    """Draw from p instead of the residual after a rejection, which is wrong."""
     return DRAW_RESIDUAL(p, rows, torch.zeros_like(q))
 
 
 def accept_at_p(
     p: torch.Tensor, rows: RowSampling, drafts: torch.Tensor, q: torch.Tensor
 ) -> torch.Tensor:
-    """Wrong: accept sampled drafts as if they had not been sampled."""
+    """Accept sampled drafts as if they were fixed, which is wrong."""
     return ACCEPTS(p, rows, drafts, torch.ones_like(q))
 
 
@@ -326,7 +327,7 @@ DRAW_RESIDUAL, ACCEPTS = rejection_ref._draw_residual, rejection_ref._accepts
 def test_wrong_rejection_rule_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rule: str, wrong: object
 ) -> None:
-    """The tests above detect a broken rule by a wide margin."""
+    """The test detects a wrong rejection rule by a wide margin."""
     monkeypatch.setattr(rejection_ref, rule, wrong)
     name = "top-k, top-p"
     assert p_value_of_texts(checkpoint, "rejection", SampledDrafts, name) < ALPHA / 1000

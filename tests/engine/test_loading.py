@@ -1,4 +1,4 @@
-"""Loading a checkpoint: memory, progress, file access and the hash."""
+"""The loading of a checkpoint: memory, progress, file access and the hash."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 164 MB in bfloat16, of which a quarter is the embedding."""
+    """A checkpoint of 164 MB in bfloat16, with a quarter of its size in the embedding."""
     directory = tmp_path_factory.mktemp("tied")
     return random_checkpoint(directory, vocab_size=40000, tie_word_embeddings=True, **LARGE)
 
@@ -62,10 +62,10 @@ def small(tmp_path: Path) -> Path:
 def test_loading_needs_little_more_memory_than_the_weights(
     kind: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
-    """The peak memory of loading is at most 1.15 times the weights."""
-    figures = load_apart(request.getfixturevalue(kind), dtype)
-    assert figures["weight_bytes"] > 150e6
-    assert figures["weight_bytes"] <= figures["peak_bytes"] <= 1.15 * figures["weight_bytes"]
+    """The peak memory of loading is at most 1.15 times the size of the weights."""
+    measured = load_apart(request.getfixturevalue(kind), dtype)
+    assert measured["weight_bytes"] > 150e6
+    assert measured["weight_bytes"] <= measured["peak_bytes"] <= 1.15 * measured["weight_bytes"]
 
 
 def test_progress_rises_to_1(small: Path) -> None:
@@ -83,7 +83,7 @@ def test_progress_rises_to_1(small: Path) -> None:
 def test_each_file_is_opened_at_most_once_per_layer(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer opens each shard at most once, and no file stays open."""
+    """The loader opens each shard at most once per layer and closes every file."""
     opened: list[Path] = []
     open_file = checkpoint._open
 
@@ -97,14 +97,16 @@ def test_each_file_is_opened_at_most_once_per_layer(
     shards = len(list(small.glob("*.safetensors")))
     matrices_and_norm = 3
     assert len(opened) <= shards * (1 + config.num_layers) + matrices_and_norm
-    held = {name.split(" ")[-1] for name in Path("/proc/self/maps").read_text().splitlines()}
-    assert not {str(path) for path in small.glob("*.safetensors")} & held
+    mapped_files = {
+        name.split(" ")[-1] for name in Path("/proc/self/maps").read_text().splitlines()
+    }
+    assert not {str(path) for path in small.glob("*.safetensors")} & mapped_files
 
 
 def test_missing_tensors_are_reported_before_reading(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor that is missing in the last layer is reported before any tensor is read."""
+    """The loader reports a tensor missing in the last layer before it reads any tensor."""
     config = read_model_config(small)
 
     def read(*_: object) -> None:
@@ -146,7 +148,7 @@ def test_a_file_truncated_during_loading_is_an_error(
 def test_a_tied_embedding_has_the_same_bits_with_and_without_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An LM head that shares the embedding's memory gives the bits of a packed copy."""
+    """An LM head in the embedding's memory has the bits of a packed copy."""
     tokens = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     read = []
     for most_bytes in (0, 1 << 30):
@@ -157,7 +159,7 @@ def test_a_tied_embedding_has_the_same_bits_with_and_without_a_copy(
 
 
 def test_the_hash_follows_its_definition(small: Path) -> None:
-    """The hash can be computed from its definition."""
+    """The checkpoint hash equals a hash computed from its definition."""
     large = small / "model-00001-of-00002.safetensors"
     with large.open("r+b") as file:
         file.truncate(HASH_PIECE_BYTES + 5)
@@ -176,7 +178,7 @@ def test_loading_reports_the_hash(small: Path) -> None:
 
 
 def test_parameters_are_counted_from_the_headers(untied: Path, tied: Path) -> None:
-    """The number of parameters is that of the stored tensors; tied ones count once."""
+    """The number of parameters counts the stored tensors, with tied tensors counted once."""
     layer = 512 * (2 * 512 + 2 * 128 + 3 * 1792 + 2)
     assert Checkpoint(untied).num_parameters == 18 * layer + 512 + 2 * 16000 * 512
     assert Checkpoint(tied).num_parameters == 18 * layer + 512 + 40000 * 512

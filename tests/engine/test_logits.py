@@ -1,4 +1,4 @@
-"""Bias, penalties and min_tokens against a slow reference."""
+"""Bias, penalties and min_tokens compared with a slow reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS_IDS = frozenset({3, 17})
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
-    """Return random parameters, each set in about every second request."""
+    """Return random parameters, each of which is set in about every second request."""
 
     def sometimes(values: list[float], neutral: float) -> float:
         return rng.choice(values) if rng.random() < 0.5 else neutral
@@ -41,7 +41,7 @@ def random_sampling(rng: random.Random) -> SamplingParams:
 
 def random_sequence(rng: random.Random, key: int) -> Sequence:
     def tokens(most: int) -> list[int]:
-        # Few different ones, so that counts grow.
+        # Few different tokens, so that their counts grow.
         return [rng.randrange(VOCAB // 2) for _ in range(rng.randint(0, most))]
 
     prompt = [rng.randrange(VOCAB), *tokens(12)]
@@ -56,7 +56,7 @@ def verifying(sequence: Sequence, draft: Draft) -> SequenceWork:
 
 
 def random_draft(rng: random.Random, most: int) -> Draft:
-    """Return a random draft, half of them trees; siblings may be equal here."""
+    """Return a random draft, which is a tree in half of the cases and may have equal siblings."""
     count = rng.randint(0, most)
     tokens = tuple(rng.randrange(VOCAB // 2) for _ in range(count))
     if rng.random() < 0.5:
@@ -73,7 +73,7 @@ def before_rows(work: SequenceWork) -> list[list[int]]:
 
 
 def random_plan(rng: random.Random, sequences: int) -> StepPlan:
-    """Return verify steps and decodes, with some prefill chunks that sample nothing."""
+    """Return verify steps, decodes and some prefill chunks that sample nothing."""
     work = []
     for key in range(sequences):
         sequence = random_sequence(rng, key)
@@ -108,7 +108,7 @@ def expected(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", range(40))
 def test_adjusted_rows_equal_the_reference(case: int) -> None:
-    """Every row of a mixed step, also after drafts, equals a token-by-token computation."""
+    """Every row of a mixed step equals a token-by-token computation, also after drafts."""
     rng = random.Random(case)
     plan = random_plan(rng, 8)
     logits = random_logits(rng, plan)
@@ -119,7 +119,7 @@ def test_adjusted_rows_equal_the_reference(case: int) -> None:
 
 @pytest.mark.parametrize("case", range(10))
 def test_row_after_drafts_has_the_bits_of_a_row_after_tokens(case: int) -> None:
-    """Bits depend neither on the batch nor on whether tokens are drafts."""
+    """The bits of a row depend neither on the batch nor on whether tokens are drafts."""
     rng = random.Random(100 + case)
     plan = random_plan(rng, 6)
     logits = random_logits(rng, plan)
@@ -137,7 +137,8 @@ def test_row_after_drafts_has_the_bits_of_a_row_after_tokens(case: int) -> None:
 
 
 def test_tokens_without_bias_or_count_keep_their_bits() -> None:
-    """Penalties change only tokens of prompt, output and drafts; neutral ones change none."""
+    """Penalties change only tokens of prompt, output and drafts. Neutral penalties change
+    no token."""
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 8, "a test")
     for penalty in (1.0, 1.7):
         sampling = SamplingParams(

@@ -1,4 +1,4 @@
-"""No proposer and no decision about drafts, batches or memory changes a token."""
+"""Proposers, draft decisions, batches and memory do not change a token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.engine.harness import (
     request,
     run,
 )
-from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mode_of
 
 PROMPTS = 200
 NEW_TOKENS = 128
 TEMPERATURES = (0.0, 0.8)
 
-# Batches of different sizes, budgets that split prompts, and pools so small that sequences are
-# preempted (a sequence needs up to 24 blocks).
+# The setups vary the batch size and the step budget, which splits prompts. Small pools preempt
+# sequences, which need up to 24 blocks each.
 BATCHINGS = {
     "fixed:1": {"max_num_seqs": 64, "max_step_tokens": 512, "num_blocks": 150},
     "fixed:2": {"max_num_seqs": 32, "max_step_tokens": 512},
@@ -43,7 +43,7 @@ BATCHINGS = {
 }
 
 
-# The proposer of a run; other runs mix all of them in one batch.
+# The proposer of each run. Runs without an entry mix all proposers in a batch.
 PROPOSERS = {
     "fixed:1": SpeculationMode.NGRAM,
     "fixed:2": SpeculationMode.DRAFT_MODEL,
@@ -71,7 +71,7 @@ def requests(
             str(index),
             everything[index],
             policy,
-            mode=mixed(place) if proposer is None else proposer,
+            mode=mode_of(place) if proposer is None else proposer,
             temperature=temperature,
             seed=1000 + index,
             max_tokens=new_tokens,
@@ -93,8 +93,10 @@ def check_all(
         undisturbed = alone(model, tuple(prompts), temperature, new_tokens).tokens
         for name in BATCHINGS:
             policy = policy_named(name)
-            asked = requests(model, prompts, policy, temperature, PROPOSERS.get(name), new_tokens)
-            outcome = run(model, asked, setup_named(name))
+            batch_requests = requests(
+                model, prompts, policy, temperature, PROPOSERS.get(name), new_tokens
+            )
+            outcome = run(model, batch_requests, setup_named(name))
             different = [key for key in undisturbed if undisturbed[key] != outcome.tokens[key]]
             assert not different, f"{name} at {temperature} changed prompts {different}"
             assert all(len(tokens) == new_tokens for tokens in outcome.tokens.values())
@@ -112,16 +114,17 @@ def check_all(
 
 @cache
 def alone(model: Model, prompts: tuple[int, ...], temperature: float, new_tokens: int) -> Outcome:
-    """Run each prompt by itself, without speculation: the expected tokens."""
+    """Run each prompt alone without speculation and return the expected tokens."""
     setup = Setup(Off(), max_num_seqs=1)
-    asked = requests(model, list(prompts), Off(), temperature, new_tokens=new_tokens)
-    return run(model, asked, setup)
+    batch_requests = requests(model, list(prompts), Off(), temperature, new_tokens=new_tokens)
+    return run(model, batch_requests, setup)
 
 
 def test_some_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """64 tokens for 10 prompts: every policy, batching and preemption gives the tokens of `off`."""
+    """Every policy, batching and preemption gives the tokens of `off` for 10 prompts of 64
+    tokens."""
     prompts = random.Random(0).sample(range(PROMPTS), 10)
     check_all(shipped, prompts, 2000, record_testsuite_property, new_tokens=64)
 
@@ -130,12 +133,12 @@ def test_some_prompts_are_lossless_under_every_policy(
 def test_all_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """128 tokens for 200 prompts: every policy and batching gives the tokens of `off`."""
+    """Every policy and batching gives the tokens of `off` for 200 prompts of 128 tokens."""
     check_all(shipped, list(range(PROMPTS)), 2000, record_testsuite_property)
 
 
 def test_choices_of_one_seed_have_different_noise(shipped: Model) -> None:
-    """Choices of one request differ at temperature 1, and each replays to the same text."""
+    """Choices of a request differ at temperature 1, and each replays to the same text."""
     prompt = held_out_prompts(shipped.tokenizer, 1)[0]
     policy = speculation_policy("auto")
     settings = {"temperature": 1.0, "seed": 9, "max_tokens": 64}
@@ -146,7 +149,7 @@ def test_choices_of_one_seed_have_different_noise(shipped: Model) -> None:
 
 
 def test_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
-    """Tokens accepted after a stop string are not part of the output."""
+    """The output excludes tokens that were accepted after a stop string."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=3)
     for stop in ("\n", "):", "self."):
         outcomes = []
@@ -160,7 +163,7 @@ def test_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Mod
 
 
 def test_filters_are_lossless(shipped: Model) -> None:
-    """top-k, top-p and min-p give the same tokens with and without drafts."""
+    """The filters top-k, top-p and min-p give the same tokens with and without drafts."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=4)
     filters = {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "max_tokens": 64}
     outcomes = []
@@ -172,7 +175,7 @@ def test_filters_are_lossless(shipped: Model) -> None:
 
 
 def test_log_probabilities_do_not_depend_on_drafts(shipped: Model) -> None:
-    """Log probabilities of emitted tokens are bit-equal with and without drafts."""
+    """Log probabilities of emitted tokens have equal bits with and without drafts."""
     prompts = held_out_prompts(shipped.tokenizer, 4, seed=5)
     found = []
     for name in ("off", "fixed:6"):

@@ -1,4 +1,4 @@
-"""Every supported model family and variant against transformers."""
+"""Every supported model family and variant, compared with transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = {
 }
 
 TOKENS = 150
-"""Longer than every window and every original context below."""
+"""A length beyond every window and every original context below."""
 
 SHAPE = {
     "vocab_size": 300,
@@ -107,7 +107,8 @@ VARIANTS = {
 
 
 def random_model(variant: str) -> PreTrainedModel:
-    """Create a random model in which every tensor matters: norms are not 1, biases are not 0."""
+    """Create a random model in which every tensor matters, with norms unlike 1 and biases
+    unlike 0."""
     family, changes = VARIANTS[variant]
     config, model = FAMILIES[family]
     torch.manual_seed(0)
@@ -129,7 +130,7 @@ def oracle(directory: Path) -> PreTrainedModel:
 
 
 def check_logits(directory: Path) -> None:
-    """Compare the logits of a sequence, fed in uneven steps, with transformers."""
+    """Compare the logits of a sequence in uneven steps with those of transformers."""
     model = oracle(directory)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (TOKENS,), generator=generator)
@@ -144,7 +145,7 @@ def check_logits(directory: Path) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    """Logits of random models agree with transformers to 1e-4, the argmax exactly."""
+    """Logits of random models agree with transformers to 1e-4 and have the same argmax."""
     random_model(variant).save_pretrained(tmp_path)
     check_logits(tmp_path)
 
@@ -164,15 +165,15 @@ GREEDY = [
 ]
 NEW_TOKENS = 60
 MARGIN = 1e-3
-"""Ten times the error allowed in a logit: no two that far apart change places."""
+"""Ten times the allowed error of a logit. Logits with this distance keep their order."""
 
 
 @pytest.mark.parametrize("variant", GREEDY)
 def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
-    """Greedy decoding beyond window and original context gives the same ids."""
+    """Greedy decoding beyond the window and the original context gives the same ids."""
     random_model(variant).save_pretrained(tmp_path)
     prompt = torch.randint(0, 300, (1, 30), generator=torch.Generator().manual_seed(2))
-    told = oracle(tmp_path).generate(
+    generated = oracle(tmp_path).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
@@ -180,7 +181,7 @@ def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    best = torch.cat(told.logits).topk(2).values
+    best = torch.cat(generated.logits).topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > MARGIN
     runner, table = runner_of(tmp_path), blocks_of(0, 30 + NEW_TOKENS)
     tokens = prompt[0].tolist()
@@ -189,7 +190,7 @@ def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
         logits = logits_in_steps(runner, table, tokens, edges[-2:])
         tokens.append(int(logits[-1].argmax()))
         edges.append(len(tokens))
-    assert tokens == told.sequences[0].tolist()
+    assert tokens == generated.sequences[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -204,7 +205,7 @@ def test_half_precision_checkpoint_has_the_logits_of_float32(
 
 @pytest.mark.parametrize("variant", ["llama-tied", "mistral-windows", "qwen2", "qwen3-bias"])
 def test_sharded_checkpoint_has_the_same_logits(variant: str, tmp_path: Path) -> None:
-    """A checkpoint of many shards, with layers split between them, has the same logits."""
+    """A checkpoint has the same logits when its layers are split over many shards."""
     random_model(variant).save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     check_logits(tmp_path)
@@ -220,7 +221,7 @@ def rewrite_config(directory: Path, change: Callable[[dict[str, object]], None])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "qwen2-yarn", "qwen3"])
 def test_older_rope_field_names_are_read(variant: str, key: str, tmp_path: Path) -> None:
-    """`rope_scaling` beside `rope_theta`, as in older checkpoints, is equivalent."""
+    """The loader reads `rope_scaling` beside `rope_theta`, as in older checkpoints."""
 
     def age(config: dict[str, object]) -> None:
         settings = config.pop("rope_parameters")
@@ -247,7 +248,7 @@ SILENT = {
 def test_missing_config_fields_have_the_defaults_of_transformers(
     variant: str, tmp_path: Path
 ) -> None:
-    """A config without optional fields describes the model that transformers reads."""
+    """A config without optional fields describes the same model as in transformers."""
     model = random_model("llama-multi-head" if variant == "llama" else variant)
     model.save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: [config.pop(name, None) for name in SILENT[variant]])
@@ -282,14 +283,14 @@ def rotary_buffers(tensors: dict[str, torch.Tensor]) -> None:
 def test_tied_checkpoint_variants_have_the_same_logits(
     change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
 ) -> None:
-    """A tied head that is stored too, renamed or stored alone, and unused buffers."""
+    """A tied head has the same logits if stored twice, renamed, stored alone, or beside buffers."""
     random_model("llama-tied").save_pretrained(tmp_path)
     rewrite_weights(tmp_path, change)
     check_logits(tmp_path)
 
 
 def test_yarn_checkpoint_serves_the_extended_context(tmp_path: Path) -> None:
-    """A YaRN checkpoint that gives its original context serves the extended one."""
+    """A YaRN checkpoint with an original context serves the extended context."""
     random_model("qwen2-yarn").save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: config.update(max_position_embeddings=64))
     assert read_model_config(tmp_path).max_position_embeddings == 256

@@ -1,4 +1,4 @@
-"""The n-gram proposer: its matches, its trees, its updates, and its memory."""
+"""The n-gram proposer: its matches, trees, updates and memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def proposed(proposer: NgramProposer, sequence: Sequence, most: int) -> Draft:
     return draft
 
 
-def places(text: list[int]) -> list[tuple[int, int]]:
-    """Return (length, end) of the latest matches of the last pair, or token, by brute force."""
+def longest_matches(text: list[int]) -> list[tuple[int, int]]:
+    """Return (length, end) of the latest matches of the last pair or token by brute force."""
     for size in (2, 1):
         ends = [
             end
@@ -69,17 +69,17 @@ def continuation(text: list[int], end: int, length: int) -> tuple[int, ...]:
 
 @given(tokens)
 def test_index_finds_every_match(text: list[int]) -> None:
-    """Longest first, then latest first, up to the bound."""
+    """The index lists matches by length, then by position, up to the bound."""
     index = NgramIndex()
     index.catch_up(text)
-    assert [(m.length, m.end) for m in index.matches(text, text)] == places(text)
+    assert [(m.length, m.end) for m in index.matches(text, text)] == longest_matches(text)
 
 
 @given(tokens, st.integers(1, 12))
 def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
-    """The latest of the longest matches is continued, and repeated beyond the end."""
+    """A chain continues the latest longest match and repeats that match beyond the end."""
     draft = proposed(NgramProposer(trees=False), sequence_of(text), most)
-    found = places(text)
+    found = longest_matches(text)
     assert draft.is_chain
     if found:
         assert draft.token_ids == continuation(text, found[0][1], most)
@@ -90,10 +90,10 @@ def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
 
 @given(tokens, st.integers(1, 12))
 def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
-    """Each path is a prefix of a continuation; shares follow the match lengths."""
+    """Each path is a prefix of a continuation, and shares follow the match lengths."""
     draft = proposed(NgramProposer(), sequence_of(text), most)
     check_draft(draft, most, 4)
-    found = places(text)
+    found = longest_matches(text)
     ways = [(continuation(text, end, most), 2.0 ** (length - found[0][0])) for length, end in found]
     assert len(draft) == (most if found else 0)
     paths: dict[int, tuple[int, ...]] = {-1: ()}
@@ -108,7 +108,7 @@ def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
 
 
 def test_different_continuations_become_branches_best_first() -> None:
-    """After `1 2`, 3 occurred twice and 4 once: both are children, 3 first."""
+    """The more frequent continuation is the first of two branches."""
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
     draft = proposed(NgramProposer(), sequence_of(text), 4)
     assert draft.token_ids[:2] == (3, 4)
@@ -118,7 +118,7 @@ def test_different_continuations_become_branches_best_first() -> None:
 
 @given(tokens, st.lists(tokens, max_size=5))
 def test_index_follows_tokens_added_between_calls(first, more) -> None:
-    """Proposing while tokens are added gives the drafts of a new proposer."""
+    """Drafts after added tokens equal the drafts of a new proposer."""
     proposer, sequence = NgramProposer(), sequence_of(first)
     proposed(proposer, sequence, 4)
     for some in more:
@@ -128,18 +128,18 @@ def test_index_follows_tokens_added_between_calls(first, more) -> None:
 
 
 def test_index_memory_is_proportional_to_the_text() -> None:
-    """100,000 varied tokens take at most 150 bytes each."""
+    """The index of 100,000 varied tokens takes at most 150 bytes per token."""
     text = [(i * i) % 4093 for i in range(100_000)]
     index = NgramIndex()
     index.catch_up(text)
     parts = (index._pairs, index._singles, index._earlier_pairs, index._earlier_singles)
-    held = sum(sys.getsizeof(part) for part in parts)
-    held += sum(sys.getsizeof(n) for d in parts[:2] for pair in d.items() for n in pair)
-    assert held < 150 * len(text)
+    size_bytes = sum(sys.getsizeof(part) for part in parts)
+    size_bytes += sum(sys.getsizeof(n) for d in parts[:2] for pair in d.items() for n in pair)
+    assert size_bytes < 150 * len(text)
 
 
 def test_forgetting_drops_the_index() -> None:
-    """Without a corpus the text is dropped, too."""
+    """A proposer without a corpus also drops the text of a finished sequence."""
     proposer, sequence = NgramProposer(), sequence_of([1, 2, 1, 2, 1])
     proposed(proposer, sequence, 2)
     proposer.forget(sequence)
@@ -148,36 +148,36 @@ def test_forgetting_drops_the_index() -> None:
     assert not proposed(proposer, sequence_of([7, 1, 2], key=1), 2)
 
 
-# --- the corpus -----------------------------------------------------------------------------------
+# --- corpus ---------------------------------------------------------------------------------------
 
 
 def test_corpus_serves_only_its_tenant() -> None:
     """The text of a finished request appears only in drafts of the same tenant."""
     proposer = NgramProposer(corpus_tokens=100)
-    said = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
-    proposed(proposer, said, 3)
-    proposer.forget(said)
-    proposer.forget(said)
+    finished = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
+    proposed(proposer, finished, 3)
+    proposer.forget(finished)
+    proposer.forget(finished)
     for tenant, draft in (("a", (4, 5, 6)), ("b", ()), ("", ())):
-        asking = sequence_of([9, 2, 3], key=1, tenant=tenant)
-        assert proposed(proposer, asking, 3).token_ids == draft
-        assert proposed(NgramProposer(), asking, 3).token_ids == ()
+        sequence = sequence_of([9, 2, 3], key=1, tenant=tenant)
+        assert proposed(proposer, sequence, 3).token_ids == draft
+        assert proposed(NgramProposer(), sequence, 3).token_ids == ()
     assert len(proposer._corpora._by_tenant["a"]) == 6
 
 
 def test_long_match_in_the_sequence_precedes_the_corpus() -> None:
-    """The corpus is not searched then."""
+    """The proposer does not search the corpus after a long match in the sequence."""
     proposer = NgramProposer(corpus_tokens=100)
-    said = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
-    proposed(proposer, said, 3)
-    proposer.forget(said)
-    asking = sequence_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], key=1, tenant="a")
-    assert proposed(proposer, asking, 2).token_ids == (5, 6)
+    finished = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
+    proposed(proposer, finished, 3)
+    proposer.forget(finished)
+    sequence = sequence_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], key=1, tenant="a")
+    assert proposed(proposer, sequence, 2).token_ids == (5, 6)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
 def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
-    """It never exceeds its limit, and always has the end of the last text."""
+    """The corpus never exceeds its limit and always has the end of the last text."""
     corpora = TenantCorpora(most)
     for text in texts:
         corpora.add_text("a", text)
@@ -192,7 +192,7 @@ def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
 
 
 def test_least_recently_used_tenant_is_dropped() -> None:
-    """The number of tenants with a corpus is bounded."""
+    """The proposer keeps the corpus of a bounded number of tenants."""
     corpora = TenantCorpora(10)
     for number in range(MAX_TENANTS):
         corpora.add_text(str(number), [1, 2, 3])

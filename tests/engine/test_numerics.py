@@ -40,7 +40,7 @@ on_x86_64 = pytest.mark.skipif(
 
 @on_x86_64
 def test_the_variable_limits_torch_onednn_and_compiled_operators() -> None:
-    """With `avx2` nothing uses AVX-512 or AMX, and the numerics class contains the limit."""
+    """With `avx2`, no operator uses AVX-512 or AMX, and the numerics class contains the limit."""
     environ = {**os.environ, VARIABLE: "avx2"}
     command = [sys.executable, "-c", REPORT]
     done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
@@ -59,7 +59,7 @@ def test_compiled_operators_are_named_after_compiler_isa_and_sources() -> None:
 
 
 def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the variable, its value and the known names."""
+    """The error has the variable, its value and the known names."""
     monkeypatch.setenv(VARIABLE, "avx1024")
     with pytest.raises(ValueError, match=r"DRAFTGATE_CPU_ISA='avx1024' is unknown; known: sse4"):
         check_cpu_isa()
@@ -68,7 +68,7 @@ def test_an_unknown_instruction_set_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_an_unsupported_instruction_set_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """AVX-512 on a processor without it is an error at start instead of a crash."""
+    """A start with AVX-512 on a processor without AVX-512 raises an error."""
     monkeypatch.setenv(VARIABLE, "avx512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     with pytest.raises(ValueError, match="avx512 is not supported by this processor"):
@@ -76,7 +76,7 @@ def test_an_unsupported_instruction_set_is_an_error(
 
 
 def test_a_limit_set_after_torch_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error to set the variable after torch has chosen its kernels."""
+    """The variable raises an error if torch has already chosen its kernels."""
     used = torch.backends.cpu.get_cpu_capability().lower()
     other = next(name for name, isa in ISAS.items() if isa.aten != used)
     monkeypatch.setenv(VARIABLE, other)
@@ -89,7 +89,7 @@ def test_a_limit_set_after_torch_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_supported_dtypes_depend_on_the_device() -> None:
-    """float16 needs a GPU, where `auto` is the dtype of the checkpoint."""
+    """A GPU allows float16, and its `auto` dtype is that of the checkpoint."""
     with pytest.raises(ValueError, match="float16 needs a GPU"):
         choose_dtype("float16", SHIPPED_MODEL)
     assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
@@ -110,7 +110,7 @@ def test_supported_dtypes_depend_on_the_device() -> None:
 def test_a_large_model_uses_bfloat16_if_that_is_faster(
     onednn: bool, in_c: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, `auto` is bfloat16 for large models if oneDNN or C multiplies it."""
+    """The `auto` dtype on a CPU is bfloat16 for large models with fast bfloat16 products."""
     monkeypatch.setattr(numerics, "ONEDNN_BFLOAT16", onednn)
     monkeypatch.setattr(numerics, "multiplies_in_c", lambda width: in_c)
     assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
@@ -119,7 +119,7 @@ def test_a_large_model_uses_bfloat16_if_that_is_faster(
 
 
 def test_auto_chooses_a_gpu_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` is the GPU with this index, or the CPU; a missing GPU is an error."""
+    """`auto` chooses the GPU with this index or the CPU, and a missing GPU is an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="GPU 0 was requested, but the number of GPUs is 0"):
@@ -134,7 +134,7 @@ def test_auto_chooses_a_gpu_if_available(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_numerics_class_has_all_its_parts() -> None:
-    """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
+    """The class contains checkpoint, dtype, processor, library, threads and exactness."""
     made_by = "gcc-12.2.0"
     parts = numerics_class("0123456789ab", torch.bfloat16, made_by, exact=False).split("/")
     assert len(parts) == 6

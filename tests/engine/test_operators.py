@@ -1,4 +1,4 @@
-"""Compares the operators in C with those in torch, which define them."""
+"""The operators in C, compared with the operators in torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def shaped(shape: tuple[int, ...]) -> ModelConfig:
     )
 
 
-def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
-    """Return the operators in torch and those in C."""
+def torch_and_native(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
+    """Return the operators in torch and the operators in C."""
     tables = RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
     native = native_operators(config, tables, dtype)
     assert native is not None
@@ -80,11 +80,11 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 def test_norms_equal_those_of_torch(
     added: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The sum is bit-identical, the norm equal up to rounding."""
+    """The residual sum has equal bits, and the norm is equal up to rounding."""
     config = shaped(shape)
     width = config.hidden_size
     sums, normed = [], []
-    for operators in both(config, dtype):
+    for operators in torch_and_native(config, dtype):
         hidden = random(ROWS, width, dtype=dtype, scale=30.0)
         delta = random(ROWS + 1, width, dtype=dtype)[:ROWS] if added else None
         normed.append(operators.add_norm(hidden, delta, random(width, dtype=dtype)))
@@ -100,7 +100,7 @@ def test_norms_equal_those_of_torch(
 def test_queries_keys_and_values_equal_those_of_torch(
     normed: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Heads are normalised, rotated, scaled and written as in torch, and to no other slots."""
+    """Heads are normalised, rotated, scaled and written as in torch, and no other slot changes."""
     config = shaped(shape)
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
@@ -110,7 +110,7 @@ def test_queries_keys_and_values_equal_those_of_torch(
     weight = random(heads, config.head_dim, dtype=dtype) if normed else None
     width = (heads + config.num_kv_heads) * config.head_dim
     found = []
-    for operators in both(config, dtype):
+    for operators in torch_and_native(config, dtype):
         layer_kv = torch.full((2 * config.num_kv_heads, SLOTS, config.head_dim), 7.0, dtype=dtype)
         fused = random(ROWS, width, dtype=dtype)
         step = operators.begin(inputs)
@@ -127,11 +127,11 @@ def test_queries_keys_and_values_equal_those_of_torch(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gates_equal_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """silu(gate) * up is right even for gates whose exponential overflows."""
+    """The product silu(gate) * up is correct even for gates whose exponential overflows."""
     config = shaped(shape)
     gate_up = random(ROWS, 2 * config.intermediate_size, dtype=dtype, scale=5.0)
     gate_up[0, :4] = torch.tensor([300.0, -300.0, 0.0, -88.0])
-    expected, found = (operators.gate(gate_up) for operators in both(config, dtype))
+    expected, found = (operators.gate(gate_up) for operators in torch_and_native(config, dtype))
     assert_close(found, expected)
 
 
@@ -141,7 +141,7 @@ def test_gates_equal_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) 
 def test_logits_of_bfloat16_weights_have_float32_precision(
     shape: tuple[int, ...], vocab: int
 ) -> None:
-    """Logits are float32 sums of the bfloat16 products, and each row is independent."""
+    """Logits are float32 sums of the bfloat16 products, and rows are independent."""
     width = shape[0]
     hidden, weight = (random(n, width, dtype=torch.bfloat16) for n in (ROWS, vocab))
     head = Linear(weight, pack=False)
@@ -159,7 +159,7 @@ def test_logits_of_bfloat16_weights_have_float32_precision(
 def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads: int) -> None:
     """A row does not depend on the number of rows or threads."""
     config = shaped((512, 1408, 4, 1, 256))
-    _, native = both(config, dtype)
+    _, native = torch_and_native(config, dtype)
     hidden, weight = random(300, 512, dtype=dtype), random(512, dtype=dtype)
     gate_up = random(300, 2816, dtype=dtype)
     alone = [native.add_norm(hidden[i : i + 1].clone(), None, weight) for i in range(300)]
@@ -178,7 +178,7 @@ def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads:
 def test_logits_of_the_shipped_model_equal_those_of_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt and its decodes have the logits of torch's operators."""
+    """A prompt and its decodes have the logits of the torch operators."""
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype)
     tokens = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -207,7 +207,7 @@ def runner_of(decoder: Decoder, dtype: torch.dtype) -> Runner:
     [(250, 704, 8, 4, 32), (256, 700, 8, 4, 32), (256, 704, 8, 4, 24), (256, 96, 65, 1, 16)],
 )
 def test_unsupported_shapes_use_torch(shape: tuple[int, ...]) -> None:
-    """Widths that are not multiples of 16, or too many heads per KV head, use torch."""
+    """A width that is no multiple of 16, or too many heads per KV head, selects torch."""
     operators = operators_for(shaped(shape), torch.float32, 8)
     assert operators.name == f"torch-{torch.__version__}"
 
@@ -215,7 +215,7 @@ def test_unsupported_shapes_use_torch(shape: tuple[int, ...]) -> None:
 def test_torch_is_used_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without gcc the model runs on torch, and the log reports the cost."""
+    """The model runs on torch without gcc, and the log reports the cost."""
     compiler.compiled.cache_clear()
     monkeypatch.setattr(compiler, "compiler_version", lambda: None)
     with caplog.at_level(logging.INFO):
@@ -229,7 +229,7 @@ def test_torch_is_used_without_a_compiler(
 def test_torch_is_used_if_compilation_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """If compilation fails, the model runs on torch, and the log has the reason."""
+    """The model runs on torch if compilation fails, and the log has the reason."""
     compiler.compiled.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-no-such-flag"))
@@ -241,7 +241,7 @@ def test_torch_is_used_if_compilation_fails(
 
 @needs_gcc
 def test_compiled_libraries_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second start on a machine compiles nothing."""
+    """The second start on a machine compiles no library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     defines = {"HEAD_DIM": 32, "BFLOAT16": 0, "TILE": 256}
     compiler.compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same contract, and failures of the process."""
+"""An engine in its own process: the backend contract, and failures of the process."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_proces
 
 
 async def test_engine_process_passes_the_backend_conformance_suite() -> None:
-    """The suite passes across the socket, and the process ends afterwards."""
+    """The engine passes the suite across the socket, and its process ends afterwards."""
     before = child_pids()
     await check_backend(EngineBackend(CONFIG))
     assert child_pids() == before
 
 
 async def test_texts_equal_those_of_an_engine_in_this_process() -> None:
-    """With and without a grammar."""
-    here, there = EngineBackend(structs.replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
-    await asyncio.gather(here.start(), there.start())
+    """Both engines give the same texts with and without a grammar."""
+    own, separate = EngineBackend(structs.replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
+    await asyncio.gather(own.start(), separate.start())
     try:
-        assert here.card.numerics_class == there.card.numerics_class
+        assert own.card.numerics_class == separate.card.numerics_class
         for index, grammar in enumerate([None, GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")]):
             for seed in range(3):
-                wanted = make_request(here, n=2, max_tokens=24, seed=seed)
-                wanted = replace(wanted, grammar=grammar, request_id=f"{index}-{seed}")
-                there.check(wanted)
-                assert await collect(there, wanted) == await collect(here, wanted)
+                generation = make_request(own, n=2, max_tokens=24, seed=seed)
+                generation = replace(generation, grammar=grammar, request_id=f"{index}-{seed}")
+                separate.check(generation)
+                assert await collect(separate, generation) == await collect(own, generation)
     finally:
-        await asyncio.gather(here.stop(), there.stop())
+        await asyncio.gather(own.stop(), separate.stop())
 
 
 async def test_service_level_and_cost_error_cross_the_socket() -> None:
@@ -58,17 +58,17 @@ async def test_service_level_and_cost_error_cross_the_socket() -> None:
     backend = EngineBackend(CONFIG)
     await backend.start()
     try:
-        wanted = make_request(backend, max_tokens=24)
-        usual = await collect(backend, wanted)
-        served = replace(wanted, request_id="s", service=ServiceLevel(1.0, 0.01, -1))
-        assert await collect(backend, served) == usual
+        generation = make_request(backend, max_tokens=24)
+        expected = await collect(backend, generation)
+        served = replace(generation, request_id="s", service=ServiceLevel(1.0, 0.01, -1))
+        assert await collect(backend, served) == expected
         assert 0.0 < backend.load().step_cost_error < math.inf
     finally:
         await backend.stop()
 
 
 async def test_killed_process_ends_every_stream_with_an_error() -> None:
-    """Open streams and later requests fail, and the backend gives the reason."""
+    """A killed process fails open streams and later requests, and the backend gives the reason."""
     before = child_pids()
     backend = EngineBackend(CONFIG)
     await backend.start()
@@ -88,7 +88,7 @@ async def test_killed_process_ends_every_stream_with_an_error() -> None:
 
 
 class UnresponsiveProcess:
-    """A process that holds its end of the socket and reads nothing."""
+    """A process that keeps its end of the socket open and reads nothing."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end.dup()
@@ -99,13 +99,13 @@ class UnresponsiveProcess:
 
 
 def test_submitting_a_large_prompt_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt larger than the socket buffer is queued at once, for the event loop calls it."""
+    """The event loop queues a prompt larger than the socket buffer without blocking."""
     monkeypatch.setattr(process, "_spawn", UnresponsiveProcess)
     host = process.EngineProcess(CONFIG, EngineBackend(CONFIG))
     host.start()
     plan = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
-    wanted = GenerationRequest("a", compact(range(300_000)), SamplingParams(1, 0), plan)
-    submitting = threading.Thread(target=host.submit, args=(wanted,), daemon=True)
+    generation = GenerationRequest("a", compact(range(300_000)), SamplingParams(1, 0), plan)
+    submitting = threading.Thread(target=host.submit, args=(generation,), daemon=True)
     submitting.start()
     submitting.join(60)
     assert not submitting.is_alive()
@@ -130,7 +130,7 @@ async def test_invalid_setting_fails_the_start() -> None:
 
 
 async def test_engine_can_be_stopped_while_it_loads() -> None:
-    """Stopping ends the process at once, and `start` with an error."""
+    """Stopping ends the process immediately, and `start` raises an error."""
     backend = EngineBackend(CONFIG)
     starting = asyncio.create_task(backend.start())
     while backend.progress == 0.0:  # noqa: ASYNC110 - another process's
@@ -142,7 +142,7 @@ async def test_engine_can_be_stopped_while_it_loads() -> None:
 
 
 def test_gateway_process_does_not_import_torch() -> None:
-    """Only the process of the engine needs torch."""
+    """Only the process of the engine imports torch."""
     code = "import sys, draftgate.backends.engine.backend; print('torch' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

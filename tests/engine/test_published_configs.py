@@ -1,4 +1,4 @@
-"""Configs of published models are read as their model cards describe them."""
+"""Configs of published models are read as their model cards describe."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ QWEN3_8B = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published model as its card and its config describe it."""
+    """The values that a published model has in its card and in its config."""
 
     raw: dict[str, object]
     parameters: int
     head_dim: int
     kv_bytes_per_token: int
-    """In bfloat16."""
+    """Bytes of a number in bfloat16."""
     context: int
     rope: Rope
     window: int | None = None
@@ -228,7 +228,7 @@ MODELS = {
 
 
 def parameters_of(config: ModelConfig) -> int:
-    """Return the parameters of a checkpoint of this shape, tied matrices counted once."""
+    """Return the number of parameters of this shape, with tied matrices counted once."""
     matrices = 1 if config.tied_embeddings else 2
     outside = config.hidden_size * (config.vocab_size * matrices + 1)
     return outside + sum(map(math.prod, layer_shapes(config).values()))
@@ -236,7 +236,7 @@ def parameters_of(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_published_config_matches_the_model_card(name: str, tmp_path: Path) -> None:
-    """Parameters, KV size, context, window and rotation match the card."""
+    """Parameters, KV size, context, window and rotation equal those of the model card."""
     model = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(model.raw))
     config = read_model_config(tmp_path)

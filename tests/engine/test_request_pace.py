@@ -1,4 +1,4 @@
-"""Slow readers: at any pace the tokens are those of an undisturbed run."""
+"""Slow readers: the tokens do not depend on the pace of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftgate.backends.types import Delta, Pace
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, note, request
+from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, add_delta, request
 from tests.engine.tiny_model import (
     VOCAB,
     TinyEngine,
@@ -32,7 +32,7 @@ BATCHINGS = {
 
 
 def requests(policy: SpeculationPolicy, temperature: float) -> list:
-    """Create requests of which half share a prefix that fills a block."""
+    """Create requests, half of which share a prefix that fills a block."""
     return [
         request(
             str(index),
@@ -52,19 +52,19 @@ def engine(setup: Setup) -> TinyEngine:
 
 
 class Disturbed:
-    """A run in which a random request changes its pace before every other step."""
+    """A run in which a random request changes its pace before every second step."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.engine = engine(setup)
         self.rng = rng
         self.outcome = Outcome()
-        self.resumed = 0  # sequences resumed after they had run
+        self.resumed = 0  # number of sequences resumed after they ran
         self._paces: dict[str, Pace] = {}
 
-    def run(self, wanted: list) -> Outcome:
+    def run(self, requests_to_run: list) -> Outcome:
         worker, scheduler = self.engine.worker, self.engine.scheduler
-        for one in wanted:
-            worker.submit(one)
+        for each in requests_to_run:
+            worker.submit(each)
         sequences = scheduler.waiting
         pipeline = Pipeline(worker, self.engine.runner, self._deliver)
         while worker.open_requests:
@@ -85,7 +85,7 @@ class Disturbed:
 
     def _deliver(self, batch: list[tuple[str, Delta]]) -> None:
         for request_id, delta in batch:
-            note(self.outcome, request_id, delta)
+            add_delta(self.outcome, request_id, delta)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -93,7 +93,7 @@ class Disturbed:
 def test_pace_does_not_change_tokens(
     batching: str, temperature: float, record_testsuite_property
 ) -> None:
-    """Requests are paused and resumed at random steps, with drafts and preemptions."""
+    """Pauses and resumes at random steps, with drafts and preemptions, do not change tokens."""
     undisturbed = engine(Setup(Off(), max_num_seqs=1)).run(requests(Off(), temperature)).tokens
     resumed = preemptions = 0
     for seed, name in enumerate(("off", "fixed:4", "auto", "random", "random", "random")):

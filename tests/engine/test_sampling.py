@@ -1,4 +1,4 @@
-"""Every sampling parameter on the shipped model: its effect, and that drafts change nothing."""
+"""Every sampling parameter on the shipped model, with and without drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.harness import (
     request,
     run,
 )
-from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mode_of
 
 PROMPTS = 6
 NEW_TOKENS = 40
@@ -60,7 +60,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
     },
 }
 
-# Little memory, so that sequences are preempted (one needs up to 15 blocks), and split prompts.
+# The memory is small enough to preempt sequences, which need up to 15 blocks, and to split prompts.
 BATCHINGS = {
     "fixed:8": {"max_num_seqs": 4, "max_step_tokens": 40},
     "auto": {"max_num_seqs": 6, "max_step_tokens": 200, "num_blocks": 34},
@@ -74,7 +74,7 @@ def requests(
     prompts = held_out_prompts(model.tokenizer, PROMPTS, seed=8)
     settings = {"max_tokens": NEW_TOKENS, **sampling}
     return [
-        request(str(i), p, policy, seed=50 + i, mode=mixed(i), **settings)
+        request(str(i), p, policy, seed=50 + i, mode=mode_of(i), **settings)
         for i, p in enumerate(prompts)
     ]
 
@@ -90,7 +90,7 @@ def speculating(model: Model, name: str, sampling: dict[str, object]) -> Outcome
 
 @cache
 def undisturbed(model: Model, name: str) -> Outcome:
-    """Run each request by itself, without drafts: the expected result."""
+    """Run each request alone without drafts and return the expected result."""
     return run(model, requests(model, Off(), SAMPLINGS[name]), Setup(max_num_seqs=1))
 
 
@@ -114,7 +114,7 @@ def test_drafts_do_not_change_results(shipped: Model, sampling: str) -> None:
 
 @pytest.mark.parametrize("sampling", ["repetition, greedy", "frequency and presence"])
 def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None:
-    """With a penalty there are more distinct tokens than without, for the same noise."""
+    """A penalty gives more distinct tokens for the same noise."""
     plain = {"temperature": SAMPLINGS[sampling]["temperature"]}
     without = run(shipped, requests(shipped, Off(), plain), Setup())
     penalised = undisturbed(shipped, sampling)
@@ -126,7 +126,7 @@ def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None
 
 
 def test_bias_of_100_forces_or_bans_a_token(shipped: Model) -> None:
-    """At +100 only that token is sampled; at -100 the greedy token is replaced."""
+    """A bias of +100 forces a token, and a bias of -100 replaces the greedy token."""
 
     def tokens_with(**sampling: object) -> list[list[int]]:
         outcome = run(shipped, requests(shipped, Off(), sampling), Setup())
@@ -141,7 +141,7 @@ def test_bias_of_100_forces_or_bans_a_token(shipped: Model) -> None:
 
 @pytest.mark.parametrize("policy", ["off", "fixed:8"])
 def test_text_does_not_end_before_min_tokens(shipped: Model, policy: str) -> None:
-    """If the end is by far the likeliest token, texts have exactly `min_tokens` tokens."""
+    """A text has exactly `min_tokens` tokens when the end is by far the likeliest token."""
     ends = tuple((token, 100.0) for token in sorted(shipped.config.eos_ids))
     for wanted in (0, 1, 13):
         chosen = speculation_policy(policy)
@@ -154,19 +154,21 @@ def test_text_does_not_end_before_min_tokens(shipped: Model, policy: str) -> Non
 
 
 def test_logprobs_are_those_of_the_raw_logits(shipped: Model) -> None:
-    """Bias and penalties change the sampled tokens, but not values and ranks."""
-    asked = requests(shipped, Off(), {**SAMPLINGS["everything"], "max_tokens": 12})
-    outcome = run(shipped, asked, Setup())
+    """Bias and penalties change the sampled tokens but not log probabilities and ranks."""
+    sampled_requests = requests(shipped, Off(), {**SAMPLINGS["everything"], "max_tokens": 12})
+    outcome = run(shipped, sampled_requests, Setup())
     runner = shipped.runner(64)
-    for one in asked:
-        tokens = outcome.tokens[one.request_id, 0]
-        fed = (*one.prompt_ids, *tokens[:-1])
-        table = Sequence(0, one, 0, compact(fed), block_table=list(range(-(-len(fed) // 16))))
-        prompt, drafts = tuple(one.prompt_ids), Draft(tuple(tokens[:-1]))
+    for each in sampled_requests:
+        tokens = outcome.tokens[each.request_id, 0]
+        context = (*each.prompt_ids, *tokens[:-1])
+        table = Sequence(
+            0, each, 0, compact(context), block_table=list(range(-(-len(context) // 16)))
+        )
+        prompt, drafts = tuple(each.prompt_ids), Draft(tuple(tokens[:-1]))
         work = SequenceWork(table, 0, prompt, True, drafts)
         rows = runner.logits(StepPlan((work,))).tolist()
         for token, row, entry in zip(
-            tokens, rows, outcome.logprobs[one.request_id, 0], strict=True
+            tokens, rows, outcome.logprobs[each.request_id, 0], strict=True
         ):
             exact = reference_logits.logprobs(row)
             assert entry.token_id == token
@@ -179,12 +181,12 @@ def test_logprobs_are_those_of_the_raw_logits(shipped: Model) -> None:
 
 
 def test_step_can_be_fetched_after_the_next_launch(shipped: Model) -> None:
-    """The result is that of the fetched step."""
+    """A fetch after the next launch returns the result of the fetched step."""
     runner = shipped.runner(8)
 
     def plan(key: int, token: int) -> StepPlan:
-        one = request(str(key), (1, token), Off(), temperature=0.0, logprobs=2)
-        sequence = Sequence(key, one, 0, [1, token], block_table=[key])
+        each = request(str(key), (1, token), Off(), temperature=0.0, logprobs=2)
+        sequence = Sequence(key, each, 0, [1, token], block_table=[key])
         return StepPlan((SequenceWork(sequence, 0, (1, token), samples=True),))
 
     plans = [plan(0, 40), plan(1, 90)]

@@ -49,7 +49,7 @@ NAME = "sparse_self"
 BUDGET, SINK = 64, 16
 TEMPERATURES = (0.0, 0.8)
 
-# Prompts have 40 to 240 tokens and outputs 48: most contexts go beyond the budget.
+# Most contexts exceed the budget: prompts have 40 to 240 tokens and outputs 48.
 BATCHINGS = {
     "alone": ("fixed:5", {"max_num_seqs": 1}),
     "together": ("fixed:4", {"max_num_seqs": 16}),
@@ -80,10 +80,12 @@ def setup(policy: SpeculationPolicy, budget: int = BUDGET, **batching: int) -> S
 
 
 def drafted_by(name: str, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-    return [replace(one, speculation=replace(one.speculation, proposer=name)) for one in requests]
+    return [
+        replace(each, speculation=replace(each.speculation, proposer=name)) for each in requests
+    ]
 
 
-def asked(
+def sampled_requests(
     model: Model, policy: SpeculationPolicy, count: int, *, temperature: float, new_tokens: int = 48
 ) -> list[GenerationRequest]:
     settings = {"temperature": temperature, "max_tokens": new_tokens}
@@ -101,7 +103,7 @@ def long_text(model: Model, tokens: int) -> list[int]:
 
 
 class Context:
-    """A sequence in scattered blocks whose last token is pending and all others are computed."""
+    """A sequence in scattered blocks with a pending last token and computed earlier tokens."""
 
     def __init__(
         self, model: Model, tokens: list[int], spare: int = 16, **sampling: object
@@ -110,12 +112,12 @@ class Context:
         random.Random(len(tokens)).shuffle(blocks)
         self.pool = KvPool(model.config, len(blocks) + 1, model.dtype)
         self.runner = Runner(model.decoder, self.pool, model.verify)
-        asked = request("context", tokens, Off(), **sampling)
-        self.sequence = Sequence.for_choice(0, asked, ResumedChoice(0, ()))
+        choice_request = request("context", tokens, Off(), **sampling)
+        self.sequence = Sequence.for_choice(0, choice_request, ResumedChoice(0, ()))
         self.sequence.block_table = blocks
         self.sequence.num_computed = len(tokens) - 1
-        fed = SequenceWork(self.sequence, 0, tuple(tokens[:-1]), samples=False)
-        self.runner.logits(StepPlan((fed,)))
+        prefill = SequenceWork(self.sequence, 0, tuple(tokens[:-1]), samples=False)
+        self.runner.logits(StepPlan((prefill,)))
 
     def verify(self, draft: Draft = Draft()) -> SequenceWork:  # noqa: B008 - immutable
         last = (self.sequence.token_ids[-1],)
@@ -126,7 +128,7 @@ class Context:
 
 
 def kv_of(pool: KvPool, table: list[int], tokens: int) -> torch.Tensor:
-    """Copy the keys and values of the first tokens: [strips, tokens, head_dim]."""
+    """Copy the keys and values of the first tokens, as [strips, tokens, head_dim]."""
     slots = slots_of(table, range(tokens))
     return torch.cat([layer[:, slots] for layer in pool.layers])
 
@@ -144,26 +146,26 @@ class RecordingDecoder(Decoder):
 
 
 def slots_read(inputs: StepInputs) -> list[int]:
-    """Return all slots of the single span of a step, in order."""
+    """Return all slots of the single span of a step in order."""
     (span,) = inputs.spans
     return list(
         itertools.chain(*(map(int, piece.slots) for piece in pieces_of(span, BLOCK_TOKENS)))
     )
 
 
-# --- the text ---------------------------------------------------------------------------------
+# --- text --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float) -> None:
-    """Alone, in batches, in chunks and preempted, drafts of any length change no token."""
-    wanted = asked(shipped, Off(), 6, temperature=temperature)
-    plain = run(shipped, wanted, Setup(max_num_seqs=1)).tokens
+    """Drafts of any length change no token alone, in batches, in chunks and with preemption."""
+    plain_requests = sampled_requests(shipped, Off(), 6, temperature=temperature)
+    plain = run(shipped, plain_requests, Setup(max_num_seqs=1)).tokens
     outcomes: dict[str, Outcome] = {}
     for name, (policy_name, batching) in BATCHINGS.items():
         random_slots = RandomSlots(random.Random(2))
         policy = random_slots if policy_name == "random" else speculation_policy(policy_name)
-        requests = drafted_by(NAME, asked(shipped, policy, 6, temperature=temperature))
+        requests = drafted_by(NAME, sampled_requests(shipped, policy, 6, temperature=temperature))
         outcome = outcomes[name] = run(shipped, requests, setup(policy, **batching))
         assert outcome.tokens == plain, name
         assert outcome.accepted > 50
@@ -174,7 +176,7 @@ def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: float) -> None:
-    """Contexts of ten budgets and several tiles, beside sequences with n-gram drafts."""
+    """Contexts of ten budgets and several tiles keep their text beside n-gram drafts."""
     policy = speculation_policy("fixed:4")
     text = long_text(shipped, 900)
 
@@ -193,9 +195,9 @@ def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: fl
 
 @pytest.mark.parametrize("window", [32, 200])
 def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) -> None:
-    """Sliding windows change no text; windows within the latest pages reject no draft.
+    """Sliding windows change no text, and windows within the latest pages reject no draft.
 
-    A longer window sees sinks that are outside the window of the target.
+    A longer window reads sinks that are outside the window of the target.
     """
     config = json.loads((checkpoint_copy / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -215,9 +217,9 @@ def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_draft_within_the_budget_is_always_accepted(shipped: Model, temperature: float) -> None:
-    """A context that is read whole gives the bits of a verify step."""
+    """A context within the budget gives the bits of a verify step."""
     policy = speculation_policy("fixed:5")
-    requests = drafted_by(NAME, asked(shipped, policy, 8, temperature=temperature))
+    requests = drafted_by(NAME, sampled_requests(shipped, policy, 8, temperature=temperature))
     outcome = run(shipped, requests, setup(policy, budget=BLOCK_TOKENS * 18))
     assert outcome.accepted > 200
     assert outcome.rejected == 0
@@ -227,12 +229,12 @@ def test_draft_within_the_budget_is_always_accepted(shipped: Model, temperature:
 
 PROMPT = [3] * BLOCK_TOKENS + [4] * BLOCK_TOKENS + [1, 3, 0] * 4
 NARROW = 2 * BLOCK_TOKENS
-"""Shows drafts the first page and the last one, but not the page between."""
+"""A budget for the first and the last page, which hides the page between them from drafts."""
 
 REQUESTS = 2000
 
 
-def distribution_of_texts(model: Model, one: GenerationRequest) -> list[float]:
+def distribution_of_texts(model: Model, each: GenerationRequest) -> list[float]:
     """Return the probability of each text of `NEW_TOKENS` tokens after the prompt, in order."""
     context, logits = Context(model, PROMPT), {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
@@ -242,7 +244,7 @@ def distribution_of_texts(model: Model, one: GenerationRequest) -> list[float]:
     for _ in range(NEW_TOKENS):
         following = {
             text: filtered_distribution(
-                adjusted(logits[text], PROMPT, text, one.sampling), one.sampling.temperature
+                adjusted(logits[text], PROMPT, text, each.sampling), each.sampling.temperature
             )
             for text in distribution
         }
@@ -266,7 +268,7 @@ def far_sighted(directory: Path) -> Path:
 
 
 def test_rejection_keeps_the_distribution_of_texts(tmp_path: Path) -> None:
-    """Drafts from the distribution of a narrow view give texts of the full distribution."""
+    """Drafts from a narrow view give texts with the distribution of the full view."""
     model = Model(far_sighted(write_checkpoint(tmp_path)), verify="rejection")
     policy = RandomSlots(random.Random(3))
     settings = {"max_tokens": NEW_TOKENS, "temperature": 1.1, "presence_penalty": -0.4}
@@ -287,10 +289,10 @@ def test_rejection_keeps_the_distribution_of_texts(tmp_path: Path) -> None:
 def confirmed_kv(
     model: Model, requests: list[GenerationRequest], how: Setup
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield, after each step, the keys and values of all computed tokens of each sequence."""
+    """Yield the keys and values of all computed tokens of each sequence after each step."""
     engine = Engine(model, how)
-    for one in requests:
-        engine.worker.submit(one)
+    for each in requests:
+        engine.worker.submit(each)
     for _ in run_until_idle(engine.worker, engine.runner):
         for sequence in engine.scheduler.running:
             kv = kv_of(engine.pool, sequence.block_table, sequence.num_computed)
@@ -301,20 +303,22 @@ def confirmed_kv(
 def test_confirmed_keys_and_values_equal_those_without_drafts(
     shipped: Model, temperature: float
 ) -> None:
-    """Bit for bit after every step, whether drafts were accepted, rejected or not verified."""
-    wanted = dict(confirmed_kv(shipped, asked(shipped, Off(), 4, temperature=temperature), Setup()))
+    """Confirmed keys and values have equal bits after accepted, rejected and unverified drafts."""
+    plain_kv = dict(
+        confirmed_kv(shipped, sampled_requests(shipped, Off(), 4, temperature=temperature), Setup())
+    )
     policy = RandomSlots(random.Random(7))
-    requests = drafted_by(NAME, asked(shipped, policy, 4, temperature=temperature))
+    requests = drafted_by(NAME, sampled_requests(shipped, policy, 4, temperature=temperature))
     compared = 0
     for request_id, kv in confirmed_kv(shipped, requests, setup(policy, num_blocks=40)):
-        tokens = min(kv.shape[1], wanted[request_id].shape[1])
-        assert torch.equal(kv[:, :tokens], wanted[request_id][:, :tokens])
+        tokens = min(kv.shape[1], plain_kv[request_id].shape[1])
+        assert torch.equal(kv[:, :tokens], plain_kv[request_id][:, :tokens])
         compared += tokens
     assert compared > 4000
 
 
 def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> None:
-    """Drafting leaves other bits after the sequence than the target; verifying corrects them."""
+    """Drafting leaves other bits after the sequence, and a verify step overwrites these bits."""
     text = long_text(shipped, 400)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 5)])
@@ -329,7 +333,7 @@ def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> Non
 
 @pytest.mark.parametrize("verified", [0, 2])
 def test_unverified_drafts_leave_nothing_that_is_read(shipped: Model, verified: int) -> None:
-    """Verifying fewer drafts than were computed, or none, gives the logits of the target."""
+    """The target has the same logits after some or all drafts were not verified."""
     text = long_text(shipped, 380)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 12)])
@@ -344,12 +348,12 @@ def test_unverified_drafts_leave_nothing_that_is_read(shipped: Model, verified: 
         assert torch.equal(*rows)
 
 
-# --- what drafting reads ----------------------------------------------------------------------
+# --- tokens read by drafting ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [BUDGET, 2 * KV_TILE])
 def test_tokens_read_by_drafting_do_not_grow_with_the_context(shipped: Model, budget: int) -> None:
-    """KV tokens read by a chain are bounded; those of a verify step grow with the context."""
+    """A chain reads a bounded number of KV tokens, and a verify step reads the whole context."""
     read, verified = [], []
     for tokens in (budget + 40, 800, 1000):
         context = Context(shipped, long_text(shipped, tokens))
@@ -369,7 +373,7 @@ def test_tokens_read_by_drafting_do_not_grow_with_the_context(shipped: Model, bu
 
 @pytest.mark.parametrize("tokens", [30, 64, 65, 399, 400, 1000])
 def test_draft_reads_the_first_and_the_latest_pages(shipped: Model, tokens: int) -> None:
-    """A draft token is written and rotated at its true position, whatever is omitted."""
+    """A draft token is written and rotated at its true position despite the omitted pages."""
     context, decoder = (
         Context(shipped, long_text(shipped, tokens)),
         RecordingDecoder(shipped.decoder),
@@ -387,11 +391,11 @@ def test_draft_reads_the_first_and_the_latest_pages(shipped: Model, tokens: int)
         assert inputs.slots[0] == slots_of(table, [position])[0]
 
 
-# --- the protocol -----------------------------------------------------------------------------
+# --- proposer protocol ----------------------------------------------------------------------------
 
 
 def test_evidence_is_the_probability_of_the_first_draft(shipped: Model) -> None:
-    """In per mille; within the budget it is the probability under the target."""
+    """The evidence is the target's probability of the first draft in per mille."""
     evidence = []
     for tokens in (90, 100, 110, 120):
         context = Context(shipped, long_text(shipped, tokens), temperature=0.8, seed=3)
@@ -404,19 +408,19 @@ def test_evidence_is_the_probability_of_the_first_draft(shipped: Model) -> None:
 
 
 def test_sequence_with_several_pending_tokens_gets_no_draft(shipped: Model) -> None:
-    """Other sequences in the same call get their usual drafts."""
+    """Other sequences in the same call receive their usual drafts."""
     context = Context(shipped, long_text(shipped, 200))
     waiting = replace(context.sequence, key=1, num_computed=100)
-    asked = [DraftRequest(one, 3) for one in (waiting, context.sequence)]
+    draft_requests = [DraftRequest(each, 3) for each in (waiting, context.sequence)]
     proposer = proposer_of(shipped, context.pool)
-    (alone,) = proposer.propose(asked[1:])
-    assert proposer.propose(asked) == [Draft(), alone]
+    (alone,) = proposer.propose(draft_requests[1:])
+    assert proposer.propose(draft_requests) == [Draft(), alone]
     assert len(alone) == 3
     assert proposer.propose([]) == []
 
 
 def test_depth_cost_is_a_step_that_reads_the_budget(shipped: Model) -> None:
-    """The cost of a depth is that of one token per sequence and of its budget."""
+    """The cost of a depth is that of a step with one token and one budget per sequence."""
     cost = StepCost((4, 16), (1e-3, 2e-3), kv_token_s=1e-6, sequence_s=1e-4)
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": cost}

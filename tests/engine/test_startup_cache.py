@@ -1,4 +1,4 @@
-"""Measurements of a start are reused by the next one, and only by one that is alike."""
+"""A start reuses the measurements of an earlier start with the same key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = ("0.1.0", "0123456789ab/float32/cpu-avx2/torch-2.13.0/threads-2/exact", 20
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's cache out of the tests."""
+    """An empty cache directory in place of the user's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "draftgate"
 
@@ -32,7 +32,7 @@ def written(*key: object) -> StartupCache:
 
 
 def test_an_equal_key_finds_the_measurements(own_cache: Path) -> None:
-    """What was written is read again, as one file and nothing beside it."""
+    """The cache returns the written entry and leaves exactly one file."""
     cache = written(*KEY)
     found = StartupCache(*KEY).read()
     assert found is not None
@@ -42,7 +42,7 @@ def test_an_equal_key_finds_the_measurements(own_cache: Path) -> None:
 
 @pytest.mark.parametrize("place", range(len(KEY)))
 def test_any_other_part_of_the_key_misses(place: int) -> None:
-    """Version, checkpoint, processor, libraries, threads and bounds each make another entry."""
+    """A change of version, checkpoint, processor, libraries, threads or bounds misses the entry."""
     written(*KEY)
     other = [*KEY]
     other[place] = f"{other[place]}1"
@@ -50,7 +50,7 @@ def test_any_other_part_of_the_key_misses(place: int) -> None:
 
 
 def test_an_entry_of_another_key_under_the_same_name_misses() -> None:
-    """The key in the file decides, not the name of the file."""
+    """The cache compares the key in the file instead of the file name."""
     cache, other = written(*KEY), StartupCache("other")
     cache.path.rename(other.path)
     assert other.read() is None
@@ -67,7 +67,8 @@ def test_an_entry_of_another_key_under_the_same_name_misses() -> None:
     ],
 )
 def test_a_foreign_file_counts_as_missing(content: bytes) -> None:
-    """Whatever lies at the entry's path is no error, and the next start replaces it."""
+    """A foreign file or directory at the entry's path is ignored, and the next start
+    replaces it."""
     cache = written(*KEY)
     cache.path.write_bytes(content)
     assert cache.read() is None
@@ -75,17 +76,17 @@ def test_a_foreign_file_counts_as_missing(content: bytes) -> None:
 
 
 def test_a_truncated_or_impossible_table_counts_as_missing() -> None:
-    """Half a file, and a table whose steps fall, are not used."""
+    """The cache ignores a truncated file and a table with falling steps."""
     cache = written(*KEY)
-    whole = cache.path.read_bytes()
-    cache.path.write_bytes(whole[: len(whole) // 2])
+    content = cache.path.read_bytes()
+    cache.path.write_bytes(content[: len(content) // 2])
     assert cache.read() is None
-    cache.path.write_bytes(whole.replace(b"0.0025", b"0.0001"))
+    cache.path.write_bytes(content.replace(b"0.0025", b"0.0001"))
     assert cache.read() is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path) -> None:
-    """A file where the directory should be leaves the start as it is."""
+    """A start succeeds when a file blocks the path of the cache directory."""
     own_cache.write_text("a file")
     assert written(*KEY).read() is None
 
@@ -108,7 +109,7 @@ def test_old_entries_are_deleted(own_cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_second_start_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs and the probe's result come from the first start, or from what serving refitted."""
+    """The second start reuses the probe's result and the costs, including refitted costs."""
     config = WorkerConfig(device="cpu", kv_bytes=1 << 24, proposer="ngram")
     measured = []
 

@@ -19,20 +19,20 @@ from draftgate.policies.types import SpeculationMode
 from tests.engine.grammar_runs import (
     GrammarOutput,
     GrammarRun,
-    check_held,
+    check_output,
     regex_spec,
-    run_held,
+    run_with_grammars,
     schema_spec,
-    under,
+    with_grammar,
 )
 from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
 from tests.engine.published_schemas import Schema, random_schemas
-from tests.engine.shipped_proposers import every_proposer, mixed
+from tests.engine.shipped_proposers import every_proposer, mode_of
 
 SCHEMAS = 200
 MOST_TOKENS = 200
 CUT_TOKENS = 9
-"""Every fifth output is cut, to test incomplete texts."""
+"""The limit of every fifth output, which tests incomplete texts."""
 
 Proposers = Callable[[Engine], dict[str, Proposer]]
 
@@ -49,7 +49,7 @@ def hostile(engine: Engine) -> dict[str, Proposer]:
     return {"ngram": HostileProposer(engine.model.config.vocab_size, random.Random(6))}
 
 
-# Policy, proposers and batching; the pools are so small that sequences are preempted.
+# Policy, proposers and batching of each mode. The small pools preempt sequences.
 MODES: dict[str, tuple[str, Proposers, dict[str, int]]] = {
     "forced alone": ("fixed:8", no_proposers, {"max_num_seqs": 16}),
     "ngram": ("auto", ngrams, {"max_num_seqs": 16, "max_step_tokens": 120}),
@@ -73,12 +73,12 @@ def schemas() -> list[Schema]:
 def requests(model: Model, numbers: Iterable[int], setup: Setup) -> list[GenerationRequest]:
     prompts = held_out_prompts(model.tokenizer, SCHEMAS, least=20, most=80)
     return [
-        under(
+        with_grammar(
             request(
                 str(i),
                 prompts[i],
                 setup.policy,
-                mode=mixed(i) if setup.proposers is every_proposer else SpeculationMode.AUTO,
+                mode=mode_of(i) if setup.proposers is every_proposer else SpeculationMode.AUTO,
                 temperature=(0.0, 0.8)[i % 2],
                 seed=i,
                 max_tokens=CUT_TOKENS if i % 5 == 4 else MOST_TOKENS,
@@ -91,28 +91,28 @@ def requests(model: Model, numbers: Iterable[int], setup: Setup) -> list[Generat
 
 @cache
 def undrafted(model: Model, count: int) -> dict[tuple[str, int], GrammarOutput]:
-    """Run the first schemas without speculation: the expected outputs."""
+    """Run the first schemas without speculation and return the expected outputs."""
     setup = Setup(Off(), max_num_seqs=48)
-    return run_held(model, requests(model, range(count), setup), setup).held
+    return run_with_grammars(model, requests(model, range(count), setup), setup).outputs
 
 
 def check_mode(model: Model, mode: str, count: int, record) -> GrammarRun:
     numbers = range(count)
-    run = run_held(model, requests(model, numbers, setup_of(mode)), setup_of(mode))
+    run = run_with_grammars(model, requests(model, numbers, setup_of(mode)), setup_of(mode))
     plain = undrafted(model, count)
-    different = [key for key in plain if run.held[key] != plain[key]]
+    different = [key for key in plain if run.outputs[key] != plain[key]]
     assert not different, f"{mode} changed {different}"
     for i in numbers:
-        check_held(model, run.held[str(i), 0], schemas()[i])
-    whole = [i for i in numbers if run.held[str(i), 0].reason is FinishReason.STOP]
+        check_output(model, run.outputs[str(i), 0], schemas()[i])
+    finished = [i for i in numbers if run.outputs[str(i), 0].reason is FinishReason.STOP]
     uncut = [i for i in numbers if i % 5 != 4]
-    record(f"{mode}: share completed", len(set(whole) & set(uncut)) / len(uncut))
+    record(f"{mode}: share completed", len(set(finished) & set(uncut)) / len(uncut))
     record(f"{mode}: slots accepted", run.accepted)
     record(f"{mode}: slots rejected", run.drafted - run.accepted)
-    # Those that are not hold themselves, and this model likes to go on.
-    assert len(set(whole) & set(uncut)) >= 0.85 * len(uncut)
-    # Nor are they easy: hardly any of these schemas allows an object without properties.
-    assert sum(run.held[str(i), 0].text == "{}" for i in whole) <= 0.05 * len(whole)
+    # Incomplete outputs are valid too, and this model tends to write long texts.
+    assert len(set(finished) & set(uncut)) >= 0.85 * len(uncut)
+    # The outputs are not trivial, because hardly any schema allows an object without properties.
+    assert sum(run.outputs[str(i), 0].text == "{}" for i in finished) <= 0.05 * len(finished)
     return run
 
 
@@ -130,7 +130,7 @@ def check_drafts(mode: str, run: GrammarRun) -> None:
 def test_outputs_of_some_schemas_are_valid_in_every_mode(
     shipped: Model, mode: str, record_testsuite_property
 ) -> None:
-    """24 schemas: outputs are valid, or completable if cut, and drafts change nothing."""
+    """Outputs for 24 schemas are valid, or completable after a cut, and equal in every mode."""
     check_drafts(mode, check_mode(shipped, mode, 24, record_testsuite_property))
 
 
@@ -139,7 +139,7 @@ def test_outputs_of_some_schemas_are_valid_in_every_mode(
 def test_outputs_of_all_schemas_are_valid_in_every_mode(
     shipped: Model, mode: str, record_testsuite_property
 ) -> None:
-    """200 schemas: outputs are valid, or completable if cut, and drafts change nothing."""
+    """Outputs for 200 schemas are valid, or completable after a cut, and equal in every mode."""
     check_drafts(mode, check_mode(shipped, mode, SCHEMAS, record_testsuite_property))
 
 
@@ -158,7 +158,7 @@ PERSON: Schema = {
 def person(model: Model, name: str, setup: Setup, **settings: object) -> GenerationRequest:
     prompt = held_out_prompts(model.tokenizer, 1, seed=8)[0]
     settings = {"max_tokens": 120, "temperature": 1.0, "seed": 4, **settings}
-    return under(request(name, prompt, setup.policy, **settings), schema_spec(PERSON))
+    return with_grammar(request(name, prompt, setup.policy, **settings), schema_spec(PERSON))
 
 
 @pytest.mark.parametrize("mode", ["ngram", "hostile"])
@@ -177,25 +177,25 @@ def person(model: Model, name: str, setup: Setup, **settings: object) -> Generat
 def test_sampling_settings_keep_outputs_valid(
     shipped: Model, mode: str, settings: dict[str, object]
 ) -> None:
-    """With choices, penalties, biases and filters, and equal with and without drafts."""
+    """Outputs stay valid and equal for several choices, penalties, biases and filters."""
     off = Setup(Off(), max_num_seqs=1)
-    plain = run_held(shipped, [person(shipped, "p", off, **settings)], off)
+    plain = run_with_grammars(shipped, [person(shipped, "p", off, **settings)], off)
     setup = setup_of(mode)
-    drafted = run_held(shipped, [person(shipped, "p", setup, **settings)], setup)
-    assert drafted.held == plain.held
-    assert len(plain.held) == settings.get("n", 1)
-    for held in plain.held.values():
-        assert held.reason is FinishReason.STOP
-        check_held(shipped, held, PERSON)
-        assert len(held.logprobs) == (len(held.tokens) if "logprobs" in settings else 0)
+    drafted = run_with_grammars(shipped, [person(shipped, "p", setup, **settings)], setup)
+    assert drafted.outputs == plain.outputs
+    assert len(plain.outputs) == settings.get("n", 1)
+    for output in plain.outputs.values():
+        assert output.reason is FinishReason.STOP
+        check_output(shipped, output, PERSON)
+        assert len(output.logprobs) == (len(output.tokens) if "logprobs" in settings else 0)
 
 
 def test_stop_string_cuts_a_structured_output_at_the_same_token(shipped: Model) -> None:
-    """The output ends at the first occurrence, with and without drafts."""
+    """The output ends at the first stop string with and without drafts."""
     runs = []
     for setup in (Setup(Off()), setup_of("fixed")):
         one = person(shipped, "p", setup, stop=('", "age',))
-        runs.append(run_held(shipped, [one], setup).held["p", 0])
+        runs.append(run_with_grammars(shipped, [one], setup).outputs["p", 0])
     assert runs[0] == runs[1]
     assert runs[0].reason is FinishReason.STOP
     assert runs[0].text.startswith('{"name": "')
@@ -204,36 +204,36 @@ def test_stop_string_cuts_a_structured_output_at_the_same_token(shipped: Model) 
 
 @pytest.mark.parametrize("mode", ["ngram", "hostile"])
 def test_resumed_choice_continues_its_structured_output(shipped: Model, mode: str) -> None:
-    """Resumed at any token, the rest equals that of the undisturbed run."""
+    """A choice resumed at any token ends like the undisturbed run."""
     setup = setup_of(mode)
     one = person(shipped, "p", setup, n=2)
-    whole = run_held(shipped, [one], setup).held
-    cuts = range(1, len(whole["p", 1].tokens), 3)
+    finished = run_with_grammars(shipped, [one], setup).outputs
+    cuts = range(1, len(finished["p", 1].tokens), 3)
     begun = [
         replace(
             one,
             request_id=str(cut),
-            resumed=(ResumedChoice(1, tuple(whole["p", 1].tokens[:cut])),),
+            resumed=(ResumedChoice(1, tuple(finished["p", 1].tokens[:cut])),),
         )
         for cut in cuts
     ]
-    rest = run_held(shipped, begun, setup).held
+    rest = run_with_grammars(shipped, begun, setup).outputs
     for cut in cuts:
-        held = rest[str(cut), 1]
-        assert held.tokens == whole["p", 1].tokens[cut:]
-        assert whole["p", 1].text.endswith(held.text)
-        assert held.reason is FinishReason.STOP
+        output = rest[str(cut), 1]
+        assert output.tokens == finished["p", 1].tokens[cut:]
+        assert finished["p", 1].text.endswith(output.text)
+        assert output.reason is FinishReason.STOP
 
 
 def test_output_matches_the_whole_regular_expression(shipped: Model) -> None:
-    """In a batch with requests without a grammar."""
+    """The output matches its expression in a batch with requests without a grammar."""
     setup = setup_of("ngram")
     prompt = held_out_prompts(shipped.tokenizer, 1, seed=9)[0]
     free = request("free", prompt, setup.policy, max_tokens=40)
-    date = under(replace(free, request_id="date"), regex_spec(r"20[0-9]{2}-(0[1-9]|1[0-2])"))
-    empty = under(replace(free, request_id="empty"), regex_spec(""))
-    together = run_held(shipped, [free, date, empty], setup).held
-    assert together["free", 0] == run_held(shipped, [free], setup).held["free", 0]
+    date = with_grammar(replace(free, request_id="date"), regex_spec(r"20[0-9]{2}-(0[1-9]|1[0-2])"))
+    empty = with_grammar(replace(free, request_id="empty"), regex_spec(""))
+    together = run_with_grammars(shipped, [free, date, empty], setup).outputs
+    assert together["free", 0] == run_with_grammars(shipped, [free], setup).outputs["free", 0]
     text = together["date", 0].text
     assert text[:2] + text[4] == "20-"
     assert len(text) == len("2026-11")
@@ -247,7 +247,7 @@ def test_parser_limits_cut_only_their_own_request(shipped: Model) -> None:
     setup = setup_of("ngram")
     endless = {"type": "array", "items": {"type": "null"}, "minItems": 100_000}
     cut = replace(person(shipped, "cut", setup), grammar=schema_spec(endless))
-    run = run_held(shipped, [cut, person(shipped, "p", setup)], setup).held
+    run = run_with_grammars(shipped, [cut, person(shipped, "p", setup)], setup).outputs
     assert run["cut", 0].reason is FinishReason.LENGTH
     assert run["cut", 0].text == "["
     assert run["p", 0].reason is FinishReason.STOP

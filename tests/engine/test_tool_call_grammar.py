@@ -1,4 +1,4 @@
-"""Grammars of tool calls: masks allow exactly calls with arguments of their schemas."""
+"""Grammars of tool calls: masks allow only calls whose arguments satisfy their schemas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
-from tests.engine.grammar_runs import completed, next_mask, tokens_in
+from tests.engine.grammar_runs import complete, next_mask, tokens_in
 
 POINT = {
     "type": "object",
@@ -23,7 +23,7 @@ POINT = {
     "required": ["x", "y"],
     "additionalProperties": False,
 }
-MARKER = "<|user|>"  # a special token of the shipped tokenizer, which no text spells
+MARKER = "<|user|>"  # a special token of the shipped tokenizer that no text contains
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def spec(schema: dict[str, object] = POINT, **form: object) -> GrammarSpec:
 
 
 def test_random_allowed_text_is_a_valid_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """A random walk through the masks ends in calls whose arguments satisfy their schemas."""
+    """A random walk through the masks gives calls whose arguments satisfy their schemas."""
     rng = random.Random(5)
     held = spec(opened="[", between=", ", closed="]")
     names = set()
     for _ in range(20):
         grammar = grammars.start(held)
-        calls = json.loads(tokenizer.decode(completed(grammar, grammars._eos_ids, rng)))
+        calls = json.loads(tokenizer.decode(complete(grammar, grammars._eos_ids, rng)))
         for call in calls:
             names.add(call["name"])
             if call["name"] == "point":
@@ -64,7 +64,7 @@ def test_random_allowed_text_is_a_valid_call(grammars: LlGrammars, tokenizer: To
 def test_form_without_a_separator_allows_one_call(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """After the first call only the end is allowed."""
+    """The grammar allows only the end after the first call."""
     grammar = grammars.start(spec())
     for token in tokenizer.encode('{"name": "point", "arguments": {"x": 7, "y": "a"}}'):
         assert grammar.legal([token]) == 1
@@ -76,7 +76,7 @@ def test_form_without_a_separator_allows_one_call(
 def test_marker_is_a_token_if_the_vocabulary_has_it(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """Otherwise its characters are spelled."""
+    """The grammar spells the characters of a marker that is not in the vocabulary."""
     form = {"opened": f"{MARKER}\n", "closed": MARKER, "markers": (MARKER, "<none>")}
     grammar = grammars.start(spec(**form))
     assert tokens_in(next_mask(grammar)) == [tokenizer.vocabulary[MARKER]]

@@ -1,7 +1,7 @@
 """Caches, batches, preemptions and moves change no token of any kind of request.
 
-`test_lossless` varies speculation on plain requests, and `test_sampling` the sampling. The tests
-here combine several choices, shared and cached prefixes, moves and dtypes.
+`test_lossless` varies speculation on plain requests, and `test_sampling` varies the sampling. These
+tests combine several choices, shared and cached prefixes, moves and dtypes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
-from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one, mode_of
 
 NEW_TOKENS = 24
 
@@ -40,12 +40,12 @@ SAMPLING = {
         "ignore_eos": False,
     },
 }
-"""Sampling parameters. Log probabilities are requested as well, and must be bit-identical."""
+"""Sampling parameters. Each run also compares the bits of log probabilities."""
 
 
 @pytest.fixture(scope="module")
 def prompts(shipped: Model) -> list[list[int]]:
-    """Prompts with shared prefixes: a long one, parts of it, and others."""
+    """Prompts with shared prefixes: a long prompt, parts of that prompt, and other prompts."""
     first, *others = held_out_prompts(shipped.tokenizer, 4, seed=11)
     return [first, first[:90], first[:90], *others]
 
@@ -59,9 +59,9 @@ def shipped_bfloat16() -> Model:
 def requests(
     prompts: list[list[int]], sampling: dict, policy: SpeculationPolicy, n: int = 1
 ) -> list[GenerationRequest]:
-    wanted = {"max_tokens": NEW_TOKENS, "logprobs": 2, **sampling}
+    requested = {"max_tokens": NEW_TOKENS, "logprobs": 2, **sampling}
     return [
-        request(str(index), prompt, policy, n=n, seed=500 + index, mode=mixed(index), **wanted)
+        request(str(index), prompt, policy, n=n, seed=500 + index, mode=mode_of(index), **requested)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -69,14 +69,14 @@ def requests(
 def undisturbed(model: Model, prompts: list[list[int]], sampling: dict, n: int = 1):
     """Return the output of each request alone on a new worker, without speculation."""
     setup = Setup(Off(), max_num_seqs=1)
-    outcomes = [run(model, [one], setup) for one in requests(prompts, sampling, Off(), n)]
+    outcomes = [run(model, [each], setup) for each in requests(prompts, sampling, Off(), n)]
     tokens = {key: ids for outcome in outcomes for key, ids in outcome.tokens.items()}
     logprobs = {key: all_ for outcome in outcomes for key, all_ in outcome.logprobs.items()}
     return tokens, logprobs
 
 
 def crowded(model: Model) -> Setup:
-    """Random drafts, chunked prompts, and memory for few sequences."""
+    """Return a setup with random drafts, chunked prompts, and memory for few sequences."""
     policy = RandomSlots(random.Random(5))
     proposers = every_proposer_and_a_hostile_one
     return Setup(policy, proposers, max_num_seqs=6, max_step_tokens=50, num_blocks=32)
@@ -102,7 +102,7 @@ def test_a_batch_with_random_drafts_does_not_change_tokens(
 def test_exact_bfloat16_does_not_change_tokens(
     kind: str, shipped_bfloat16: Model, prompts: list[list[int]]
 ) -> None:
-    """With `--exact`, batches, caches and moves change no bit in bfloat16."""
+    """Batches, caches and moves change no bit in bfloat16 with `--exact`."""
     model, sampling = shipped_bfloat16, SAMPLING[kind]
     expected = undisturbed(model, prompts, sampling)
     setup = crowded(model)
@@ -111,10 +111,10 @@ def test_exact_bfloat16_does_not_change_tokens(
         outcome = engine.run(requests(prompts, sampling, setup.policy))
         assert (outcome.tokens, outcome.logprobs) == expected
     assert outcome.cached_tokens > 0
-    one = requests(prompts, sampling, setup.policy)[0]
+    each = requests(prompts, sampling, setup.policy)[0]
     whole = expected[0]["0", 0]
     for cut in (1, 9, 23):
-        again = replace(one, resumed=(ResumedChoice(0, tuple(whole[:cut])),))
+        again = replace(each, resumed=(ResumedChoice(0, tuple(whole[:cut])),))
         assert run(model, [again], setup).tokens["0", 0] == whole[cut:]
 
 
@@ -125,11 +125,11 @@ def test_a_cached_prompt_gives_the_same_tokens(
     """A second run of the same requests uses cached prompts and has the same output."""
     policy = speculation_policy("fixed:4")
     engine = Engine(shipped, Setup(policy))
-    wanted = requests(prompts, SAMPLING[kind], policy)
-    cold, warm = engine.run(wanted), engine.run(wanted)
+    requested = requests(prompts, SAMPLING[kind], policy)
+    cold, warm = engine.run(requested), engine.run(requested)
     assert (cold.tokens, cold.logprobs) == undisturbed(shipped, prompts, SAMPLING[kind])
     assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
-    # All full blocks except one that holds the last token of a prompt.
+    # A run caches all full blocks except a block with the last token of a prompt.
     assert warm.cached_tokens == sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
     assert cold.cached_tokens < warm.cached_tokens
 
@@ -138,17 +138,17 @@ def test_a_cached_prompt_gives_the_same_tokens(
 def test_a_choice_resumed_at_any_position_continues_identically(
     kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """A choice resumed on another worker after any token has the tokens of one run."""
+    """A choice resumed on another worker after any token has the tokens of an undisturbed run."""
     prompt = prompts[1]
     tokens, logprobs = undisturbed(shipped, [prompt], SAMPLING[kind])
     whole, of_whole = tokens["0", 0], logprobs["0", 0]
     policy = speculation_policy("auto")
-    (one,) = requests([prompt], SAMPLING[kind], policy)
-    wanted = [
-        replace(one, request_id=str(cut), resumed=(ResumedChoice(0, tuple(whole[:cut])),))
+    (each,) = requests([prompt], SAMPLING[kind], policy)
+    requested = [
+        replace(each, request_id=str(cut), resumed=(ResumedChoice(0, tuple(whole[:cut])),))
         for cut in range(len(whole))
     ]
-    outcome = run(shipped, wanted, Setup(policy, num_blocks=200))
+    outcome = run(shipped, requested, Setup(policy, num_blocks=200))
     for cut in range(len(whole)):
         assert outcome.tokens[str(cut), 0] == whole[cut:]
         assert outcome.logprobs[str(cut), 0] == of_whole[cut:]
@@ -157,7 +157,7 @@ def test_a_choice_resumed_at_any_position_continues_identically(
 def test_a_sequence_that_moves_repeatedly_keeps_its_tokens(
     shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """A request that moves between two workers every few tokens has the tokens of one worker."""
+    """A request that moves between two workers keeps the tokens of a single worker."""
     sampling = SAMPLING["penalties"]
     tokens, _ = undisturbed(shipped, [prompts[0]], sampling)
     policy = speculation_policy("fixed:3")
@@ -166,12 +166,12 @@ def test_a_sequence_that_moves_repeatedly_keeps_its_tokens(
     for hop in range(NEW_TOKENS):
         if len(done) >= NEW_TOKENS:
             break
-        (one,) = requests([prompts[0]], sampling, policy)
+        (each,) = requests([prompts[0]], sampling, policy)
         begun = (ResumedChoice(0, tuple(done)),) if done else ()
         short = replace(
-            one,
+            each,
             resumed=begun,
-            sampling=replace(one.sampling, max_tokens=min(NEW_TOKENS, len(done) + 1 + hop % 4)),
+            sampling=replace(each.sampling, max_tokens=min(NEW_TOKENS, len(done) + 1 + hop % 4)),
         )
         done += engines[hop % 2].run([short]).tokens["0", 0]
     assert done == tokens["0", 0]

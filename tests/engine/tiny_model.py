@@ -1,4 +1,4 @@
-"""Random models small enough for Triton's interpreter."""
+"""Random models that are small enough for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import LayerWeights, Weights
 from draftgate.backends.types import Delta, GenerationRequest
-from tests.engine.harness import COST, Outcome, Setup, note
+from tests.engine.harness import COST, Outcome, Setup, add_delta
 from tests.engine.step_logits import Table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MIXED_BLOCKS = 24
 
 
 def tiny_config(**changes: object) -> ModelConfig:
-    """Return a config of two layers with two query heads per KV head and unusual widths."""
+    """Return a config with two layers, two query heads per KV head, and unusual widths."""
     shape: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 40,
@@ -62,7 +62,7 @@ def tiny_weights(
     exact: bool = False,
     rounded_to: torch.dtype = torch.float32,
 ) -> Weights:
-    """Return random weights, large enough for distinct logits."""
+    """Return random weights that are large enough for distinct logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -114,7 +114,7 @@ def _tables(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
 
 
 class LetterTokenizer:
-    """A minimal tokenizer: token i is the i-th character from `A` on."""
+    """A minimal tokenizer that maps token i to the i-th character from `A`."""
 
     vocab_size = VOCAB
     texts = tuple(chr(ord("A") + token) for token in range(VOCAB))
@@ -153,7 +153,7 @@ class TinyEngine:
 
         def deliver(batch: list[tuple[str, Delta]]) -> None:
             for request_id, delta in batch:
-                note(outcome, request_id, delta)
+                add_delta(outcome, request_id, delta)
 
         for request in requests:
             self.worker.admission.check(request)
@@ -185,7 +185,7 @@ def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner:
 
 
 def mixed_plans() -> list[StepPlan]:
-    """Return steps that mix prompts, chunks, decodes, and chains and trees to verify.
+    """Return steps that mix prompts, chunks, decodes, and drafts as chains and trees.
 
     Their blocks belong to a pool of `MIXED_BLOCKS`.
     """

@@ -1,4 +1,4 @@
-"""Seeded inputs for paged attention, and the decode of each row alone."""
+"""Seeded inputs for paged attention, and separate decodes of their rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SLACK = 256
-"""Slots after the blocks, as in the engine's pool."""
+"""Slots after the blocks, as many as in the engine's pool."""
 
 Parents = Sequence[int]
-"""The parent of each draft token, depth first; -1 for the last confirmed token."""
+"""The parent of each draft token in depth-first order, or -1 for the last confirmed token."""
 
 
 def chain(tokens: int) -> Parents:
@@ -23,7 +23,7 @@ def chain(tokens: int) -> Parents:
 
 
 def star(tokens: int) -> Parents:
-    """Return a draft of alternatives for one position."""
+    """Return a draft of alternatives for the same position."""
     return [-1] * tokens
 
 
@@ -34,7 +34,7 @@ def comb(tokens: int) -> Parents:
     for token in range((tokens + 1) // 2):
         parents.append(pending[-1])
         pending.append(token)
-    # Depth first, the leaves follow from the end of the chain back to its beginning.
+    # In depth-first order, the leaves follow from the end of the chain to its beginning.
     parents.extend(pending[-2::-1][: tokens // 2])
     return parents
 
@@ -62,7 +62,7 @@ def ancestors_of(parents: Parents) -> list[int]:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Arguments of paged attention on the CPU; unused cache slots hold NaN."""
+    """Arguments of paged attention on the CPU, with NaN in unused cache slots."""
 
     query: torch.Tensor
     layer_kv: torch.Tensor
@@ -84,7 +84,7 @@ class AttentionCase:
         return tuple(field.to(device) for field in fields)
 
     def keywords(self, device: str = "cpu") -> dict[str, Any]:
-        """Return the keyword arguments that kernel and reference share, except for the window."""
+        """Return the keyword arguments that kernel and reference share, without the window."""
         trees = self.trees and DraftTrees(*(field.to(device) for field in self.trees))
         scale = float(self.query.shape[2]) ** -0.5
         return {"block_size": self.block_size, "scale": scale, "trees": trees}
@@ -149,12 +149,12 @@ def attention_case(
     drafts: Sequence[Parents] | None = None,
     seed: int = 0,
 ) -> AttentionCase:
-    """Return a ragged batch whose sequences own shuffled blocks.
+    """Return a ragged batch whose sequences have shuffled blocks.
 
     Args:
-      query_lens: query tokens of each sequence, drafts included.
-      context_lens: tokens of each sequence in the cache, drafts included.
-      drafts: the tree of each sequence; None for a case without trees.
+      query_lens: query tokens of each sequence, including drafts.
+      context_lens: tokens of each sequence in the cache, including drafts.
+      drafts: the tree of each sequence, or None for a case without trees.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-context // block_size) for context in context_lens]
@@ -185,7 +185,7 @@ def attention_case(
 def _trees(
     query_lens: Sequence[int], context_lens: Sequence[int], drafts: Sequence[Parents]
 ) -> DraftTrees:
-    """Return the draft tokens that each row sees, for drafts at the ends of the sequences."""
+    """Return the draft tokens that each row attends to, for drafts at the ends of the sequences."""
     ancestors: list[int] = []
     starts: list[int] = []
     positions: list[int] = []

@@ -1,10 +1,10 @@
-"""Compiles kernels for a Hopper GPU without one, and reports their code and resource usage.
+"""Compiles kernels for a Hopper GPU without a GPU, and reports their code and resource usage.
 
-A launch specialises its kernel on its arguments: on types, on pointers aligned to 16 bytes (as
-those of torch are), and on integers that are multiples of 16. The helpers therefore call the public
-functions themselves, with tensors without memory and a driver without a device. Each kernel is
-compiled, with the tiles and warps that its function chose, instead of launched. `cuobjdump`, which
-Triton ships, reads the resource usage from the machine code.
+A launch specialises its kernel on argument types, on pointers aligned to 16 bytes, and on integers
+that are multiples of 16. The helpers therefore call the public functions with tensors without
+memory and a driver without a device. Each kernel is compiled with the tiles and warps of its
+function instead of launched. `cuobjdump`, which Triton ships, reads the resource usage from the
+machine code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 REGISTERS = 65536
 """Registers of an sm_90 multiprocessor, allocated to warps in units of 256."""
 SHARED_BYTES = 228 << 10
-"""Shared memory of a multiprocessor; a program takes 1 KiB more than it requests."""
+"""Shared memory of a multiprocessor, of which a program takes 1 KiB more than requested."""
 WARPS = 64
-"""Upper bound on the warps of a multiprocessor."""
+"""The maximum number of warps of a multiprocessor."""
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -39,9 +39,9 @@ class Usage(NamedTuple):
     """Resources of a program.
 
     Attributes:
-      registers: per thread.
-      stack_bytes: per thread, in local (that is, device) memory: spilled registers, indexed arrays.
-      shared_bytes: per program.
+      registers: registers per thread.
+      stack_bytes: local memory per thread, for spilled registers and indexed arrays.
+      shared_bytes: shared memory per program.
     """
 
     registers: int
@@ -58,18 +58,18 @@ class Launch(NamedTuple):
     usage: Usage
 
     def programs(self) -> int:
-        """Return how many programs a multiprocessor holds at once."""
-        # Allocated in units of 8 per thread.
+        """Return the number of programs that a multiprocessor runs concurrently."""
+        # Registers are allocated in units of 8 per thread.
         registers = -(-self.usage.registers // 8) * 8 * 32 * self.num_warps
         shared = self.usage.shared_bytes + 1024
         return min(REGISTERS // registers, SHARED_BYTES // shared, WARPS // self.num_warps, 32)
 
 
 class _NoDevice:
-    """As much of a Hopper GPU's driver as compilation needs."""
+    """The parts of a Hopper GPU driver that compilation needs."""
 
     def get_current_device(self) -> str:
-        """Return a key for kernel caches that no device has."""
+        """Return a key for kernel caches that no real device has."""
         return "none, for sm_90"
 
     def get_current_stream(self, device: str) -> int:
@@ -82,10 +82,10 @@ class _NoDevice:
 
 
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """Compile the kernels that a function launches, without running them; return them in order.
+    """Compile the kernels that a function launches and return them in order, without running them.
 
     Args:
-      call: calls the function, with tensors of the device `meta`.
+      call: a function that launches kernels with tensors of the device `meta`.
     """
     compiled: list[Any] = []
     with _compiled_only(compiled):
@@ -97,14 +97,14 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
 
 
 def assert_lean(launches: list[Launch], programs: int = 1) -> None:
-    """Assert that no kernel spills, and that a multiprocessor holds `programs` of each."""
+    """Assert that no kernel spills and that a multiprocessor runs `programs` of each kernel."""
     for launch in launches:
         assert launch.usage.stack_bytes == 0, launch.usage
         assert launch.programs() >= programs, launch.usage
 
 
 def meta_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor without memory, as an argument for compilation."""
+    """Return a tensor without memory, for use as an argument during compilation."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""Skips the interpreted tests in a run without the interpreter."""
+"""Skips the interpreted tests in a run without Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 
 collect_ignore_glob: list[str] = []
 if os.environ.get("TRITON_INTERPRET", "0") != "1":
-    # Triton reads the variable when a kernel is defined, so these tests need processes of their
-    # own, which test_interpreted.py starts.
+    # Triton reads the variable when a kernel is defined, so test_interpreted.py runs these tests in
+    # separate processes.
     collect_ignore_glob.append("interpreted/*")

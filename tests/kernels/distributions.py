@@ -1,4 +1,4 @@
-"""Exact distributions of tokens in double precision, and chi-square tests against them."""
+"""Exact token distributions in double precision, and chi-square tests of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 ALPHA = 1e-3
-"""Significance level. Tests are deterministic; a correct sampler fails one seed in a thousand."""
+"""The significance level. A correct sampler fails for one of a thousand fixed seeds."""
 
 
 def filtered_distribution(
@@ -19,7 +19,7 @@ def filtered_distribution(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """Apply temperature, top-k, top-p and min-p as defined, renormalising after each."""
+    """Apply temperature, top-k, top-p and min-p in this order, with renormalisation after each."""
     best = max(logits)
     share = {t: math.exp((value - best) / temperature) for t, value in enumerate(logits)}
 
@@ -47,9 +47,10 @@ def histogram(cells: torch.Tensor, num_cells: int) -> list[int]:
 
 
 def p_value(counts: Sequence[int], distribution: Sequence[float]) -> float:
-    """Test counts against a distribution by chi-square; 0 if an impossible cell was counted.
+    """Return the chi-square p-value of counts, or 0 if an impossible cell was counted.
 
-    Cells with fewer than 5 expected counts, too few for the approximation, are merged.
+    The test merges cells with fewer than 5 expected counts, which are too few for the
+    approximation.
     """
     total = sum(counts)
     observed, expected = [], []
@@ -76,5 +77,5 @@ def p_value(counts: Sequence[int], distribution: Sequence[float]) -> float:
 
 
 def assert_follows(counts: Sequence[int], distribution: Sequence[float]) -> None:
-    """Fail if the counts are unlikely, or hit a cell of probability zero."""
+    """Fail if the counts are unlikely or include a cell of probability zero."""
     assert p_value(counts, distribution) > ALPHA

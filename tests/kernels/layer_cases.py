@@ -20,7 +20,7 @@ def normal(
 
 @dataclass(frozen=True)
 class RopeCase:
-    """Arguments of `rope_kv`; unwritten slots of the KV memory hold 7."""
+    """Arguments of `rope_kv`, with the value 7 in unwritten slots of the KV memory."""
 
     qkv: torch.Tensor
     positions: torch.Tensor
@@ -42,7 +42,7 @@ class RopeCase:
         return {"qk_norm": weight, "eps": self.eps}
 
     def row(self, index: int) -> RopeCase:
-        """Return the batch of one of the rows."""
+        """Return the batch of a single row."""
         return RopeCase(
             self.qkv[index : index + 1].clone(),
             self.positions[index : index + 1].clone(),
@@ -84,16 +84,16 @@ def rope_case(
 def path_moves(
     paths: list[list[int]], max_depth: int, num_slots: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sources, targets) of accepted paths, each in its own shuffled slots.
+    """Return (sources, targets) of accepted paths in shuffled slots.
 
-    A token that stays in place is its own target at odd depths, and `NO_MOVE` at even ones. The
+    A token that stays in place is its own target at odd depths and `NO_MOVE` at even depths. The
     source of `NO_MOVE` does not exist.
 
     Args:
       paths: the places of each sequence's accepted tokens in its draft, ascending.
-      max_depth: columns of the result, filled up with `NO_MOVE`.
+      max_depth: columns of the result, filled with `NO_MOVE`.
       num_slots: slots of the memory.
-      seed: of the shuffle.
+      seed: seed of the shuffle.
     """
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(num_slots, generator=generator)
@@ -111,4 +111,4 @@ def path_moves(
 
 
 PATHS = [[0, 2, 3, 7, 8], [], [1], [0, 1, 2], [1, 2, 3, 4, 5, 6], [4, 9], [0, 1, 5]]
-"""Gaps, nothing accepted, one move, no move, and places that are later targets."""
+"""Paths with gaps, no tokens, a single move, no moves, and sources that are later targets."""

@@ -1,4 +1,5 @@
-"""A kernel that writes the noise of `noise_triton`, which sampling draws in registers."""
+"""A kernel that writes the noise of `noise_triton` to memory. Sampling keeps this noise in
+registers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _noise_kernel(
     KIND: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
 ):
-    """Grid (rows, tiles): writes words (KIND 0, int64), uniforms (1) or Gumbel noise (2)."""
+    """Write words (KIND 0, int64), uniforms (1) or Gumbel noise (2), on a grid of (rows, tiles)."""
     row = tl.program_id(0)
     first = tl.program_id(1) * TILE
     key = noise_key(tl.load(seed_ptr + row), tl.load(choice_ptr + row))
@@ -44,17 +45,17 @@ def _noise_kernel(
 
 
 def philox_words(*arguments: object) -> torch.Tensor:
-    """As `noise.philox_words`: int64 [rows, num_tokens]."""
+    """Return the words of `noise.philox_words` as int64 [rows, num_tokens]."""
     return _launch(0, torch.int64, *arguments)
 
 
 def uniform(*arguments: object) -> torch.Tensor:
-    """As `noise.uniform`: float32 [rows, num_tokens]."""
+    """Return the numbers of `noise.uniform` as float32 [rows, num_tokens]."""
     return _launch(1, torch.float32, *arguments)
 
 
 def gumbel(*arguments: object) -> torch.Tensor:
-    """As `noise.gumbel`: float32 [rows, num_tokens]."""
+    """Return the noise of `noise.gumbel` as float32 [rows, num_tokens]."""
     return _launch(2, torch.float32, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Seeded inputs for the tests of sampling, and the comparison of its results."""
+"""Seeded inputs for the tests of sampling, and a comparison of sampled tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row_sampling(
 
 
 def mixed_row_sampling(rows: int, seed: int) -> RowSampling:
-    """Return rows with random parameters: greedy, plain and filtered ones mixed."""
+    """Return rows with random parameters, in which greedy, plain and filtered rows alternate."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +73,8 @@ def to_device(value: Any, device: str) -> Any:
 
 
 def score_gap(logits: torch.Tensor, rows: RowSampling, row: int, other: int) -> float:
-    """Return the difference between the best score of a row and a token's score (CPU tensors)."""
+    """Return the difference between the best score of a row and the score of a token, on
+    the CPU."""
     index = torch.tensor([row])
     one = rows.select(index)
     if float(one.temperature) == 0:

@@ -1,4 +1,4 @@
-"""The reference of the accept walk against the host's own walk of each draft."""
+"""The reference of the accept walk, compared with the host's walk of each draft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TREES = st.tuples(st.integers(0, 12), st.sampled_from([0.0, 0.5, 1.0]), st.inte
 def test_batched_walk_equals_the_walk_of_each_draft(
     trees: list[tuple[int, float, int] | None],
 ) -> None:
-    """A ragged batch is walked as the host walks each draft; padding emits nothing."""
+    """The batched walk equals the host's walk of each draft and emits nothing for padding."""
     draws = random.Random(len(trees))
     sampled: list[list[int]] = []
     drafts, parents, paths = [], [], []
@@ -32,7 +32,7 @@ def test_batched_walk_equals_the_walk_of_each_draft(
         tokens, branching, seed = tree
         draft = random_tree(tokens, random.Random(seed), branching)
         own_drafts, own_parents = drafted_rows(draft)
-        # Mostly tokens that some draft has, so that walks are long.
+        # Most samples agree with a draft, so that walks are long.
         sampled.append([draws.choice([*own_drafts[1:], 77]) for _ in own_drafts])
         drafts += own_drafts
         parents += own_parents
@@ -57,7 +57,7 @@ def test_batched_walk_equals_the_walk_of_each_draft(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_walk_stops_at_the_first_rule(seed: int) -> None:
-    """Rules cut the walk after the first eos token that counts and at the remaining tokens."""
+    """The walk ends after the first counted end token or after the remaining tokens."""
     case = walk_case(seed, branching=0.3, eos=range(0, 50, 5), budget=8)
     sequences = len(case.cu_rows) - 1
     free = accept_walk_ref.accept_walk(
@@ -79,7 +79,7 @@ def test_walk_stops_at_the_first_rule(seed: int) -> None:
 
 
 def test_too_many_rows_are_rejected() -> None:
-    """More rows than `max_rows` are an error, because the kernel would cut them silently."""
+    """The reference rejects more rows than `max_rows`, which the kernel would cut silently."""
     case = walk_case(0, branching=0.0)
     with pytest.raises(ValueError, match="150 rows"):
         accept_walk_ref.accept_walk(*case.arguments(), max_rows=149)

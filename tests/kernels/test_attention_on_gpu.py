@@ -1,4 +1,4 @@
-"""Attention against its reference on a GPU, if there is one."""
+"""Attention on a GPU, compared with its reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTEXT_LENS = [700, 1500, 1030, 3, 514, 1, 64]
 
 
 def _trees(dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int) -> AttentionCase:
-    """Return trees across tile and split boundaries, among a chunk, a decode and padding."""
+    """Return trees across tile and split boundaries, beside a chunk, a decode and padding."""
     return attention_case(
         [13, 9, 66, 0, 1, 40, 5],
         [520, 1032, 700, 3, 1500, 40, 513],
@@ -68,7 +68,7 @@ def test_attention_equals_the_reference(
     window: int | None,
     parallel: bool,
 ) -> None:
-    """Mixed batches, plain and with trees, get the values of the reference."""
+    """Mixed batches have the values of the reference with and without trees."""
     shape = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     plain = attention_case(_QUERY_LENS, _CONTEXT_LENS, dtype=dtype, **shape)
     for case in (plain, _trees(dtype, **shape)):
@@ -87,7 +87,7 @@ def test_attention_equals_the_reference(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_verified_rows_have_the_bits_of_decodes(dtype: torch.dtype, window: int | None) -> None:
-    """Each row, of any branch, has the bits of its token decoded alone."""
+    """A row of any branch has the bits of its token decoded alone."""
     plain = attention_case(
         [6, 5, 9], [1030, 21, 2050], query_heads=8, kv_heads=2, head_dim=64, dtype=dtype
     )
@@ -104,13 +104,13 @@ def test_verified_rows_have_the_bits_of_decodes(dtype: torch.dtype, window: int 
         assert torch.equal(loops, parallel)
         for token, (sequence, index) in enumerate(case.rows()):
             alone = case.decode_of(sequence, index)
-            one = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"), window=window)
-            assert torch.equal(one[0], loops[token]), (sequence, index)
+            row = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"), window=window)
+            assert torch.equal(row[0], loops[token]), (sequence, index)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
-    """A graph captured for one batch of trees attends to another batch of the same shapes."""
+    """A graph captured for a batch of trees attends to another batch of the same shapes."""
     first = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     second = attention_case(
         [13, 9, 66, 1, 0, 40, 5],
@@ -136,8 +136,8 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
         for index, tensor in enumerate(case.arguments()):
             if index != 1:
                 inputs[index].copy_(tensor)
-        for held, tensor in zip(keywords["trees"], case.keywords()["trees"], strict=True):
-            held.copy_(tensor)
+        for buffer, tensor in zip(keywords["trees"], case.keywords()["trees"], strict=True):
+            buffer.copy_(tensor)
         graph.replay()
         direct = paged_attention(
             *case.arguments("cuda"), **case.keywords("cuda"), parallel_splits=parallel
@@ -146,7 +146,7 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
 
 
 def test_attention_does_not_synchronise() -> None:
-    """The host does not wait for the GPU, in either mode."""
+    """The host does not wait for the GPU in either mode."""
     case = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     inputs, keywords = case.arguments("cuda"), case.keywords("cuda")
     for parallel in (False, True):
@@ -160,7 +160,7 @@ def test_attention_does_not_synchronise() -> None:
 
 
 def test_merge_equals_the_reference() -> None:
-    """The merge of splits alone gets the values of the reference."""
+    """The merge of splits has the values of the reference."""
     generator = torch.Generator().manual_seed(1)
     weighted = torch.randn((8, 4, 6, 128), generator=generator)
     stats = torch.randn((8, 4, 6, 2), generator=generator).abs() + 1

@@ -1,4 +1,4 @@
-"""The accept walk compiles for a Hopper GPU without one, and does not spill."""
+"""The accept walk, compiled for a Hopper GPU without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _tokens(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_eos", [0, 3])
 @pytest.mark.parametrize("max_rows", [5, 65])
 def test_accept_walk_does_not_spill(max_rows: int, num_eos: int, flags: torch.dtype) -> None:
-    """A multiprocessor holds 32 walks, the most it can, with 4 and with 64 drafts."""
+    """A multiprocessor runs its maximum of 32 walks with 4 and with 64 drafts."""
     rows = _SEQUENCES * max_rows
     stop = StopRules(_index(_SEQUENCES), _tokens(num_eos), meta_tensor(_SEQUENCES, dtype=flags))
     launches = launches_of(

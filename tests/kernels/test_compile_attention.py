@@ -1,4 +1,4 @@
-"""Attention compiles for a Hopper GPU without one: no spills, equal rounding in all variants."""
+"""Attention, compiled for a Hopper GPU without a GPU: no spills and equal rounding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _launches(
     window: int | None = None,
     slots: int = 1 << 20,
 ) -> list[Launch]:
-    """Return the kernels for 64 sequences of 5 tokens; heads are (query, kv, dimensions)."""
+    """Return the kernels for 64 sequences of 5 tokens, with heads as (query, kv, dimensions)."""
     query_heads, kv_heads, head_dim = heads
     tokens, index = 320, torch.int32
     drafts = DraftTrees(
@@ -64,7 +64,7 @@ _HEADS = [
 
 
 def _variants() -> Iterator[ParameterSet]:
-    """Yield every variant; quick runs have all of one model, and the engine's of the others."""
+    """Yield all variants of the first model and the engine's variants of the other models."""
     flags = (False, True)
     for (dtype, heads), parallel, trees, window in product(_HEADS, flags, flags, (None, 4096)):
         quick = heads == (32, 8, 128) or (trees and window is None)
@@ -76,13 +76,14 @@ def _variants() -> Iterator[ParameterSet]:
 def test_attention_in_16_bits_leaves_space_for_two_programs(
     dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, trees: bool, window: int | None
 ) -> None:
-    """In 16 bits no kernel spills, and one program can compute while another one loads keys."""
+    """No 16-bit kernel spills, and a multiprocessor runs two programs, so loads overlap
+    products."""
     launches = _launches(dtype, heads, trees=trees, parallel=parallel, window=window)
     assert_lean(launches, programs=2)
     assert len(launches) == 1 + parallel
 
 
-# The engine always compiles trees in.
+# The engine always compiles the kernel with trees.
 @pytest.mark.parametrize("trees", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_attention_in_16_bits_leaves_space_for_two_programs(
 def test_small_heads_and_float32_do_not_spill(
     dtype: torch.dtype, head_dim: int, parallel: bool, trees: bool
 ) -> None:
-    """Small heads, and float32 with its own tiles, fit the registers, too."""
+    """Small heads, and float32 with its own tiles, fit the registers."""
     assert_lean(_launches(dtype, (8, 2, head_dim), trees=trees, parallel=parallel))
 
 
@@ -103,7 +104,7 @@ def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
 
 
 def test_offsets_beyond_32_bits_are_computed_in_64() -> None:
-    """If an offset needs more than 32 bits, the kernel computes it in 64, without spilling."""
+    """A kernel computes an offset beyond 32 bits in 64 bits without spilling."""
     wide = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 27)
     narrow = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 20)
     assert_lean(wide)
@@ -111,18 +112,18 @@ def test_offsets_beyond_32_bits_are_computed_in_64() -> None:
 
 
 def _float_operations(launch: Launch) -> Counter[str]:
-    """Count the instructions that round or compare float32, products included."""
+    """Count the instructions that round or compare float32, including products."""
     pattern = r"^\s*(?:@%p\d+ )?((?!selp|setp)\w+\.\S*f32\S*)"
     return Counter(re.findall(pattern, launch.ptx, re.MULTILINE))
 
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_all_variants_have_the_same_float_operations(window: int | None) -> None:
-    """Rows get the same arithmetic with and without trees, windows and parallel splits.
+    """Rows have the same arithmetic with and without trees, windows and parallel splits.
 
-    Otherwise a row that is verified among trees would not have the bits of its decode. The plain
-    kernel with parallel splits has one loop over tiles, trees have it twice, and loops over splits
-    add the merge. A product fused in only one variant would change these sums.
+    A verified row of a tree would otherwise differ from its decode. The plain kernel with parallel
+    splits has one loop over tiles. Trees have this loop twice, and loops over splits add the merge.
+    A product that is fused in only one variant would change these sums.
     """
     plain, tiles, trees, loops, merged = (
         _float_operations(
@@ -146,7 +147,7 @@ def test_all_variants_have_the_same_float_operations(window: int | None) -> None
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("dtype", [*_HALVES, torch.float32])
 def test_merge_does_not_spill(dtype: torch.dtype, positions: bool) -> None:
-    """A multiprocessor holds 32 programs of the merge, the most it can."""
+    """A multiprocessor runs its maximum of 32 programs of the merge."""
     rows, index = (64, 32), torch.int32
     launches = launches_of(
         lambda: merge_splits(

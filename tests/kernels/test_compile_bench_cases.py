@@ -1,4 +1,4 @@
-"""The cases of `draftgate bench kernels` compile for a Hopper GPU without one, and do not spill."""
+"""The cases of `draftgate bench kernels`, compiled for a Hopper GPU without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.compiling import assert_lean, launches_of, meta_tensor
 
 
 class _MetaInputs(Inputs):
-    """Inputs of the full shapes, without memory."""
+    """Inputs of the full shapes without memory."""
 
     def __init__(self) -> None:
         self.sizes, self.device, self.dtype = FULL, "meta", torch.bfloat16
@@ -29,5 +29,5 @@ class _MetaInputs(Inputs):
 
 @pytest.mark.parametrize("case", list(cases(_MetaInputs())), ids=lambda case: case.name)
 def test_bench_case_does_not_spill(case: KernelCase) -> None:
-    """At full shapes no kernel spills, and a multiprocessor holds two programs."""
+    """No kernel spills at full shapes, and a multiprocessor runs two programs."""
     assert_lean(launches_of(case.run), programs=2)

@@ -1,4 +1,4 @@
-"""The layer kernels compile for a Hopper GPU without one, at the shapes of an 8B Llama."""
+"""The layer kernels at the shapes of an 8B Llama, compiled for a Hopper GPU without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = [torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(("hidden", "programs"), [(576, 8), (4096, 4), (8192, 2)])
 def test_norms_do_not_spill(hidden: int, programs: int, dtype: torch.dtype) -> None:
-    """A row fits the registers, alone and with the residual, and several programs share them."""
+    """A row with and without its residual fits the registers, and programs run concurrently."""
     x, weight = meta_tensor(_ROWS, hidden, dtype=dtype), meta_tensor(hidden, dtype=dtype)
     assert_lean(launches_of(lambda: rms_norm(x, weight, 1e-5)), programs)
     assert_lean(launches_of(lambda: add_rms_norm(x, x, weight, 1e-5)), programs)
@@ -47,12 +47,12 @@ def _rope_launches(dtype: torch.dtype, head_dim: int, *, normed: bool) -> list[L
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_does_not_spill(dtype: torch.dtype, head_dim: int, normed: bool) -> None:
-    """A multiprocessor holds 16 programs, with and without head norms."""
+    """A multiprocessor runs 16 programs of the rotation with and without head norms."""
     assert_lean(_rope_launches(dtype, head_dim, normed=normed), programs=16)
 
 
 def test_rotation_rounds_its_products() -> None:
-    """The launch options keep the compiler from fusing a product of the rotation into a sum."""
+    """The launch options keep the compiler from fusing products of the rotation with sums."""
     (launch,) = _rope_launches(torch.bfloat16, 128, normed=False)
     assert "fma.rn" not in launch.ptx
 
@@ -60,7 +60,7 @@ def test_rotation_rounds_its_products() -> None:
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("intermediate", [1536, 14336])
 def test_gate_does_not_spill(dtype: torch.dtype, intermediate: int) -> None:
-    """A multiprocessor holds 16 programs of the gated activation."""
+    """A multiprocessor runs 16 programs of the gated activation."""
     gate_up = meta_tensor(_ROWS, 2 * intermediate, dtype=dtype)
     assert_lean(launches_of(lambda: swiglu(gate_up)), programs=16)
 
@@ -69,7 +69,7 @@ def test_gate_does_not_spill(dtype: torch.dtype, intermediate: int) -> None:
 @pytest.mark.parametrize("slots", [1 << 20, 1 << 25])
 @pytest.mark.parametrize("max_depth", [4, 64])
 def test_moves_do_not_spill(max_depth: int, slots: int, dtype: torch.dtype) -> None:
-    """A multiprocessor holds 8 programs, also with strips of more than 2**31 elements."""
+    """A multiprocessor runs 8 programs of the moves, also with strips of over 2**31 elements."""
     memory = meta_tensor(512, slots, 128, dtype=dtype)
     places = meta_tensor(64, max_depth, dtype=torch.int64)
     assert_lean(launches_of(lambda: kv_move(memory, places, places)), programs=8)

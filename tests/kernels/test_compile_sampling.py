@@ -1,4 +1,4 @@
-"""Noise and sampling compile for a Hopper GPU without one, and do not spill."""
+"""Noise and sampling, compiled for a Hopper GPU without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _row_sampling() -> RowSampling:
 
 @pytest.mark.parametrize("name", ["philox_words", "uniform", "gumbel"])
 def test_noise_does_not_spill(name: str) -> None:
-    """Words, uniforms and Gumbel noise do not spill, and logarithms are accurate.
+    """Words, uniforms and Gumbel noise do not spill, and their logarithms are accurate.
 
     The error of lg2.approx near u = 1 would give infinities.
     """
@@ -41,7 +41,7 @@ def test_noise_does_not_spill(name: str) -> None:
 @pytest.mark.parametrize("vocab", _VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampling_does_not_spill(dtype: torch.dtype, vocab: int) -> None:
-    """None of the three kernels spills, and a multiprocessor holds two programs of each."""
+    """None of the three kernels spills, and a multiprocessor runs two programs of each kernel."""
     logits = meta_tensor(_ROWS, vocab, dtype=dtype)
     launches = launches_of(lambda: sample(logits, _row_sampling()))
     assert_lean(launches, programs=2)

@@ -1,4 +1,4 @@
-"""Runs the tests of interpreted kernels in processes of their own."""
+"""Runs the tests of interpreted kernels in separate processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 _FOLDER = Path(__file__).parent / "interpreted"
 _ROOT = Path(__file__).parents[2]
 # The interpreter multiplies with NumPy. As on a GPU, the bits of a row must not depend on its place
-# in the batch. OpenBLAS' kernels for Haswell and Zen violate that; these run on any x86-64.
+# in the batch. The OpenBLAS kernels for Haswell and Zen break this rule.
 _SAME_ROWS = {"OPENBLAS_CORETYPE": "Prescott"} if platform.machine() == "x86_64" else {}
 _FILES = sorted(_FOLDER.glob("test_*.py"))
 _ON_ENGINE = [path for path in _FILES if path.stem.startswith(("test_gpu", "test_triton"))]
-# Two processes for all files, because each takes seconds to import torch and Triton.
+# All files share two processes, because an import of torch and Triton takes seconds.
 _GROUPS = {
     "kernels": [path for path in _FILES if path not in _ON_ENGINE],
     "engine": _ON_ENGINE,
@@ -28,9 +28,9 @@ _GROUPS = {
 
 @pytest.mark.parametrize("group", _GROUPS)
 def test_kernels_equal_their_references_in_the_interpreter(group: str) -> None:
-    """Every Triton kernel computes what its torch reference does, run by Triton's interpreter."""
+    """Every Triton kernel in the interpreter gives the result of its torch reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **_SAME_ROWS}
-    # Options of the outer run (coverage, parallelism) are not meant for the inner one.
+    # The inner run must not inherit options of the outer run, such as coverage and parallelism.
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     result = subprocess.run(
@@ -47,5 +47,5 @@ def test_kernels_equal_their_references_in_the_interpreter(group: str) -> None:
 
 
 def test_interpreted_tests_are_found() -> None:
-    """Neither group of interpreted tests is empty, so running them means something."""
+    """Both groups of interpreted tests contain at least one test."""
     assert all(len(files) >= 3 for files in _GROUPS.values())

@@ -1,4 +1,4 @@
-"""The layer kernels against their references on a GPU, where there is one."""
+"""The layer kernels on a GPU, compared with their references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 _EPS = 1e-5
-# Sums in another order, then one rounding: it may fall to the other side.
+# Another order of additions can change the final rounding.
 _TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
 _DTYPES = [torch.float32, torch.bfloat16]
 
@@ -38,7 +38,7 @@ _DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize(("dtype", "tolerance"), _TOLERANCES)
 @pytest.mark.parametrize("hidden", [64, 576, 1001, 4096, 8192])
 def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Rows of any size equal the reference, and the residual sum equals it exactly."""
+    """Rows of any size equal the reference, and the residual sum has equal bits."""
     x = normal((37, hidden), 1, dtype, "cuda")
     residual = normal((37, hidden), 2, dtype, "cuda")
     weight = normal((hidden,), 3, dtype, "cuda")
@@ -55,7 +55,7 @@ def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: f
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("hidden", [576, 4096])
 def test_normed_rows_do_not_depend_on_batch_or_fusion(hidden: int, dtype: torch.dtype) -> None:
-    """A row has the same bits alone, in a batch, and with the sum fused or not."""
+    """A row has the same bits alone, in a batch, and with a fused or separate sum."""
     x = normal((33, hidden), 4, dtype, "cuda")
     residual = normal((33, hidden), 5, dtype, "cuda")
     weight = normal((hidden,), 6, dtype, "cuda")
@@ -75,7 +75,7 @@ def test_normed_rows_do_not_depend_on_batch_or_fusion(hidden: int, dtype: torch.
 def test_rotation_has_the_bits_of_the_reference(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    """On the GPU queries and the whole KV memory have the bits of the reference on the CPU."""
+    """Queries and the whole KV memory on the GPU have the bits of the CPU reference."""
     case = rope_case(19, heads, kv_heads, head_dim, normed=False, dtype=dtype)
     arguments, expected = case.arguments("cuda"), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options("cuda"))
@@ -88,7 +88,7 @@ def test_rotation_has_the_bits_of_the_reference(
 def test_normed_heads_equal_the_reference(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """With head norms the GPU gets the reference's values, and copies values exactly."""
+    """Head norms have the values of the reference, and the GPU copies values exactly."""
     case = rope_case(19, heads, kv_heads, head_dim, normed=True, dtype=dtype)
     arguments, expected = case.arguments("cuda"), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options("cuda")).cpu()
@@ -101,7 +101,7 @@ def test_normed_heads_equal_the_reference(
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_rotated_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    """On the GPU a row's queries, keys and values have the same bits alone and among others."""
+    """The queries, keys and values of a row have the same bits alone and in a batch."""
     case = rope_case(17, 32, 8, 128, normed=True, dtype=dtype)
     arguments = case.arguments("cuda")
     together = rope_kv.rope_kv(*arguments, **case.options("cuda"))
@@ -114,11 +114,11 @@ def test_rotated_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert torch.equal(own[-1][:, slot], arguments[-1][:, slot])
 
 
-# The exponential of a large gate is a few roundings off.
+# The exponential of a large gate differs by a few roundings.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("intermediate", [90, 1536, 14336])
 def test_gate_equals_the_reference(intermediate: int, dtype: torch.dtype, tolerance: float) -> None:
-    """The GPU gates rows of any size as the reference does."""
+    """The gate on the GPU equals the reference for rows of any size."""
     gate_up = normal((21, 2 * intermediate), 7, dtype, "cuda") * 3
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
     expected = swiglu_ref.swiglu(gate_up)
@@ -128,7 +128,7 @@ def test_gate_equals_the_reference(intermediate: int, dtype: torch.dtype, tolera
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(("strips", "head_dim"), [(512, 128), (37, 80), (6, 64)])
 def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtype) -> None:
-    """The GPU moves accepted paths as if all were read before any is written."""
+    """The GPU moves accepted paths as if all reads preceded all writes."""
     sources, targets = path_moves(PATHS * 9, 6, 400, seed=8)
     memory = normal((strips, 400, head_dim), 9, dtype)
     moved = memory.cuda()
@@ -138,13 +138,13 @@ def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtyp
 
 
 def test_layer_kernels_can_be_captured() -> None:
-    """A graph of all four kernels computes the results of direct calls from new inputs."""
+    """A graph of all four kernels gives the results of direct calls for new inputs."""
     case = rope_case(8, 8, 2, 64, normed=True, dtype=torch.bfloat16)
     x, residual = (normal((8, 256), seed, torch.bfloat16, "cuda") for seed in (1, 2))
     weight, gate_up = (normal(shape, 3, torch.bfloat16, "cuda") for shape in [(256,), (8, 512)])
     arguments, options = case.arguments("cuda"), case.options("cuda")
     layer_kv = arguments[-1]
-    # Move into slots that no row writes.
+    # The targets are slots that no row writes.
     free = sorted(set(range(layer_kv.shape[1])) - set(case.slots.tolist()))[:2]
     sources = case.slots[:2].view(1, 2).cuda()
     targets = torch.tensor([free], device="cuda")

@@ -1,4 +1,4 @@
-"""The references of the layer kernels against the decoder's path on a CPU."""
+"""The references of the layer kernels, compared with the decoder on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.layer_cases import PATHS, normal, path_moves, rope_case
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 def test_rms_norm_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
-    """The norm equals torch up to rounding, and the residual sum exactly."""
+    """The norm equals torch up to rounding, and the residual sum has equal bits."""
     x, residual, weight = (normal(shape, 1, dtype) for shape in [(5, 48), (5, 48), (48,)])
     summed = residual.clone()
     normed = rms_norm_ref.add_rms_norm(x, summed, weight, 1e-5)
@@ -22,7 +22,7 @@ def test_rms_norm_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_rotation_has_the_bits_of_the_cpu_decoder() -> None:
-    """In float32, queries, keys and values have the bits of the decoder on a CPU."""
+    """Float32 queries, keys and values have the bits of the decoder on a CPU."""
     case = rope_case(6, 4, 2, 20, normed=False)
     arguments = case.arguments()
     queries = rope_kv_ref.rope_kv(*arguments, **case.options())
@@ -37,7 +37,7 @@ def test_rotation_has_the_bits_of_the_cpu_decoder() -> None:
 
 
 def test_heads_are_normed_before_they_are_rotated() -> None:
-    """With head norms the result is that of normed heads up to rounding; values are unchanged."""
+    """The result equals rotated normed heads up to rounding, and values are unchanged."""
     case = rope_case(6, 4, 2, 20, normed=True)
     arguments = case.arguments()
     queries = rope_kv_ref.rope_kv(*arguments, **case.options())
@@ -50,14 +50,14 @@ def test_heads_are_normed_before_they_are_rotated() -> None:
 
 
 def test_gate_has_the_bits_of_the_decoder() -> None:
-    """In float32 the gated activation has the bits that the decoder computes on a CPU."""
+    """The float32 gated activation has the bits of the decoder on a CPU."""
     gate_up = normal((5, 70), 2) * 3
     gate, up = gate_up.chunk(2, dim=-1)
     assert torch.equal(swiglu_ref.swiglu(gate_up), functional.silu(gate) * up)
 
 
 def test_moves_are_those_of_the_pool() -> None:
-    """Every accepted token lands at its depth, what it was before any move; the rest stays."""
+    """Every accepted token moves to its depth unchanged, and other slots keep their values."""
     sources, targets = path_moves(PATHS, 6, 60, seed=3)
     memory = normal((4, 60, 8), 4)
     expected = memory.clone()

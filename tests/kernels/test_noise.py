@@ -1,4 +1,4 @@
-"""Noise: golden vectors, known answers of the generator, and independence of rows."""
+"""Noise: golden vectors, known results of the generator, and independence of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from draftgate.backends.engine.kernels import noise
 
-# (seed, choice, position, purpose, token, word, u, g), the table of the contract.
+# (seed, choice, position, purpose, token, word, u, g), from the specification of the noise.
 _GOLDEN = [
     (0, 0, 0, 0, 0, 0x6627E8D5, 0.39904648065567017, 0.08482028),
     (0, 0, 0, 0, 3, 0x9B00DBD8, 0.6054818034172058, 0.68969162),
@@ -59,7 +59,7 @@ def _rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_golden_vectors(
     seed: int, choice: int, position: int, purpose: int, token: int, word: int, u: float, g: float
 ) -> None:
-    """Words and uniforms equal version 1 of the noise exactly, Gumbel noise up to rounding."""
+    """Words and uniforms equal version 1 of the noise, and Gumbel noise is equal up to rounding."""
     arguments = (*_row(seed, choice, position), purpose, token + 1)
     assert int(noise.philox_words(*arguments)[0, token]) == word
     assert float(noise.uniform(*arguments)[0, token]) == u
@@ -70,7 +70,7 @@ def test_golden_vectors(
 def test_known_answers_of_random123(
     counter: list[int], key: list[int], expected: list[int]
 ) -> None:
-    """The generator is Philox4x32-10 as its authors published it."""
+    """The generator equals the published Philox4x32-10."""
     seed = np.array([key[0] | key[1] << 32], dtype=np.uint64)
     keys = noise._key_schedule(seed, np.zeros(1, dtype=np.uint64))
     state = np.array(counter, dtype=np.uint64).reshape(4, 1, 1)
@@ -97,7 +97,7 @@ def test_uniform_and_gumbel_follow_from_the_words() -> None:
 
 
 def test_extreme_words_give_finite_noise() -> None:
-    """The smallest and the largest word give finite Gumbel noise, as u is inside (0, 1)."""
+    """The smallest and the largest word give finite Gumbel noise, because 0 < u < 1."""
     words = np.array([0, 2**32 - 1], dtype=np.uint64)
     u = noise._uniform_of_words(words)
     assert u.tolist() == [2.0**-24, 1 - 2.0**-24]
@@ -125,13 +125,13 @@ def test_noise_of_a_smaller_vocabulary_is_a_prefix() -> None:
 
 
 def test_no_rows_give_no_noise() -> None:
-    """An empty batch is allowed."""
+    """An empty batch gives empty noise."""
     empty = torch.empty(0, dtype=torch.int64)
     assert noise.gumbel(empty, empty, empty, noise.PURPOSE_OUTPUT, 8).shape == (0, 8)
 
 
 def test_references_import_without_triton() -> None:
-    """A machine without Triton can serve, as the references do not import it."""
+    """The references import on a machine without Triton."""
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
@@ -142,7 +142,7 @@ def test_references_import_without_triton() -> None:
 
 
 def test_kernels_import_without_a_driver() -> None:
-    """Importing the Triton modules does not need a GPU driver."""
+    """The Triton modules import without a GPU driver."""
     pytest.importorskip("triton")
     code = (
         "from triton.runtime import driver\n"

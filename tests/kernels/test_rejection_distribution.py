@@ -1,4 +1,4 @@
-"""Rejection sampling: exact distribution, acceptance and support; wrong rules are detected."""
+"""Rejection sampling: exact distribution, acceptance and support, and detection of wrong rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _drafts_and_tokens(
 
 
 def _joint_distribution(target: list[float], draft: list[float]) -> list[float]:
-    """Return the exact distribution of (draft, token): accepted on the diagonal, else residual."""
+    """Return the exact distribution of (draft, token).
+
+    Accepted drafts are on the diagonal, and rejected drafts follow the residual.
+    """
     residual = [max(p - q, 0.0) for p, q in zip(target, draft, strict=True)]
     mass = sum(residual)
     joint = []
@@ -76,7 +79,7 @@ def _pairs(drafts: torch.Tensor, tokens: torch.Tensor) -> list[int]:
 def test_sampled_drafts_and_tokens_have_the_exact_joint_distribution(
     filters: dict[str, float], draft_filters: dict[str, float]
 ) -> None:
-    """Tokens are distributed as the target, and a draft is accepted with min(1, p/q)."""
+    """Tokens have the target's distribution, and drafts are accepted with min(1, p/q)."""
     target, draft = _exact(_TARGET, filters), _exact(_DRAFT, draft_filters)
     drafts, tokens = _drafts_and_tokens(draft, filters)
     assert_follows(histogram(tokens, _VOCAB), target)
@@ -85,7 +88,7 @@ def test_sampled_drafts_and_tokens_have_the_exact_joint_distribution(
 
 @pytest.mark.parametrize("filters", _FILTERS, ids=str)
 def test_acceptance_rate_is_the_highest_possible(filters: dict[str, float]) -> None:
-    """The share of accepted drafts is sum min(p, q), the upper bound."""
+    """The share of accepted drafts is sum min(p, q), which is the upper bound."""
     target, draft = _exact(_TARGET, filters), _exact(_DRAFT, {"temperature": 0.8})
     drafts, tokens = _drafts_and_tokens(draft, filters)
     best = sum(min(p, q) for p, q in zip(target, draft, strict=True))
@@ -98,7 +101,7 @@ def test_acceptance_rate_is_the_highest_possible(filters: dict[str, float]) -> N
 def test_one_hot_draft_is_accepted_with_its_probability(
     filters: dict[str, float], draft: int
 ) -> None:
-    """A fixed draft is accepted with p(d), and tokens are distributed as the target."""
+    """A fixed draft is accepted with p(d), and tokens have the target's distribution."""
     target = _exact(_TARGET, filters)
     one_hot = [float(token == draft) for token in range(_VOCAB)]
     drafts, tokens = _drafts_and_tokens(one_hot, filters)
@@ -107,14 +110,14 @@ def test_one_hot_draft_is_accepted_with_its_probability(
 
 
 def test_equal_distributions_accept_every_draft() -> None:
-    """A draft model equal to the target is rejected only by rounding."""
+    """Only rounding rejects drafts of a draft model that equals the target."""
     drafts, tokens = _drafts_and_tokens(_exact(_TARGET, {}), {})
     assert int((drafts != tokens).sum()) <= 2
 
 
 @pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf, 1e-45])
 def test_broken_draft_probabilities_never_leave_the_support(broken: float) -> None:
-    """For any draft probabilities, NaN included, tokens are possible under the target."""
+    """Tokens are possible under the target for any draft probabilities, including NaN."""
     filters = {"temperature": 0.9, "top_k": 3}
     target = _exact(_TARGET, filters)
     rows = cases.row_sampling(_DRAWS, seed=5, **filters)  # type: ignore[arg-type]
@@ -146,7 +149,7 @@ def test_token_of_a_row_does_not_depend_on_the_batch() -> None:
 def _residual_ignored(
     target_probs: torch.Tensor, rows: RowSampling, draft_probs: torch.Tensor
 ) -> torch.Tensor:
-    """Wrong: after a rejection, draw from p instead of the residual."""
+    """Draw from p instead of the residual after a rejection, which is wrong."""
     return _RESIDUAL(target_probs, rows, torch.zeros_like(draft_probs))
 
 
@@ -156,7 +159,7 @@ def _every_draft_at_p(
     draft_tokens: torch.Tensor,
     draft_probs: torch.Tensor,
 ) -> torch.Tensor:
-    """Wrong: accept sampled drafts as if they had not been sampled."""
+    """Accept sampled drafts as if they were fixed, which is wrong."""
     return _ACCEPTS(target_probs, rows, draft_tokens, torch.ones_like(draft_probs))
 
 
@@ -177,7 +180,7 @@ _ACCEPTS = rejection_ref._accepts
 def test_wrong_rule_is_detected(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
 ) -> None:
-    """Nearly right rules and noise give another distribution, by a wide margin."""
+    """A slightly wrong rule or noise gives another distribution by a wide margin."""
     target, draft = _exact(_TARGET, {}), _exact(_DRAFT, {})
     monkeypatch.setattr(owner, name, wrong)
     _, tokens = _drafts_and_tokens(draft, {})

@@ -15,7 +15,7 @@ from tests.kernels import sampling_cases as cases
 def _kept(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> set[int]:
-    """Filter by sorting in double precision, literally as defined."""
+    """Return the tokens that the filters keep, by sorting in double precision."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     best = logits[order[0]]
     mass = [math.exp((logits[token] - best) / temperature) for token in order]
@@ -58,7 +58,7 @@ def _kept_by_reference(logits: torch.Tensor, **parameters: float) -> set[int]:
 def test_filters_keep_the_tokens_of_a_plain_sort(
     vocab: int, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """With few and many ties, and at any temperature."""
+    """The filters keep the tokens of a plain sort with ties and at any temperature."""
     generator = torch.Generator().manual_seed(vocab)
     for temperature in (0.6, 1.0, 8.0):
         logits = torch.randn(vocab, generator=generator) * 3
@@ -71,33 +71,33 @@ def test_filters_keep_the_tokens_of_a_plain_sort(
 
 
 def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
-    """Of four equal tokens p = 0.5 keeps two and p just above keeps three, lowest ids first."""
+    """p = 0.5 keeps the lowest two of four equal tokens, and a slightly larger p keeps three."""
     logits = torch.zeros(4)
     assert _kept_by_reference(logits, top_p=0.5) == {0, 1}
     assert _kept_by_reference(logits, top_p=0.50001) == {0, 1, 2}
 
 
 def test_top_p_applies_to_the_mass_after_top_k() -> None:
-    """p = 0.5 of two equal tokens that top-k kept keeps one."""
+    """p = 0.5 keeps one of the two equal tokens that top-k kept."""
     assert _kept_by_reference(torch.zeros(10), top_k=2, top_p=0.5) == {0}
 
 
 def test_top_k_one_equals_greedy_for_logits_that_temperature_merges() -> None:
-    """top_k = 1 is greedy even if neighbouring logits become equal when divided by T."""
+    """top_k = 1 is greedy even if division by T makes neighbouring logits equal."""
     logits = torch.tensor([[1.0, 1.0 + 2.0**-23]])
     assert sample(logits, cases.row_sampling(1, temperature=3.0, top_k=1)).tolist() == [1]
     assert sample(logits, cases.row_sampling(1, temperature=0.0)).tolist() == [1]
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
-    """Filters do not matter for greedy rows."""
+    """Greedy rows choose the lowest id among ties, regardless of filters."""
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     rows = cases.row_sampling(1, temperature=0.0, top_k=3, top_p=0.1, min_p=1.0)
     assert sample(logits, rows).tolist() == [1]
 
 
 def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is drawn only for rows with a positive temperature."""
+    """The sampler draws noise only for rows with a positive temperature."""
     drawn = []
 
     def spy(seed: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("vocab", [33, 4096])
 def test_token_of_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
-    """Every row of a mixed batch gets the token that it gets alone."""
+    """Every row of a mixed batch has the same token as alone."""
     rows = cases.mixed_row_sampling(40, seed=11)
     logits = cases.random_logits(40, vocab, seed=11)
     together = sample(logits, rows).tolist()
@@ -124,7 +124,7 @@ def test_token_of_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
 
 
 def test_token_is_the_argmax_under_the_output_noise() -> None:
-    """Without filters the token is argmax(logits / T + g), with g drawn for purpose 0."""
+    """The unfiltered token is argmax(logits / T + g), with g drawn for purpose 0."""
     logits = torch.randn((50, 64), generator=torch.Generator().manual_seed(6))
     rows = cases.row_sampling(50, temperature=0.7, seed=31, first_position=1000)
     gumbel = noise.gumbel(rows.seed, rows.choice, rows.position, 0, 64)
@@ -132,7 +132,7 @@ def test_token_is_the_argmax_under_the_output_noise() -> None:
 
 
 def test_sampling_does_not_modify_logits() -> None:
-    """Log probabilities still need the logits after sampling."""
+    """Sampling keeps the logits, which log probabilities read afterwards."""
     logits = cases.random_logits(10, 300, seed=4)
     before = logits.clone()
     sample(logits, cases.mixed_row_sampling(10, seed=4))
@@ -140,7 +140,7 @@ def test_sampling_does_not_modify_logits() -> None:
 
 
 def test_forbidden_tokens_are_never_sampled() -> None:
-    """A token at -inf is not drawn at any temperature and with any filters."""
+    """The sampler never draws a token at -inf, at any temperature and with any filters."""
     rows = cases.mixed_row_sampling(60, seed=12)
     logits = torch.full((60, 50), -torch.inf)
     logits[:, 17] = -30.0
@@ -149,6 +149,6 @@ def test_forbidden_tokens_are_never_sampled() -> None:
 
 
 def test_no_rows_give_no_tokens() -> None:
-    """An empty batch is allowed."""
+    """An empty batch gives no tokens."""
     rows = cases.row_sampling(0)
     assert sample(torch.empty((0, 16)), rows).shape == (0,)

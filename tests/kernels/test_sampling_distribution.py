@@ -1,4 +1,4 @@
-"""Sampled tokens against exact probabilities, by chi-square tests with fixed seeds."""
+"""Sampled tokens, compared with exact probabilities by chi-square tests with fixed seeds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -2.0, 1.7, 0.9, 2.6, -0.5
 def test_tokens_have_the_filtered_distribution(
     temperature: float, filters: dict[str, float]
 ) -> None:
-    """For every combination of filters, tokens over positions have the exact distribution."""
+    """Tokens over positions have the exact distribution for every combination of filters."""
     rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
     assert_follows(
@@ -59,7 +59,7 @@ def test_noise_is_independent_along_every_coordinate(varied: str) -> None:
         tensor.copy_(index if name == varied else torch.full_like(index, 7))
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
     exact = filtered_distribution(_LOGITS.tolist(), 1.0)
-    # Pairs with the rarest tokens merged, so that all cells are large enough.
+    # Pairs of the rarest tokens share a cell, so that all cells are large enough.
     common = [token for token in range(_VOCAB) if exact[token] > 0.04]
     cell = torch.full((_VOCAB,), len(common))
     cell[common] = torch.arange(len(common))
@@ -74,7 +74,7 @@ def test_noise_is_independent_along_every_coordinate(varied: str) -> None:
 _STATES = 4
 _LENGTH = 3
 _FIRST_POSITION = 17
-# A Markov model of four tokens: row = previous token, column = logit of the next.
+# A Markov model of four tokens, with logits of the next token (column) by previous token (row).
 _MARKOV = torch.tensor(
     [[0.0, 1.0, 0.5, -0.5], [1.5, 0.0, 0.0, 0.7], [0.2, 0.4, 1.2, 0.0], [-0.3, 0.9, 0.1, 0.8]]
 )
@@ -83,7 +83,7 @@ _START = 2
 _TEMPERATURE = 0.8
 
 Drafter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(seeds, positions, previous tokens) -> draft tokens."""
+"""A function of (seeds, positions, previous tokens) that returns draft tokens."""
 
 
 def _draw(
@@ -114,7 +114,7 @@ def _draft_same_noise(
 
 
 def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.Tensor:
-    """Generate three tokens per seed by draft and verify steps: int64 [seeds, 3].
+    """Generate three tokens per seed by draft and verify steps, as int64 [seeds, 3].
 
     Sequence i drafts ``i % (max_drafts + 1)`` tokens per step, so batches are ragged.
     """
@@ -132,8 +132,8 @@ def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.T
         previous = torch.empty_like(slot)
         token = text[active, done[active]]
         for depth in range(max_drafts + 1):
-            here = slot == depth
-            previous[here] = token[owner[here]]
+            active = slot == depth
+            previous[active] = token[owner[active]]
             position = _FIRST_POSITION + done[active] + depth
             token = drafter(seeds[active], position, token)
         positions = _FIRST_POSITION + done[sequence] + slot
@@ -161,7 +161,7 @@ def _joint_distribution() -> list[float]:
 
 @pytest.mark.parametrize("drafter", [_draft_constant, _draft_greedy, _draft_same_noise])
 def test_speculation_keeps_the_joint_distribution(drafter: Drafter) -> None:
-    """Three tokens generated with drafts have the model's exact joint distribution."""
+    """Three tokens generated with drafts have the exact joint distribution of the model."""
     seeds = torch.arange(_DRAWS) * 0x1E3779B97F4A7C15
     text = _generate(seeds, 3, drafter)
     cells = (text[:, 0] * _STATES + text[:, 1]) * _STATES + text[:, 2]
@@ -169,7 +169,7 @@ def test_speculation_keeps_the_joint_distribution(drafter: Drafter) -> None:
 
 
 def test_text_does_not_depend_on_the_drafter() -> None:
-    """For one seed every drafter and every draft length gives the same tokens."""
+    """Every drafter and draft length gives the same tokens for a seed."""
     seeds = torch.arange(2000) + 5
     plain = _generate(seeds, 0, _draft_constant)
     for drafter in (_draft_constant, _draft_greedy, _draft_same_noise):
@@ -178,7 +178,7 @@ def test_text_does_not_depend_on_the_drafter() -> None:
 
 
 def test_one_hot_draft_is_accepted_with_its_probability() -> None:
-    """A proposed token is accepted with the probability that the model gives it."""
+    """A proposed token is accepted with its probability under the model."""
     seeds = torch.arange(_DRAWS) + 77
     positions = torch.full((_DRAWS,), _FIRST_POSITION)
     sampled = _draw(_MARKOV, seeds, positions, torch.full((_DRAWS,), _START))

@@ -1,4 +1,4 @@
-"""Noise and sampling against their references on a GPU, if there is one."""
+"""Noise and sampling on a GPU, compared with their references."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _assert_same_tokens(
     tokens: list[int],
     expected: list[int],
 ) -> None:
-    """Compare tokens; logarithms differ in the last bits, so near-ties may flip."""
+    """Compare tokens and allow near-ties, because the last bits of logarithms differ."""
     differ = [row for row, token in enumerate(tokens) if token != expected[row]]
     assert len(differ) <= max(1, len(tokens) // 100)
     for row in differ:
@@ -40,7 +40,7 @@ def _assert_same_tokens(
 
 
 def test_noise_equals_the_reference() -> None:
-    """Words and uniforms equal those of the CPU exactly, Gumbel noise up to rounding."""
+    """Words and uniforms equal those of the CPU, and Gumbel noise is equal up to rounding."""
     rows = cases.mixed_row_sampling(7, seed=1)
     arguments = (rows.seed, rows.choice, rows.position)
     on_gpu = cases.to_device(arguments, "cuda")
@@ -56,7 +56,7 @@ def test_noise_equals_the_reference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 4096, 50_257, 151_936])
 def test_tokens_equal_the_reference(vocab: int, dtype: torch.dtype) -> None:
-    """With mixed filters and ties, the GPU samples the tokens of the CPU."""
+    """The GPU samples the tokens of the CPU with mixed filters and ties."""
     rows = cases.mixed_row_sampling(160, seed=vocab)
     logits = cases.random_logits(160, vocab, seed=vocab).to(dtype)
     expected = sample_verify_ref.sample(logits, rows).tolist()
@@ -65,7 +65,7 @@ def test_tokens_equal_the_reference(vocab: int, dtype: torch.dtype) -> None:
 
 
 def test_tokens_do_not_depend_on_batch_and_tile() -> None:
-    """A row gives the same token alone, in a batch, and with another tiling."""
+    """A row has the same token alone, in a batch, and with another tiling."""
     rows = cases.to_device(cases.mixed_row_sampling(64, seed=3), "cuda")
     logits = cases.random_logits(64, 50_257, seed=3).cuda()
     together = sample_verify.sample(logits, rows).tolist()

@@ -18,7 +18,7 @@ from draftgate.backends.engine.kernels.accept_walk_ref import (
 )
 
 WALK_ROWS = (1, 0, 5, 2, 65, 64, 9, 150, 33, 0, 12, 0)
-"""Rows of the sequences of a step: without drafts, padding, and drafts of many sizes."""
+"""Rows of each sequence: no draft, padding, and drafts of many sizes."""
 
 _VOCAB = 50
 
@@ -33,7 +33,8 @@ def never_stop(sequences: int) -> StopRules:
 
 
 def random_tree(tokens: int, draws: random.Random, branching: float) -> Draft:
-    """Return a tree laid out depth first; a share of its tokens follows any earlier one."""
+    """Return a tree in depth-first order, in which a share of the tokens follows any
+    earlier token."""
     parents: list[int] = []
     token_ids: list[int] = []
     unused: dict[int, list[int]] = {}
@@ -46,14 +47,14 @@ def random_tree(tokens: int, draws: random.Random, branching: float) -> Draft:
 
 
 def drafted_rows(draft: Draft) -> tuple[list[int], list[int]]:
-    """Return draft tokens and parents of a sequence's rows, the root's first."""
+    """Return draft tokens and parents of a sequence's rows, beginning with the root."""
     parents = [draft.parent(place) + 1 for place in range(len(draft))]
     return [NO_DRAFT, *draft.token_ids], [NO_ROW, *parents]
 
 
 @dataclass(frozen=True)
 class WalkCase:
-    """Arguments of `accept_walk`; the last rows belong to no sequence."""
+    """Arguments of `accept_walk`, with last rows that belong to no sequence."""
 
     sampled: torch.Tensor
     draft_tokens: torch.Tensor
@@ -95,11 +96,11 @@ def walk_case(
     """Return a batch of trees in which most samples agree with a draft.
 
     Args:
-      seed: of all random draws.
-      branching: share of draft tokens that may follow any earlier one; 0 makes chains.
-      eos: tokens that end a sequence, unless it ignores them, as every third does.
+      seed: seed of all random draws.
+      branching: share of draft tokens that may follow any earlier token, or 0 for chains.
+      eos: tokens that end a sequence, except every third sequence, which ignores them.
       budget: upper bound on the tokens that a sequence may still emit.
-      rows: of each sequence.
+      rows: number of rows of each sequence.
     """
     draws = random.Random(seed)
     sampled: list[int] = []

@@ -22,7 +22,7 @@ _NOT_SOURCE = shutil.ignore_patterns(
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the checkout without its environment, builds and caches; keep links as links."""
+    """Copy the checkout without its environment, builds and caches, and keep its links."""
     shutil.copytree(ROOT, to, symlinks=True, ignore=_NOT_SOURCE)
     return to
 
@@ -47,19 +47,19 @@ def build_sdist(source: Path, to: Path) -> Path:
 
 
 def members(wheel: Path) -> dict[str, bytes]:
-    """Return the files of a wheel by name."""
+    """Return the contents of a wheel's files by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 class Environment:
-    """A virtual environment with one wheel and exactly the packages that it requires."""
+    """A virtual environment with a wheel and exactly its required packages."""
 
     def __init__(self, home: Path, wheel: Path, extras: set[str]) -> None:
         """Install the wheel with these extras.
 
-        The requirements are linked from the packages of the running interpreter: installing them
-        again would take minutes and a network.
+        The requirements are links to the packages of the running interpreter, because an install
+        would take minutes and a network.
         """
         venv.create(home, with_pip=False, symlinks=True)
         self.python = home / "bin" / "python"

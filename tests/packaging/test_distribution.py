@@ -1,4 +1,4 @@
-"""`pip install draftgate` installs the right files, and they work without the checkout."""
+"""`pip install draftgate` installs the right files, which work without the checkout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdist(checkout: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, built after the wheel because both use one folder."""
+    """The source distribution, built after the wheel because both builds use the same folder."""
     return build_sdist(checkout, tmp_path_factory.mktemp("sdist") / "dist")
 
 
@@ -69,7 +69,7 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, whee
 
 
 def test_sdist_holds_no_link_no_test_and_no_benchmark(sdist: Path) -> None:
-    """A source distribution holds the package and its metadata as plain files."""
+    """The source distribution has the package and its metadata as plain files."""
     with tarfile.open(sdist) as archive:
         entries = archive.getmembers()
     assert all(entry.isfile() or entry.isdir() for entry in entries)
@@ -91,7 +91,7 @@ def test_wheel_from_sdist_equals_wheel_from_checkout(
 
 
 def test_install_adds_one_package_and_its_metadata(core: Environment) -> None:
-    """An install adds nothing else to the top level of site-packages."""
+    """An install adds only the package and its metadata to site-packages."""
     assert core.installed == {"draftgate", "draftgate-0.1.0.dist-info"}
 
 
@@ -143,7 +143,7 @@ def test_module_and_command_print_the_version(core: Environment, tmp_path: Path)
 def test_missing_package_names_the_extra_to_install(
     core: Environment, tmp_path: Path, arguments: tuple[str, ...], package: str, extra: str
 ) -> None:
-    """A feature without its package fails before it starts, and names the extra to install."""
+    """A feature without its package fails before it starts and names the extra to install."""
     done = run([core.python, "-m", "draftgate", *arguments], tmp_path)
     assert done.returncode in {1, 2}
     assert "Traceback" not in done.stderr
@@ -195,7 +195,7 @@ def test_engine_extra_serves_the_shipped_model(wheel: Path, tmp_path: Path) -> N
 
 
 def run(command: list[Any], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, without this checkout on the import path."""
+    """Run a command to its end without this checkout on the import path."""
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=120, check=False,
@@ -203,13 +203,13 @@ def run(command: list[Any], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return an environment with PATH and HOME, but without Draftgate settings."""
+    """Return an environment with PATH and HOME but without Draftgate settings."""
     return {"PATH": os.environ["PATH"], "HOME": str(home), "COLUMNS": "120", "LC_ALL": "C.UTF-8"}
 
 
 @contextmanager
 def serving(environ: Environment, home: Path, *arguments: str) -> Iterator[str]:
-    """Run `draftgate serve` on a free port; yield its URL once it is ready."""
+    """Run `draftgate serve` on a free port and yield its URL when the server is ready."""
     command = [environ.python.with_name("draftgate"), "serve", "--port", "0", *arguments]
     log = home / "server.log"
     with (
@@ -226,7 +226,7 @@ def serving(environ: Environment, home: Path, *arguments: str) -> Iterator[str]:
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Return the server's URL from its banner, which appears once it is ready."""
+    """Return the server's URL from its banner, which appears when the server is ready."""
     deadline = time.monotonic() + READY_S
     while server.poll() is None and time.monotonic() < deadline:
         for word in log.read_text(encoding="utf-8", errors="replace").split():
@@ -237,7 +237,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def call(base: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON answer of a path."""
+    """Return the JSON response of a path."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(base + path, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:

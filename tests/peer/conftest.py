@@ -1,4 +1,4 @@
-"""Fixtures of the gateway's tests that the peers' tests share."""
+"""Fixtures that the peer tests share with the gateway tests."""
 
 from tests.gateway.conftest import scripted
 

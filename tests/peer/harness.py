@@ -1,4 +1,4 @@
-"""Workers of other nodes, reached over local sockets, and servers that impersonate them."""
+"""Workers of other nodes over local sockets, and servers that impersonate peers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.gateway.tcp_proxy import TcpProxy, proxied
 FILES = Tokenizer(SHIPPED_MODEL).files()
 SECRET = SharedSecret("a secret of the cluster")
 SLOW = "h100-8b"
-"""A simulated device with steps of 6 ms: 8,000 tokens outlast any test."""
+"""A simulated device with steps of 6 ms, on which 8,000 tokens outlast any test."""
 SILENCE_S = 0.6
-"""Short for quick tests, yet the time of six reports."""
+"""The time until silence is a failure, short for quick tests but as long as six reports."""
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def linked_to(url: str, **settings: Any) -> AsyncIterator[PeerBackend]:
 
 @asynccontextmanager
 async def behind_proxy(**settings: Any) -> AsyncIterator[tuple[PeerBackend, TcpProxy, Listening]]:
-    """Yield a node, a proxy in front of it, and a backend that is linked through the proxy."""
+    """Yield a node, its proxy, and a backend that is linked through the proxy."""
     async with (
         running(**settings) as where,
         proxied(where.url) as proxy,
@@ -58,12 +58,12 @@ async def behind_proxy(**settings: Any) -> AsyncIterator[tuple[PeerBackend, TcpP
 
 
 class Impostor:
-    """A server at the address of a peer that sends what a test wants.
+    """A server that impersonates a peer and sends the messages of a test.
 
     Attributes:
-        ready: its first message; it stays silent with None.
+        ready: its first message, or None to stay silent.
         commands: received commands of all connections, without requests for the tokenizer.
-        connection: the latest one.
+        connection: the latest connection.
     """
 
     connection: web.WebSocketResponse
@@ -75,12 +75,12 @@ class Impostor:
         self.commands: list[Command] = []
 
     async def say(self, *messages: Any) -> None:
-        """Send reports."""
+        """Send reports on the latest connection."""
         for message in messages:
             await self.channel.send(message)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        """Serve one connection."""
+        """Serve a connection."""
         self.connection = web.WebSocketResponse()
         await self.connection.prepare(request)
         self.channel = PeerChannel[Command](self.connection, Command, MOST_COMMAND_BYTES)
@@ -118,7 +118,7 @@ def a_card(**changes: Any) -> ModelCard:
 
 
 def ready_message(**changes: Any) -> Ready:
-    """Return the first message of such a worker, without a secret."""
+    """Return the first message of an impostor without a secret."""
     facts = {"epoch": "e", "card": a_card(), "tokenizer": files_digest(FILES)}
     return Ready(**{**facts, **changes})
 

@@ -1,4 +1,4 @@
-"""Access to a node's workers, for nodes that prove that they know the cluster's secret."""
+"""Access to a node's workers for nodes that prove knowledge of the cluster's secret."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def where(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listening]:
 
 
 async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
-    """Both ends have proved themselves before a request is sent."""
+    """A peer streams from the node after both ends have proved the secret."""
     async with (
         linked_to(where.url, secret=SECRET) as backend,
         aclosing(backend.generate(make_request(backend))) as stream,
@@ -48,7 +48,7 @@ async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
 async def test_start_fails_at_once_with_another_secret(
     where: Listening, secret: SharedSecret | None
 ) -> None:
-    """Waiting would not help."""
+    """The start fails immediately, because another attempt would fail as well."""
     backend = PeerBackend(where.url, secret)
     with pytest.raises(PeerRefused, match="does not accept peers, or has another secret"):
         await backend.start()
@@ -56,17 +56,17 @@ async def test_start_fails_at_once_with_another_secret(
 
 
 async def test_server_without_the_secret_gets_no_request() -> None:
-    """It could be an eavesdropper, so nothing is sent to a server that cannot answer the proof."""
-    async with impostor(ready_message()) as there:
-        backend = PeerBackend(there.url, SECRET)
+    """The backend sends no request to a server that cannot prove the secret."""
+    async with impostor(ready_message()) as peer:
+        backend = PeerBackend(peer.url, SECRET)
         with pytest.raises(PeerRefused, match="has another secret, or none"):
             await backend.start()
         await backend.stop()
-        assert there.commands == []
+        assert peer.commands == []
 
 
 async def test_peer_paths_look_missing_without_a_proof(where: Listening) -> None:
-    """With any key, method and header the answer is that of a path that does not exist."""
+    """A peer path responds like a missing path to any key, method and header."""
     proof = OTHER.proof(PATH, 0.0)
     tries = [{}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": proof.header}]
     upgrade = {
@@ -76,25 +76,25 @@ async def test_peer_paths_look_missing_without_a_proof(where: Listening) -> None
         "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
     }
     async with client(where) as http:
-        for headers in (*tries, *({**one, **upgrade} for one in tries)):
+        for headers in (*tries, *({**header, **upgrade} for header in tries)):
             for method in ("GET", "POST", "OPTIONS"):
-                there = await http.request(method, PATH, headers=headers)
-                nowhere = await http.request(method, "/peer/v1/nothing", headers=headers)
-                assert told(there, PATH) == told(nowhere, "/peer/v1/nothing")
-                assert there.status_code == (404 if KEY in str(headers) else 401)
+                peer = await http.request(method, PATH, headers=headers)
+                missing = await http.request(method, "/peer/v1/nothing", headers=headers)
+                assert comparable(peer, PATH) == comparable(missing, "/peer/v1/nothing")
+                assert peer.status_code == (404 if KEY in str(headers) else 401)
         document = await http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
         assert "peer" not in str(list(document.json()["paths"]))
 
 
-def told(answer: httpx.Response, path: str) -> tuple[object, ...]:
-    """Return an answer without the path and the headers that are new in each."""
-    headers = {k: v for k, v in answer.headers.items() if k not in {"date", "x-request-id"}}
+def comparable(response: httpx.Response, path: str) -> tuple[object, ...]:
+    """Return the comparable parts of a response to a request for this path."""
+    headers = {k: v for k, v in response.headers.items() if k not in {"date", "x-request-id"}}
     headers.pop("content-length", None)
-    return answer.status_code, headers, answer.text.replace(path, "PATH")
+    return response.status_code, headers, response.text.replace(path, "PATH")
 
 
 async def test_proof_is_valid_once(where: Listening) -> None:
-    """A recorded proof cannot be used again."""
+    """The node rejects a recorded proof."""
     headers = {"Authorization": SECRET.proof(PATH, time.time()).header}
     async with (
         aiohttp.ClientSession() as session,
@@ -107,7 +107,7 @@ async def test_proof_is_valid_once(where: Listening) -> None:
 
 
 async def test_browser_page_is_not_a_peer() -> None:
-    """Browsers send the origin of a page that opens a connection; nodes do not."""
+    """The node rejects a connection with the origin of a browser page."""
     async with running() as where, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await session.ws_connect(where.url + PATH, origin="http://example.com")
@@ -120,7 +120,7 @@ async def test_browser_page_is_not_a_peer() -> None:
 async def test_invalid_message_ends_only_its_connection(
     data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is not msgpack, of an unknown kind, or too large."""
+    """An undecodable, unknown or oversized message ends only its own connection."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
     async with (
         running() as where,
@@ -138,7 +138,7 @@ async def test_invalid_message_ends_only_its_connection(
 
 
 def test_proof_is_bound_to_path_minute_and_secret() -> None:
-    """Its answer is right only for nodes that know the secret."""
+    """The checker accepts a proof only for its path, its time and its secret."""
     checker = ProofChecker(SECRET)
     proof = SECRET.proof(PATH, 1000.0)
     assert checker.answer(proof.header, "/peer/v1/workers/1", 1000.0) is None
@@ -153,7 +153,7 @@ def test_proof_is_bound_to_path_minute_and_secret() -> None:
 
 
 def test_nonces_are_kept_until_their_proofs_expire() -> None:
-    """They are then forgotten, so memory does not grow with connections."""
+    """The checker forgets expired nonces, so memory does not grow with connections."""
     checker = ProofChecker(SECRET)
     ahead = SECRET.proof(PATH, 1000.0 + WINDOW_S)
     assert checker.answer(ahead.header, PATH, 1000.0) is not None
@@ -181,7 +181,7 @@ def test_nonces_are_kept_until_their_proofs_expire() -> None:
 def test_without_a_secret_only_local_nodes_without_keys_serve_peers(
     settings: dict[str, str], keys: bool, proofs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that other machines reach serves no peers without a secret."""
+    """A node on a public address serves no peers without a secret."""
     monkeypatch.setenv(VARIABLE, "a secret of the cluster")
     access = peer_access(ServeConfig(**settings), keys=keys)
     if proofs is None:
@@ -192,7 +192,7 @@ def test_without_a_secret_only_local_nodes_without_keys_serve_peers(
 
 
 def test_loopback_addresses() -> None:
-    """Names are not resolved, since their addresses may change."""
+    """Only literal loopback addresses and `localhost` count as loopback."""
     assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost")] == [True] * 3
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.4", "loopback"))
 
@@ -201,7 +201,7 @@ def test_loopback_addresses() -> None:
 def test_missing_or_short_secret_fails_the_start(
     value: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line mentions the setting and the variable, but not the secret."""
+    """The error names the setting and the variable and omits the secret."""
     monkeypatch.delenv(VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
@@ -212,5 +212,5 @@ def test_missing_or_short_secret_fails_the_start(
 
 
 def test_no_setting_means_no_secret() -> None:
-    """Without the setting there is no secret to prove."""
+    """A node without the setting has no secret."""
     assert secret_of(None) is None

@@ -1,4 +1,4 @@
-"""Slow readers on either side of the link: bounded memory, and no lost token."""
+"""Slow readers on either side of the link: bounded memory and no lost tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = "word " * 200
 async def test_slow_client_pauses_its_request_at_the_peer(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker two sockets away slows it down, pauses and resumes it; no token is lost."""
+    """The remote worker slows down, pauses and resumes the request without losing a token."""
     seconds = count()
     monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
@@ -32,8 +32,8 @@ async def test_slow_client_pauses_its_request_at_the_peer(
         SimpleNamespace(monotonic=lambda: float(next(seconds))),
     )
     async with (
-        running(backends=[scripted]) as there,
-        running(backend="peer", upstream=(there.url,)) as where,
+        running(backends=[scripted]) as peer,
+        running(backend="peer", upstream=(peer.url,)) as where,
     ):
         reader = StoppedReader()
         await reader.send(where, {"prompt": "x", "max_tokens": 400, "stream": True})
@@ -52,18 +52,18 @@ async def test_slow_client_pauses_its_request_at_the_peer(
 async def test_gateway_that_stops_reading_costs_bounded_memory(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deltas wait in the outbox up to its bound, and beyond it are merged by request."""
+    """The outbox merges deltas by request when they exceed its bound."""
     sessions: list[PeerSession] = []
     run = PeerSession.run
 
-    async def noted(session: PeerSession, answer: str) -> None:
+    async def record_session(session: PeerSession, answer: str) -> None:
         sessions.append(session)
         await run(session, answer)
 
-    monkeypatch.setattr(PeerSession, "run", noted)
+    monkeypatch.setattr(PeerSession, "run", record_session)
     async with (
-        running(backends=[scripted]) as there,
-        proxied(there.url) as proxy,
+        running(backends=[scripted]) as peer,
+        proxied(peer.url) as proxy,
         linked_to(proxy.url, silence_s=60.0) as backend,
         aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream,
     ):
@@ -85,7 +85,7 @@ async def test_gateway_that_stops_reading_costs_bounded_memory(
 
 
 async def test_full_outbox_makes_all_streams_wait() -> None:
-    """Taking deltas makes space, and each stream keeps its order."""
+    """All streams wait for space in a full outbox, and each stream keeps its order."""
     outbox = DeltaOutbox()
     most = 3 * MOST_DELTAS
 
@@ -110,20 +110,20 @@ async def test_full_outbox_makes_all_streams_wait() -> None:
 async def test_all_deltas_of_a_step_are_one_message(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is encoded and sent once, however many requests it has."""
+    """The peer encodes and sends each step once for any number of requests."""
     sizes: list[int] = []
     take = DeltaOutbox.take
 
-    def counted(outbox: DeltaOutbox) -> object:
+    def count_take(outbox: DeltaOutbox) -> object:
         taken = take(outbox)
         sizes.append(len(taken[0]))
         return taken
 
-    monkeypatch.setattr(DeltaOutbox, "take", counted)
-    async with running(backends=[scripted]) as there, linked_to(there.url) as backend:
-        wanted = [make_request(backend, max_tokens=9) for _ in range(20)]
-        streams = [backend.generate(request) for request in wanted]
-        requests = [await scripted.submitted.get() for _ in wanted]
+    monkeypatch.setattr(DeltaOutbox, "take", count_take)
+    async with running(backends=[scripted]) as peer, linked_to(peer.url) as backend:
+        submitted = [make_request(backend, max_tokens=9) for _ in range(20)]
+        streams = [backend.generate(request) for request in submitted]
+        requests = [await scripted.submitted.get() for _ in submitted]
         for _ in range(5):
             batch = [(request.request_id, Delta(0, (1,), "a")) for request in requests]
             scripted.streams.deliver(batch)

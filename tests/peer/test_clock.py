@@ -1,4 +1,4 @@
-"""Conversion of another machine's times to this machine's clock."""
+"""Conversion of times between the clocks of two machines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DELAYS = st.lists(st.floats(1e-5, 0.5), min_size=1, max_size=30)
 
 @given(OFFSETS, DELAYS)
 def test_converted_times_keep_causal_order(offset_s: float, delays_s: list[float]) -> None:
-    """They lie between sending and arrival, and are late by the fastest transfer."""
+    """Converted times are between sending and arrival, and late by the fastest transfer."""
     clock, arrived_s, quickest_s = RemoteClock(), 0.0, math.inf
     for number, delay_s in enumerate(delays_s):
-        sent_s = 100.0 + 0.1 * number  # by our clock
-        arrived_s = max(arrived_s, sent_s + delay_s)  # a connection preserves order
+        sent_s = 100.0 + 0.1 * number  # by the local clock
+        arrived_s = max(arrived_s, sent_s + delay_s)  # A connection preserves order.
         clock.add_report(sent_s + offset_s, arrived_s)
         quickest_s = min(quickest_s, arrived_s - sent_s)
         found_s = clock.to_local_s(sent_s + offset_s)
@@ -31,7 +31,7 @@ def test_converted_times_keep_causal_order(offset_s: float, delays_s: list[float
 
 @pytest.mark.parametrize("rate", [1 - 1e-4, 1 + 1e-4])
 def test_conversion_follows_clock_drift(rate: float) -> None:
-    """After a day in which clocks part by seconds, the error is still one transfer."""
+    """The error is still one transfer after a day of clock drift by seconds."""
     clock = RemoteClock()
     for minute in range(24 * 60):
         ours_s = 60.0 * minute
@@ -40,7 +40,7 @@ def test_conversion_follows_clock_drift(rate: float) -> None:
 
 
 def test_phases_are_converted_together() -> None:
-    """Intervals between phases and the recorded flag stay the same."""
+    """The conversion keeps the intervals between phases and the recorded flag."""
     clock = RemoteClock()
     clock.add_report(1000.0, 7.5)
     theirs = Phases(999.0, 999.25, ((999.5, 16), (999.75, 8)), 999.75, recorded=True)

@@ -35,7 +35,7 @@ needs_engine = pytest.mark.skipif(
 
 
 async def test_peer_with_simulator_passes_conformance_suite() -> None:
-    """The other node holds nothing afterwards."""
+    """A simulator on a peer passes the suite, and the peer is idle afterwards."""
     async with running() as where:
         await check_backend(PeerBackend(where.url, None))
         await until(lambda: is_idle(where.node))
@@ -44,50 +44,50 @@ async def test_peer_with_simulator_passes_conformance_suite() -> None:
 @pytest.mark.long
 @needs_engine
 async def test_peer_with_engine_passes_conformance_suite() -> None:
-    """The shipped model runs there, with drafts, resumes and embeddings."""
+    """An engine on a peer passes the suite with drafts, resumes and embeddings."""
     async with running(**ENGINE) as where:
         await check_backend(PeerBackend(where.url, None))
         await until(lambda: is_idle(where.node))
 
 
 async def test_card_and_tokenizer_are_those_of_the_worker() -> None:
-    """A node without a worker counts, checks, renders and decodes like the node with it."""
+    """A linked backend has the card, checks and tokenizer of the remote worker."""
     messages = [{"role": "user", "content": "héllo"}]
     async with running(max_model_len=300) as where, linked_to(where.url) as backend:
-        there = where.node.fleet.workers[0].generating
-        assert backend.card == there.card
+        peer = where.node.fleet.workers[0].generating
+        assert backend.card == peer.card
         assert backend.epoch == where.node.fleet.workers[0].epoch
-        assert backend.tokenizer.encode("def f(x):") == there.tokenizer.encode("def f(x):")
-        assert backend.tokenizer.texts[5] == there.tokenizer.texts[5]
-        rendered = [one.tokenizer.render_chat(messages) for one in (backend, there)]
+        assert backend.tokenizer.encode("def f(x):") == peer.tokenizer.encode("def f(x):")
+        assert backend.tokenizer.texts[5] == peer.tokenizer.texts[5]
+        rendered = [each.tokenizer.render_chat(messages) for each in (backend, peer)]
         assert rendered[0] == rendered[1]
-        for one in (backend, there):
+        for each in (backend, peer):
             with pytest.raises(RequestRejected) as refused:
-                one.check(make_request(backend, max_tokens=300))
+                each.check(make_request(backend, max_tokens=300))
             assert refused.value.limit_tokens == 300
 
 
 async def test_texts_equal_those_of_a_local_worker() -> None:
-    """Seeds and numbers of choices vary, together and one by one."""
+    """The texts equal those of a local worker for several seeds and numbers of choices."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
-        wanted = [make_request(local, n=1 + seed % 3, seed=seed) for seed in range(6)]
-        there = await asyncio.gather(*(collect(backend, request) for request in wanted))
-        assert there == [await collect(local, request) for request in wanted]
+        generation = [make_request(local, n=1 + seed % 3, seed=seed) for seed in range(6)]
+        peer = await asyncio.gather(*(collect(backend, request) for request in generation))
+        assert peer == [await collect(local, request) for request in generation]
     await local.stop()
 
 
 async def test_request_begun_locally_is_resumed_by_peer() -> None:
-    """The output continues as if undisturbed, from every token at which it may change."""
+    """The resumed output continues the local output from every token."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
-        wanted = make_request(local, n=2, max_tokens=12)
-        first, second = await collect(local, wanted)
+        generation = make_request(local, n=2, max_tokens=12)
+        first, second = await collect(local, generation)
         for done in range(12):
             begun = (ResumedChoice(1, second.token_ids[:done]),)
-            again = replace(wanted, request_id=f"again-{done}", resumed=begun)
+            again = replace(generation, request_id=f"again-{done}", resumed=begun)
             (rest,) = await collect(backend, again)
             assert rest.token_ids == second.token_ids[done:]
             assert second.text.endswith(rest.text)
@@ -97,7 +97,7 @@ async def test_request_begun_locally_is_resumed_by_peer() -> None:
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
 async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
-    """The request is decoding, or has not even begun."""
+    """The peer frees a closed stream before and during decoding."""
     async with running(profile=SLOW) as where, linked_to(where.url) as backend:
         async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
             if read:
@@ -108,7 +108,7 @@ async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
 
 
 async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBackend) -> None:
-    """The end of the connection cancels all requests on it."""
+    """The peer cancels all requests of a connection that ends."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         for _ in range(3):
             backend.generate(make_request(backend))
@@ -120,18 +120,18 @@ async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBacke
 
 
 async def test_pace_set_during_the_check_takes_effect(scripted: ScriptedBackend) -> None:
-    """It may arrive while the request is still being checked."""
+    """The peer applies a pace that arrives while it still checks the request."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
-        wanted = make_request(backend)
-        async with aclosing(backend.generate(wanted)):
-            backend.set_pace(wanted.request_id, Pace.SPARING)
-            backend.set_pace(wanted.request_id, Pace.PAUSED)
+        generation = make_request(backend)
+        async with aclosing(backend.generate(generation)):
+            backend.set_pace(generation.request_id, Pace.SPARING)
+            backend.set_pace(generation.request_id, Pace.PAUSED)
             came = await scripted.submitted.get()
             await until(lambda: scripted.paces == [(came.request_id, Pace.PAUSED)])
 
 
 async def test_each_worker_of_a_node_has_its_own_address() -> None:
-    """There is no address after the last worker."""
+    """Every worker has an address, and the address after the last worker does not exist."""
     async with running(devices=(0, 1)) as where:
         for number in (0, 1):
             address = f"{where.url}/peer/v1/workers/{number}"
@@ -148,15 +148,15 @@ async def test_each_worker_of_a_node_has_its_own_address() -> None:
 @pytest.mark.long
 @needs_engine
 async def test_grammars_and_texts_equal_those_of_a_local_engine() -> None:
-    """Grammars are checked here, and texts are the same with and without a socket."""
+    """The backend checks grammars locally, and the texts equal those of a local engine."""
     regex = GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")
     async with running(**ENGINE) as where, linked_to(where.url) as backend:
         local = where.node.fleet.workers[0].generating
         for number, grammar in enumerate([None, regex]):
-            wanted = replace(make_request(backend, n=2, max_tokens=24), grammar=grammar)
-            backend.check(wanted)
-            here = await collect(local, replace(wanted, request_id=f"here-{number}"))
-            assert await collect(backend, wanted) == here
-        broken = replace(wanted, grammar=GrammarSpec(GrammarKind.REGEX, "("))
+            generation = replace(make_request(backend, n=2, max_tokens=24), grammar=grammar)
+            backend.check(generation)
+            local_output = await collect(local, replace(generation, request_id=f"here-{number}"))
+            assert await collect(backend, generation) == local_output
+        broken = replace(generation, grammar=GrammarSpec(GrammarKind.REGEX, "("))
         with pytest.raises(RequestRejected, match="regular expression"):
             backend.check(broken)

@@ -1,4 +1,4 @@
-"""Peers that are cut off, hang, send invalid messages, change or come back."""
+"""Peers that disconnect, hang, send invalid messages, change or return."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from tests.peer.harness import (
 )
 
 LONG = 8000
-"""Tokens of a stream that still runs when something happens to it."""
+"""Tokens of a stream that still runs when the peer fails."""
 
 
-async def broken(backend: PeerBackend, happen: Callable[[], None]) -> str:
-    """Return the error of three streams, one of which is not read, after an event."""
+async def error_after(backend: PeerBackend, cause_failure: Callable[[], None]) -> str:
+    """Return the error that three streams share after an event, including an unread stream."""
     streams = [backend.generate(make_request(backend, max_tokens=LONG)) for _ in range(3)]
     for stream in streams[:2]:
         await anext(stream)
-    happen()
-    (reason,) = {await ending(stream) for stream in streams}
+    cause_failure()
+    (reason,) = {await error_of(stream) for stream in streams}
     return reason
 
 
-async def ending(stream: AsyncGenerator[Delta, None]) -> str:
+async def error_of(stream: AsyncGenerator[Delta, None]) -> str:
     """Return the error of a stream, which must fail soon."""
     try:
         async with asyncio.timeout(5):
@@ -84,7 +84,7 @@ def with_an_oversized_frame(proxy: TcpProxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happen", "reason"),
+    ("cause_failure", "reason"),
     [
         (TcpProxy.cut, "the connection broke"),
         (in_the_middle_of_a_message, "the connection broke|it closed the connection"),
@@ -95,12 +95,12 @@ def with_an_oversized_frame(proxy: TcpProxy) -> None:
     ],
 )
 async def test_broken_connection_ends_every_stream_and_is_reopened(
-    happen: Callable[[TcpProxy], None], reason: str
+    cause_failure: Callable[[TcpProxy], None], reason: str
 ) -> None:
-    """All streams fail with the reason, and the peer frees them and serves again."""
+    """A broken connection ends all streams with its reason, and the peer serves again."""
     async with behind_proxy(profile=SLOW) as (backend, proxy, where):
         before = await collect(backend, make_request(backend))
-        assert re.search(reason, await broken(backend, partial(happen, proxy)))
+        assert re.search(reason, await error_after(backend, partial(cause_failure, proxy)))
         assert backend.failure is None or "the peer is lost" in backend.failure
         proxy.most_bytes = None
         proxy.thaw()
@@ -110,15 +110,15 @@ async def test_broken_connection_ends_every_stream_and_is_reopened(
 
 
 async def test_streams_end_before_the_close_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that hangs never answers a close frame."""
+    """Streams end without waiting for the close frame of a hung peer."""
     monkeypatch.setattr("draftgate.backends.peer.link.CLOSE_S", 60.0)
     async with behind_proxy() as (backend, proxy, _):
-        assert "it sent nothing" in await broken(backend, proxy.freeze)
+        assert "it sent nothing" in await error_after(backend, proxy.freeze)
         proxy.thaw()
 
 
 async def test_unreachable_peer_is_asked_again() -> None:
-    """While it is gone it takes no requests and has a failure; later it serves again."""
+    """An unreachable peer has a failure and takes no requests until it serves again."""
     async with behind_proxy() as (backend, proxy, _):
         proxy.cut(refuse=True)
         await until(lambda: backend.failure is not None)
@@ -131,7 +131,7 @@ async def test_unreachable_peer_is_asked_again() -> None:
 
 
 async def test_slow_network_is_not_a_failure() -> None:
-    """Every block is delayed by more than the time between two reports."""
+    """A peer stays connected when every block is delayed by more than a report interval."""
     async with behind_proxy() as (backend, proxy, _):
         before = await collect(backend, make_request(backend))
         proxy.delay_s = SILENCE_S / 4
@@ -142,7 +142,7 @@ async def test_slow_network_is_not_a_failure() -> None:
 async def test_peer_frees_requests_of_a_vanished_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer pings the gateway and cancels its requests, although no connection closed."""
+    """The peer cancels the requests of a gateway that stops answering its pings."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
     async with (
         running(profile=SLOW) as where,
@@ -158,7 +158,7 @@ async def test_peer_frees_requests_of_a_vanished_gateway(
 
 
 async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sends nothing while it reads, but answers pings."""
+    """A gateway that only reads stays connected because it answers pings."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", 0.05)
     async with (
         running() as where,
@@ -169,7 +169,7 @@ async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.Monke
 
 
 def test_silence_is_noticed_after_its_time() -> None:
-    """In virtual time, the count starts with the last report."""
+    """The silence of a peer starts with its last report, in virtual time."""
 
     async def scenario() -> float:
         link = Link(None)
@@ -184,14 +184,14 @@ def test_silence_is_noticed_after_its_time() -> None:
 
 
 def test_stalled_event_loop_is_not_silence_of_the_peer() -> None:
-    """Messages that arrived during the stall are read before the peer is given up."""
+    """The gateway reads the messages that arrived during a stall before it gives up the peer."""
 
     async def scenario() -> None:
         link, clock = Link(None), asyncio.get_running_loop()._jumping
         listening = asyncio.create_task(link._watch_silence(3.0))
         await asyncio.sleep(0.1)
         for _ in range(10):
-            clock.now_s += 100.0  # the loop stalled: its timers are due, and nothing was read
+            clock.now_s += 100.0  # The loop stalled, so its timers are due and no message was read.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             link._heard = True
@@ -204,7 +204,7 @@ def test_stalled_event_loop_is_not_silence_of_the_peer() -> None:
 
 @contextmanager
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a node with the simulator in its own process, and its address."""
+    """Yield a node process with the simulator and its address."""
     command = [*COMMAND, "serve", "--backend", "sim", "--port", "0"]
     node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -220,20 +220,20 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 async def test_killed_process_ends_every_stream_at_once() -> None:
-    """Its system resets the connection, so no silence has to be noticed."""
+    """All streams end when the system of a killed process resets the connection."""
     with process() as (node, url):
         async with linked_to(url, silence_s=60.0) as backend:
-            assert "it sent nothing" not in await broken(backend, node.kill)
+            assert "it sent nothing" not in await error_after(backend, node.kill)
             with pytest.raises(BackendFailed, match="the peer is lost"):
                 backend.generate(make_request(backend))
 
 
 async def test_suspended_process_is_noticed_by_silence_and_recovers() -> None:
-    """Its system still accepts data, so only silence shows that it is suspended."""
+    """The gateway detects a suspended process by its silence and recovers afterwards."""
     with process() as (node, url):
         async with linked_to(url, silence_s=SILENCE_S) as backend:
             before = await collect(backend, make_request(backend))
-            reason = await broken(backend, partial(os.kill, node.pid, signal.SIGSTOP))
+            reason = await error_after(backend, partial(os.kill, node.pid, signal.SIGSTOP))
             assert f"it sent nothing for {SILENCE_S:g} s" in reason
             os.kill(node.pid, signal.SIGCONT)
             await until(lambda: backend.failure is None)
@@ -242,7 +242,7 @@ async def test_suspended_process_is_noticed_by_silence_and_recovers() -> None:
 
 
 async def test_start_waits_for_a_node_that_starts_later() -> None:
-    """Until then the backend reports what is wrong."""
+    """The backend reports a failure until the node starts."""
     async with running(start=False) as where:
         backend = PeerBackend(where.url, None)
         starting = asyncio.create_task(backend.start())
@@ -255,9 +255,9 @@ async def test_start_waits_for_a_node_that_starts_later() -> None:
 
 
 async def test_stop_ends_a_waiting_start() -> None:
-    """The waiting `start` fails."""
+    """A waiting `start` raises an error when the backend stops."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # no server listens there
+        taken.bind(("127.0.0.1", 0))  # no server uses this address
         backend = PeerBackend(f"http://127.0.0.1:{taken.getsockname()[1]}", None)
         starting = asyncio.create_task(backend.start())
         await until(lambda: "connection refused" in str(backend.failure))
@@ -267,7 +267,7 @@ async def test_stop_ends_a_waiting_start() -> None:
 
 
 async def test_draining_node_takes_no_requests_and_completes_running_ones() -> None:
-    """New requests are refused on this side already."""
+    """The gateway refuses new requests for a draining node, and running requests complete."""
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -284,7 +284,7 @@ async def test_draining_node_takes_no_requests_and_completes_running_ones() -> N
 
 
 async def test_request_sent_while_the_peer_begins_to_drain_is_refused() -> None:
-    """Only its own stream ends."""
+    """The refusal ends only the stream of the new request."""
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -301,70 +301,72 @@ async def test_request_sent_while_the_peer_begins_to_drain_is_refused() -> None:
 
 
 async def test_broken_worker_ends_streams_with_its_own_reason() -> None:
-    """The connection stays open, and clients get the worker's reason."""
+    """Clients receive the reason of the broken worker, and the connection stays open."""
     async with running(devices=(0, 1)) as where, linked_to(where.url) as backend:
         worker = where.node.fleet.workers[0].backend
         stopping: list[asyncio.Task[None]] = []
-        reason = await broken(backend, lambda: stopping.append(asyncio.create_task(worker.stop())))
+        reason = await error_after(
+            backend, lambda: stopping.append(asyncio.create_task(worker.stop()))
+        )
         assert reason == "the worker was stopped"
         await stopping[0]
         await until(lambda: "the worker was stopped" in str(backend.failure))
 
 
 async def test_backend_for_one_epoch_never_uses_another() -> None:
-    """This holds for the first link and for later ones."""
-    async with impostor(ready_message(epoch="first")) as there:
-        backend = PeerBackend(there.url, None, epoch="another")
+    """The backend rejects another epoch on the first and on later connections."""
+    async with impostor(ready_message(epoch="first")) as peer:
+        backend = PeerBackend(peer.url, None, epoch="another")
         with pytest.raises(PeerRefused, match="epoch first, not another"):
             await backend.start()
         await backend.stop()
-        async with linked_to(there.url, epoch="first") as backend:
-            there.ready = ready_message(epoch="second")
-            await there.connection.close()
+        async with linked_to(peer.url, epoch="first") as backend:
+            peer.ready = ready_message(epoch="second")
+            await peer.connection.close()
             await until(lambda: "epoch second, not first" in str(backend.failure))
             assert backend._linking is not None
-            await until(backend._linking.done)  # it never asks again
+            await until(backend._linking.done)  # The backend never connects again.
 
 
 async def test_backend_without_an_epoch_uses_a_restarted_peer() -> None:
-    """The limits of the restarted peer apply."""
-    async with impostor(ready_message(epoch="first")) as there, linked_to(there.url) as backend:
-        wanted = make_request(backend, max_tokens=100)
-        backend.check(wanted)
-        there.ready = ready_message(epoch="second", card=a_card(max_model_len=64))
-        await there.connection.close()
+    """The backend applies the limits of the restarted peer."""
+    async with impostor(ready_message(epoch="first")) as peer, linked_to(peer.url) as backend:
+        generation = make_request(backend, max_tokens=100)
+        backend.check(generation)
+        peer.ready = ready_message(epoch="second", card=a_card(max_model_len=64))
+        await peer.connection.close()
         await until(lambda: backend.epoch == "second")
         assert backend.failure is None
         with pytest.raises(RequestRejected):
-            backend.check(wanted)
+            backend.check(generation)
 
 
 @pytest.mark.parametrize("change", [{"tokenizer": "0" * 64}, {"card": a_card(model_id="other")}])
 async def test_restarted_peer_with_another_model_is_not_used(change: dict[str, object]) -> None:
-    """Token ids would mean something else; it is asked again, since this may be corrected."""
-    async with impostor(ready_message()) as there, linked_to(there.url) as backend:
-        there.ready = ready_message(**change)
-        await there.connection.close()
+    """The backend reconnects until the peer has its former model and tokenizer."""
+    async with impostor(ready_message()) as peer, linked_to(peer.url) as backend:
+        peer.ready = ready_message(**change)
+        await peer.connection.close()
         await until(lambda: "it serves another model now" in str(backend.failure))
-        there.ready = ready_message()
+        peer.ready = ready_message()
         await until(lambda: backend.failure is None)
 
 
 async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
     """Each try of a request has its own id on a connection."""
-    async with impostor(ready_message()) as there, linked_to(there.url, silence_s=60.0) as backend:
-        wanted = make_request(backend)
-        async with aclosing(backend.generate(wanted)):
+    async with impostor(ready_message()) as peer, linked_to(peer.url, silence_s=60.0) as backend:
+        generation = make_request(backend)
+        async with aclosing(backend.generate(generation)):
             pass
-        async with aclosing(backend.generate(wanted)) as again:
-            await until(lambda: len(there.commands) == 3)
-            begin, cancel, second = there.commands
+        async with aclosing(backend.generate(generation)) as again:
+            await until(lambda: len(peer.commands) == 3)
+            begin, cancel, second = peer.commands
             assert begin.id == cancel.id != second.id
             last = Delta(0, (7,), "new", (), FinishReason.STOP, SpeculationOutcome())
             late = Delta(0, (9,), "old")
-            await there.say(an_update((begin.id, late)), an_update((second.id, last)))
+            await peer.say(an_update((begin.id, late)), an_update((second.id, last)))
             assert [delta async for delta in again] == [last]
-        assert backend._ids.id_of(wanted.request_id) is None
+        assert backend._ids.id_of(generation.request_id) is None
 
 
 @pytest.mark.parametrize(
@@ -382,10 +384,10 @@ async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
 async def test_unexpected_tokenizer_files_are_refused(
     files: dict[str, bytes], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written outside the folder, and unannounced files are not loaded."""
+    """The backend writes nothing outside its folder and loads no unannounced files."""
     monkeypatch.setattr("tests.peer.harness.FILES", files)
-    async with impostor(ready_message(tokenizer="0" * 64)) as there:
-        backend = PeerBackend(there.url, None)
+    async with impostor(ready_message(tokenizer="0" * 64)) as peer:
+        backend = PeerBackend(peer.url, None)
         with pytest.raises(CheckpointError, match=reason):
             await backend.start()
         await backend.stop()
@@ -394,10 +396,10 @@ async def test_unexpected_tokenizer_files_are_refused(
 async def test_silent_server_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that accepts the connection and sends nothing is not a peer."""
+    """The backend rejects a server that accepts the connection and sends nothing."""
     monkeypatch.setattr("draftgate.backends.peer.link.CONNECT_S", 0.2)
-    async with impostor(None) as there:
-        backend = PeerBackend(there.url, None)
+    async with impostor(None) as peer:
+        backend = PeerBackend(peer.url, None)
         starting = asyncio.create_task(backend.start())
         await until(lambda: "it did not respond in time" in str(backend.failure))
         await backend.stop()
@@ -417,11 +419,11 @@ async def test_silent_server_times_out(
 async def test_invalid_request_is_refused_and_the_worker_survives(
     change: dict[str, object], reason: str
 ) -> None:
-    """The peer checks requests again, since they arrive over a network."""
+    """The peer checks requests from the network again and refuses an invalid request."""
     async with running() as where, linked_to(where.url) as backend:
-        wanted = replace(make_request(backend), **change)
+        generation = replace(make_request(backend), **change)
         with pytest.raises(RequestRejected, match=reason):
-            backend.check(wanted)
-        assert reason in await ending(backend.generate(wanted))
+            backend.check(generation)
+        assert reason in await error_of(backend.generate(generation))
         assert is_idle(where.node)
         await collect(backend, make_request(backend))

@@ -1,4 +1,4 @@
-"""A node without a worker in front of other nodes: `--backend peer --upstream URL`."""
+"""A node without its own worker, connected to other nodes with `--backend peer --upstream URL`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed"
 
 
 async def test_clients_see_no_difference_to_a_local_worker() -> None:
-    """Texts, usage, models and tokens are those of the node with the worker."""
+    """Texts, usage, models and tokens equal those of the node with the worker."""
     async with (
-        running() as there,
-        running(backend="peer", upstream=(there.url,)) as where,
-        client(there) as direct,
+        running() as peer,
+        running(backend="peer", upstream=(peer.url,)) as where,
+        client(peer) as direct,
         client(where) as http,
     ):
         for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
@@ -43,50 +43,50 @@ async def test_clients_see_no_difference_to_a_local_worker() -> None:
                 await direct.post(path, json=body)
             ).json()
         models = (await http.get("/v1/models")).json()["data"]
-        assert [model["id"] for model in models] == [there.node.served.name]
+        assert [model["id"] for model in models] == [peer.node.served.name]
         too_long = {**BODY, "max_tokens": 1 << 20}
         refused = await http.post("/v1/completions", json=too_long)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
-        assert is_idle(there.node)
+        assert is_idle(peer.node)
         assert where.node.dispatcher.in_flight == 0
 
 
 async def test_client_that_leaves_frees_memory_two_nodes_away() -> None:
-    """Closing its HTTP stream ends the sequence there."""
+    """The remote sequence ends when the client closes its HTTP stream."""
     body = {**BODY, "max_tokens": 4000, "stream": True}
     async with (
-        running(profile=SLOW) as there,
-        running(backend="peer", upstream=(there.url,)) as where,
+        running(profile=SLOW) as peer,
+        running(backend="peer", upstream=(peer.url,)) as where,
         client(where) as http,
     ):
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            await anext(answer.aiter_lines())
-            assert not is_idle(there.node)
-        await until(lambda: is_idle(there.node))
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+            assert not is_idle(peer.node)
+        await until(lambda: is_idle(peer.node))
         await until(lambda: where.node.dispatcher.in_flight == 0)
 
 
 async def test_requests_of_peers_count_against_capacity() -> None:
-    """The node's own clients wait while another node's requests fill the worker."""
+    """The node's own clients wait while requests of another node fill the worker."""
     async with (
-        running(max_num_seqs=1, profile=SLOW) as there,
-        running(backend="peer", upstream=(there.url,)) as where,
-        client(there) as direct,
+        running(max_num_seqs=1, profile=SLOW) as peer,
+        running(backend="peer", upstream=(peer.url,)) as where,
+        client(peer) as direct,
         client(where) as http,
     ):
         long = {**BODY, "max_tokens": 4000, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=long) as answer:
-            await anext(answer.aiter_lines())
-            asked = asyncio.create_task(direct.post("/v1/completions", json=BODY))
-            await until(lambda: len(there.node.dispatcher.queue) == 1)
-        assert (await asked).status_code == 200
+        async with http.stream("POST", "/v1/completions", json=long) as response:
+            await anext(response.aiter_lines())
+            direct_request = asyncio.create_task(direct.post("/v1/completions", json=BODY))
+            await until(lambda: len(peer.node.dispatcher.queue) == 1)
+        assert (await direct_request).status_code == 200
 
 
 async def test_node_survives_the_outage_of_all_peers() -> None:
-    """It is not ready meanwhile, with a reason, and serves again with the first peer."""
+    """The node is not ready during the outage and serves again with the first peer."""
     async with (
-        running() as there,
-        proxied(there.url) as proxy,
+        running() as peer,
+        proxied(peer.url) as proxy,
         running(backend="peer", upstream=(proxy.url,)) as where,
         client(where) as http,
     ):
@@ -108,7 +108,7 @@ async def test_node_survives_the_outage_of_all_peers() -> None:
 
 
 async def test_draining_peer_gets_no_new_requests() -> None:
-    """During a rolling restart every request is answered by the other peer."""
+    """The second peer serves every request while the first peer restarts."""
     async with (
         running() as first,
         running() as second,
@@ -118,13 +118,13 @@ async def test_draining_peer_gets_no_new_requests() -> None:
         workers = where.node.fleet.workers
         draining = asyncio.create_task(drain(first.node, 30))
         await until(lambda: workers[0].backend.failure is not None)
-        answers = [http.post("/v1/completions", json=BODY) for _ in range(8)]
-        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+        responses = [http.post("/v1/completions", json=BODY) for _ in range(8)]
+        assert {response.status_code for response in await asyncio.gather(*responses)} == {200}
         assert await draining
 
 
 async def test_peers_with_different_models_fail_the_start(tmp_path: Path) -> None:
-    """Token ids would mean different things; the message names both models."""
+    """The start fails with an error that names both models."""
     other = tmp_path / "another"
     shutil.copytree(SHIPPED_MODEL, other)
     async with running() as first, running(model=str(other)) as second:
@@ -134,10 +134,10 @@ async def test_peers_with_different_models_fail_the_start(tmp_path: Path) -> Non
 
 
 async def test_node_offers_only_its_own_workers() -> None:
-    """Otherwise requests could go in circles."""
+    """A node does not offer the workers of its peers, which prevents request loops."""
     async with (
-        running() as there,
-        running(backend="peer", upstream=(there.url,)) as where,
+        running() as peer,
+        running(backend="peer", upstream=(peer.url,)) as where,
         client(where) as http,
     ):
         assert (await http.get("/peer/v1/workers/0")).status_code == 404
@@ -147,15 +147,15 @@ async def test_node_offers_only_its_own_workers() -> None:
 
 
 async def test_worker_number_beyond_the_last_is_not_found(scripted: ScriptedBackend) -> None:
-    """The path does not exist."""
-    async with running(backends=[scripted]) as there:
+    """The path of a worker number beyond the last worker does not exist."""
+    async with running(backends=[scripted]) as peer:
         with pytest.raises(StartError, match="does not accept peers"):
-            async with running(backend="peer", upstream=(f"{there.url}/peer/v1/workers/1",)):
+            async with running(backend="peer", upstream=(f"{peer.url}/peer/v1/workers/1",)):
                 pass
 
 
 def test_missing_address_fails_the_start() -> None:
-    """The message says what is missing."""
+    """The error names the missing setting."""
     config = ServeConfig(backend="peer")
     node = build_node(config)
     with pytest.raises(StartError, match="needs --upstream URL"):
@@ -163,7 +163,7 @@ def test_missing_address_fails_the_start() -> None:
 
 
 def test_peer_backend_does_not_import_torch() -> None:
-    """A gateway without torch can use workers that need it."""
+    """A gateway with the peer backend does not import torch."""
     code = (
         "import sys; from draftgate.backends.worker_config import WorkerConfig\n"
         "from draftgate.backends.registry import backend_factory\n"

@@ -113,17 +113,17 @@ def name_of(message: object) -> str:
 
 
 def over_codec(message: WorkerMessage, received: object) -> object:
-    """Return the message after msgpack, as between nodes."""
+    """Return the message after encoding and decoding with msgpack, as between nodes."""
     codec = Codec[object](received)
     return codec.decode(codec.encode(message))
 
 
 def over_socket(message: WorkerMessage, received: object) -> object:
-    """Return the message after a socket, as from or to an engine's own process."""
-    here, there = socket.socketpair()
-    with here, there:
-        SocketChannel(here, received).send(message)
-        return next(iter(SocketChannel(there, received)))
+    """Return the message after a transfer over a socket, as with an engine process."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        SocketChannel(sender, received).send(message)
+        return next(iter(SocketChannel(receiver, received)))
 
 
 @pytest.mark.parametrize("carried", [over_codec, over_socket])
@@ -131,7 +131,7 @@ def over_socket(message: WorkerMessage, received: object) -> object:
 def test_command_arrives_whole(
     carried: Callable[[WorkerMessage, object], object], command: WorkerMessage
 ) -> None:
-    """Service level, tenant, grammar, resumed tokens, hashes and trace context all travel."""
+    """Service level, tenant, grammar, resumed tokens, hashes and trace context arrive."""
     assert carried(command, Command) == command
 
 
@@ -140,7 +140,7 @@ def test_command_arrives_whole(
 def test_report_arrives_whole(
     carried: Callable[[WorkerMessage, object], object], report: WorkerMessage
 ) -> None:
-    """Cards, outcomes, step traces, phases, embeddings and the whole load all travel."""
+    """Cards, outcomes, step traces, phases, embeddings and the whole load arrive."""
     assert carried(report, Report) == report
 
 
@@ -149,14 +149,14 @@ def test_report_arrives_whole(
 def test_pace_arrives_as_enum_member(
     carried: Callable[[WorkerMessage, object], object], pace: Pace
 ) -> None:
-    """Workers compare paces by identity, so a bare number would not do."""
+    """A pace arrives as an enum member, because workers compare paces by identity."""
     arrived = carried(SetPace("0", pace), Command)
     assert isinstance(arrived, SetPace)
     assert arrived.pace is pace
 
 
 def test_unknown_field_of_newer_version_is_ignored() -> None:
-    """Nodes are upgraded one by one, so a new field must not break a connection."""
+    """The decoder ignores an unknown field, so nodes of two versions can connect."""
     codec = Codec[Command](Command)
     raw = msgspec.msgpack.decode(codec.encode(Cancel("1")))
     assert codec.decode(msgspec.msgpack.encode({**raw, "reason": "because"})) == Cancel("1")
@@ -164,7 +164,7 @@ def test_unknown_field_of_newer_version_is_ignored() -> None:
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.integers(), st.lists).map(repr))
 def test_bytes_that_are_not_a_message_raise_value_error(data: bytes | str) -> None:
-    """No other exception is raised, whatever arrives over a network."""
+    """Any invalid bytes raise ValueError and no other exception."""
     for codec in (Codec[Command](Command), Codec[Report](Report)):
         with pytest.raises(ValueError, match="not a message of this protocol"):
             codec.decode(data if isinstance(data, bytes) else data.encode())
@@ -174,13 +174,13 @@ def test_bytes_that_are_not_a_message_raise_value_error(data: bytes | str) -> No
 def test_damaged_message_decodes_or_raises_value_error(
     message: WorkerMessage, data: st.DataObject
 ) -> None:
-    """The message is cut short, or has one byte replaced at any place."""
+    """A message with a cut or a changed byte decodes or raises ValueError."""
     kind = Command if message in COMMANDS else Report
     codec = Codec[object](kind)
-    whole = codec.encode(message)
-    place = data.draw(st.integers(0, len(whole) - 1))
+    encoded = codec.encode(message)
+    place = data.draw(st.integers(0, len(encoded) - 1))
     other = bytes([data.draw(st.integers(0, 255))])
-    for damaged in (whole[:place], whole[:place] + other + whole[place + 1 :]):
+    for damaged in (encoded[:place], encoded[:place] + other + encoded[place + 1 :]):
         try:
             codec.decode(damaged)
         except ValueError:
@@ -188,7 +188,7 @@ def test_damaged_message_decodes_or_raises_value_error(
 
 
 def test_deeply_nested_arrays_raise_value_error() -> None:
-    """Nesting that would exhaust the stack is rejected like any other invalid message."""
+    """The decoder rejects nesting that would exhaust the stack."""
     deep = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(ValueError, match="not a message"):
         Codec[Command](Command).decode(deep)
@@ -196,9 +196,9 @@ def test_deeply_nested_arrays_raise_value_error() -> None:
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
 def test_token_ids_are_little_endian_on_every_machine(ids: list[int]) -> None:
-    """A machine of the other byte order sends and reads the same bytes."""
+    """A big-endian machine sends and reads the same bytes."""
     sent = to_bytes(compact(ids))
-    assert sent == b"".join(one.to_bytes(8, "little", signed=True) for one in ids)
+    assert sent == b"".join(each.to_bytes(8, "little", signed=True) for each in ids)
     assert list(from_bytes(sent)) == ids
     other = "big" if sys.byteorder == "little" else "little"
     with pytest.MonkeyPatch.context() as patch:
@@ -210,22 +210,22 @@ def test_token_ids_are_little_endian_on_every_machine(ids: list[int]) -> None:
 
 
 def test_incomplete_token_id_raises_value_error() -> None:
-    """Fifteen bytes are an error, not one token."""
+    """Fifteen bytes of token ids raise ValueError."""
     with pytest.raises(ValueError, match="multiple of item size"):
         from_bytes(b"\x00" * 15)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
 def test_link_id_is_never_used_twice(events: list[tuple[str, bool]]) -> None:
-    """An id belongs to one try of a request, however often the request comes and goes."""
+    """Every try of a request has a new id."""
     ids, running, given_out = LinkIds(), {}, set()
-    for request_id, comes in events:
-        if comes and request_id not in running:
+    for request_id, starts in events:
+        if starts and request_id not in running:
             link_id = running[request_id] = ids.new_id(request_id)
             assert link_id not in given_out
             given_out.add(link_id)
-        elif not comes:
+        elif not starts:
             assert ids.forget(request_id) == running.pop(request_id, None)
         assert {name: ids.id_of(name) for name in running} == running
         assert all(ids.request_of(link_id) == name for name, link_id in running.items())
-        assert all(ids.request_of(one) is None for one in given_out - set(running.values()))
+        assert all(ids.request_of(each) is None for each in given_out - set(running.values()))

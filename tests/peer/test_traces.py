@@ -1,4 +1,4 @@
-"""One trace over two nodes: right parents, no duplicate spans, times of one clock."""
+"""Traces over two nodes: correct parents, no duplicate spans, times of one clock."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ SERVER = f"POST {PATH}"
 HOPS = ("worker.queue", "prefill", "decode")
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1, "stream": True}
 AHEAD_S = 5000.0
-"""Offset of the other machine's monotonic clock."""
+"""The offset of the other machine's monotonic clock, in seconds."""
 DECODE_SUM = "draftgate_decode_seconds_sum"
 
 
 @asynccontextmanager
 async def two_nodes(
-    collector: Collector, *, there_too: bool, **settings: object
+    collector: Collector, *, peer_traces: bool, **settings: object
 ) -> AsyncIterator[tuple[Listening, Listening]]:
-    """Yield a tracing node in front of a node that traces, or does not."""
+    """Yield a tracing node and its peer, which traces only with `peer_traces`."""
     tracings: list[Tracing] = [open_tracing(collector.url, {})]
-    tracings.append(open_tracing(collector.url, {}) if there_too else Tracing())
+    tracings.append(open_tracing(collector.url, {}) if peer_traces else Tracing())
     try:
         async with (
-            running(tracing=tracings[1], **settings) as there,
-            running(backend="peer", upstream=(there.url,), tracing=tracings[0]) as where,
+            running(tracing=tracings[1], **settings) as peer,
+            running(backend="peer", upstream=(peer.url,), tracing=tracings[0]) as where,
         ):
-            yield where, there
+            yield where, peer
     finally:
         for tracing in tracings:
             await asyncio.to_thread(tracing.shutdown)
 
 
 async def test_worker_spans_are_below_the_peers_server_span() -> None:
-    """That span is below `dispatch`, and the gateway records no worker span again."""
+    """The peer's server span is below `dispatch`, and the gateway adds no worker spans."""
     async with (
         collecting() as collector,
-        two_nodes(collector, there_too=True) as (where, there),
+        two_nodes(collector, peer_traces=True) as (where, peer),
         client(where) as http,
     ):
         assert (await http.post(PATH, json=BODY)).status_code == 200
-        worker_id = there.node.fleet.workers[0].worker_id
-    dispatch, peer = collector.named("dispatch"), collector.named("peer.generate")
-    assert peer.parent == dispatch.id
-    assert peer.span.kind == Span.SPAN_KIND_SERVER
-    assert peer.attributes["draftgate.worker_id"] == worker_id
+        worker_id = peer.node.fleet.workers[0].worker_id
+    dispatch, peer_span = collector.named("dispatch"), collector.named("peer.generate")
+    assert peer_span.parent == dispatch.id
+    assert peer_span.span.kind == Span.SPAN_KIND_SERVER
+    assert peer_span.attributes["draftgate.worker_id"] == worker_id
     for name in HOPS:
-        assert collector.named(name).parent == peer.id
-        assert collector.named(name).within(peer)
+        assert collector.named(name).parent == peer_span.id
+        assert collector.named(name).within(peer_span)
     assert dispatch.parent == collector.named(SERVER).id
     assert len({span.trace for span in collector.spans}) == 1
     assert not any(span.failed for span in collector.spans)
 
 
 async def test_gateway_records_worker_spans_of_a_peer_without_tracing() -> None:
-    """They follow from the deltas and are below `dispatch`, as for a local worker."""
+    """The gateway derives the worker spans below `dispatch` from the deltas."""
     async with (
         collecting() as collector,
-        two_nodes(collector, there_too=False) as (where, _),
+        two_nodes(collector, peer_traces=False) as (where, _),
         client(where) as http,
     ):
         assert (await http.post(PATH, json=BODY)).status_code == 200
@@ -82,11 +82,11 @@ async def test_gateway_records_worker_spans_of_a_peer_without_tracing() -> None:
 
 
 async def test_unsampled_request_is_not_traced_by_the_peer() -> None:
-    """The client's sampling decision holds on every machine."""
+    """The client's sampling decision applies to every machine."""
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}
     async with (
         collecting() as collector,
-        two_nodes(collector, there_too=True) as (where, _),
+        two_nodes(collector, peer_traces=True) as (where, _),
         client(where) as http,
     ):
         assert (await http.post(PATH, json=BODY, headers=headers)).status_code == 200
@@ -96,13 +96,13 @@ async def test_unsampled_request_is_not_traced_by_the_peer() -> None:
 async def test_times_of_another_clock_lie_within_dispatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gateway's metrics have the right durations, too."""
+    """The worker spans are within `dispatch`, and the gateway's metrics have correct durations."""
     theirs = SimpleNamespace(monotonic=lambda: time.monotonic() + AHEAD_S)
     monkeypatch.setattr("draftgate.gateway.http.peers.session.time", theirs)
     backend = ScriptedBackend()
     async with (
         collecting() as collector,
-        two_nodes(collector, there_too=False, backends=[backend]) as (where, _),
+        two_nodes(collector, peer_traces=False, backends=[backend]) as (where, _),
     ):
         reader, writer = await post_raw(where, PATH, BODY)
         request = await backend.submitted.get()
@@ -130,30 +130,29 @@ async def test_times_of_another_clock_lie_within_dispatch(
 
 
 async def test_cancel_ends_the_spans_of_both_nodes() -> None:
-    """The client leaves, which is an error of neither."""
+    """A client that leaves ends the spans of both nodes without an error."""
     async with collecting() as collector:
-        async with two_nodes(collector, there_too=True) as (where, there):
+        async with two_nodes(collector, peer_traces=True) as (where, peer):
             body = {**BODY, "max_tokens": 8000, "ignore_eos": True}
             reader, writer = await post_raw(where, PATH, body)
             await reader.readuntil(b"data: ")
             writer.close()
-            await until(lambda: there.node.dispatcher.in_flight == 0)
-        peer = collector.named("peer.generate")
-        assert collector.named("decode").parent == peer.id
+            await until(lambda: peer.node.dispatcher.in_flight == 0)
+        peer_span = collector.named("peer.generate")
+        assert collector.named("decode").parent == peer_span.id
         assert not any(span.failed for span in collector.spans)
 
 
 async def test_worker_error_is_on_the_spans_of_both_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each node marks its own part of the trace."""
-    monkeypatch.setattr(
-        "draftgate.gateway.dispatch.failover.RECOVERY_S", 0.0
-    )  # no worker comes back
+    """Each node marks the worker error on its own spans."""
+    # No worker returns.
+    monkeypatch.setattr("draftgate.gateway.dispatch.failover.RECOVERY_S", 0.0)
     backend = ScriptedBackend()
     async with (
         collecting() as collector,
-        two_nodes(collector, there_too=True, backends=[backend, ScriptedBackend()]) as (where, _),
+        two_nodes(collector, peer_traces=True, backends=[backend, ScriptedBackend()]) as (where, _),
     ):
         reader, writer = await post_raw(where, PATH, BODY)
         request = await backend.submitted.get()

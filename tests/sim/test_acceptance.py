@@ -1,4 +1,4 @@
-"""Replayed acceptance: the shipped recording and its use in a simulation."""
+"""Recorded acceptance: the shipped recording and its use in a simulation."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram
     return GenerationRequest(f"{task}/{seed}-0", compact((1, 2, 3)), sampling, plan)
 
 
-def run_one(config: WorkerConfig, asked: GenerationRequest):
+def run_one(config: WorkerConfig, generation: GenerationRequest):
     """Return the deliveries and the last delta of a single request."""
     environment = SimEnvironment(belief_error=0.0)
 
     async def main():
         backend = SimBackend(config, build=environment.build_worker)
         await backend.start()
-        *_, last = [delta async for delta in backend.generate(asked)]
+        *_, last = [delta async for delta in backend.generate(generation)]
         await backend.stop()
-        return environment.log.pop(asked.request_id), last
+        return environment.log.pop(generation.request_id), last
 
     return run_virtual(main())
 
 
 def test_shipped_recording_is_complete() -> None:
-    """Every task has texts at both temperatures, and no draft agrees in more tokens than it has."""
+    """Every task has texts at both temperatures, and no agreement is longer than its draft."""
     recording = load_recording()
     assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
     assert recording.proposers == ("draft_model", "ngram", "sparse_self")
@@ -60,12 +60,12 @@ def test_shipped_recording_is_complete() -> None:
 
 
 def test_recorded_acceptance_is_autocorrelated() -> None:
-    """Long accepted drafts tend to be neighbours: the correlation of neighbours is above 0.3."""
+    """The correlation of the accepted lengths of neighbouring drafts is above 0.3."""
     pairs = [
-        (drafts.agreed[at], drafts.agreed[at + 1])
+        (drafts.agreed[place], drafts.agreed[place + 1])
         for text in load_recording().texts("completion", 0.8)
         for drafts in (text.drafts["ngram"],)
-        for at in range(text.length - 1)
+        for place in range(text.length - 1)
     ]
     mean = sum(a for a, _ in pairs) / len(pairs)
     covariance = sum((a - mean) * (b - mean) for a, b in pairs)
@@ -73,41 +73,41 @@ def test_recorded_acceptance_is_autocorrelated() -> None:
 
 
 def tokens_per_step(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[int]:
-    """Compute the tokens of each step of a sequence directly from the record."""
-    steps, done = [], 1  # the first token comes with the prompt
+    """Return the tokens of each step of a sequence, computed from the record."""
+    steps, done = [], 1  # The prompt step emits the first token.
     while done < tokens:
-        at = (first + done) % len(drafts.agreed)
-        allowed = min(most, tokens - done - 1, drafts.proposed[at])
-        steps.append(min(allowed, drafts.agreed[at]) + 1)
+        place = (first + done) % len(drafts.agreed)
+        allowed = min(most, tokens - done - 1, drafts.proposed[place])
+        steps.append(min(allowed, drafts.agreed[place]) + 1)
         done += steps[-1]
     return steps
 
 
 @pytest.mark.parametrize("most", [1, 4, 16])
 def test_simulated_sequence_follows_its_record(most: int) -> None:
-    """Each step accepts what the record says for its position, whatever was drafted before."""
-    asked = request("completion", 5, 200, most)
-    came, last = run_one(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), asked)
+    """Each step accepts the recorded tokens of its position, regardless of earlier drafts."""
+    generation = request("completion", 5, 200, most)
+    deltas, last = run_one(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), generation)
     replay = ReplayedAcceptance(load_recording())
-    sequence = type("S", (), {"request": asked, "choice": 0})()
+    sequence = type("S", (), {"request": generation, "choice": 0})()
     text, first = replay._chosen(sequence)
-    assert list(came.tokens) == [1, *tokens_per_step(text.drafts["ngram"], first, 200, most)]
-    assert last.outcome.num_accepted_tokens == 200 - len(came.tokens)
+    assert list(deltas.tokens) == [1, *tokens_per_step(text.drafts["ngram"], first, 200, most)]
+    assert last.outcome.num_accepted_tokens == 200 - len(deltas.tokens)
 
 
 def test_all_proposers_replay_the_same_texts() -> None:
     """All proposers were recorded with the same texts, so comparisons use the same work."""
     counts = {}
     for proposer in ("ngram", "draft_model"):
-        asked = request("rewrite", 3, 150, 8, proposer)
+        generation = request("rewrite", 3, 150, 8, proposer)
         config = WorkerConfig(speculation="fixed:8", profile="h100-8b", proposer=proposer)
-        came, _ = run_one(config, asked)
-        counts[proposer] = len(came.tokens)
+        deltas, _ = run_one(config, generation)
+        counts[proposer] = len(deltas.tokens)
     assert counts["draft_model"] < counts["ngram"] < 150
 
 
 def test_unrecorded_proposer_proposes_nothing() -> None:
-    """Sparse self-speculation is recorded for long contexts only."""
+    """The simulator proposes no sparse drafts for tasks without a recording of them."""
     config = WorkerConfig(speculation="fixed:4", profile="h100-8b", proposer="sparse_self")
     _, last = run_one(config, request("completion", 1, 30, 4, "sparse_self"))
     assert last.outcome.num_drafted_tokens == 0
@@ -126,7 +126,7 @@ def test_unknown_task_or_proposer_is_rejected() -> None:
 
 
 def test_damaged_recording_is_rejected_by_name(tmp_path: Path) -> None:
-    """The error names a file whose columns differ in length."""
+    """The error names a file whose columns have different lengths."""
     content = json.loads(SHIPPED.read_text())
     content["texts"][0]["drafts"]["ngram"]["agreed"] += "0"
     path = tmp_path / "bad.json"

@@ -34,21 +34,21 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
 INSTANT = ROOT / "bench/harness/instant.json"
-SMALL_POOL = 16 * load_profile("cpu-demo").kv_token_bytes * 12  # twelve blocks
+SMALL_POOL = 16 * load_profile("cpu-demo").kv_token_bytes * 12  # a pool of twelve blocks
 
 
 def drafting(most: int) -> SpeculationPlan:
     return SpeculationPlan("test", SpeculationMode.AUTO, "ngram", most, "a test")
 
 
-def run_with(config: WorkerConfig, use):
-    """Call `use` with a started simulator in virtual time."""
+def run_with(config: WorkerConfig, scenario):
+    """Run `use` with a started simulator in virtual time."""
 
     async def main():
         backend = SimBackend(config)
         await backend.start()
         try:
-            return await use(backend)
+            return await scenario(backend)
         finally:
             await backend.stop()
 
@@ -71,21 +71,21 @@ def test_conformance(config: WorkerConfig) -> None:
 
 
 async def test_conformance_in_real_time() -> None:
-    """The simulator keeps the contract on an ordinary event loop, when created by name."""
+    """A simulator created by name keeps the contract on an ordinary event loop."""
     await check_backend(backend_factory("sim")(WorkerConfig()))
 
 
-class Leaky(SimBackend):
+class KeepsCancelledRequests(SimBackend):
     def _cancel(self, request_id):
         pass
 
 
-class Forgetful(SimBackend):
+class IgnoresStop(SimBackend):
     async def stop(self):
         pass
 
 
-class Moody(SimBackend):
+class LoadDependentText(SimBackend):
     """A simulator whose text depends on the load."""
 
     def generate(self, request):
@@ -93,31 +93,31 @@ class Moody(SimBackend):
         return super().generate(replace(request, sampling=replace(request.sampling, seed=seed)))
 
 
-class Deaf(SimBackend):
+class IgnoresPace(SimBackend):
     def set_pace(self, request_id, pace):
         pass
 
 
-class Impatient(SimBackend):
-    """Ignores every change of pace except a pause, so that no paused request resumes."""
+class IgnoresResume(SimBackend):
+    """A simulator that accepts only pauses, so that no paused request resumes."""
 
     def set_pace(self, request_id, pace):
         if pace is Pace.PAUSED:
             super().set_pace(request_id, pace)
 
 
-class Uncounting(SimBackend):
+class CountsNoUnreadTokens(SimBackend):
     def unread_tokens(self, request_id):
         return 0
 
 
-class Taciturn(SimBackend):
+class IgnoresTracing(SimBackend):
     def generate(self, request):
         return super().generate(replace(request, traced=False))
 
 
-class Boasting(SimBackend):
-    """Promises exact replay without a numerics class."""
+class ExactWithoutNumericsClass(SimBackend):
+    """A simulator that declares exact replay without a numerics class."""
 
     @property
     def card(self):
@@ -125,22 +125,22 @@ class Boasting(SimBackend):
 
 
 @pytest.mark.parametrize(
-    ("cheat", "check"),
+    ("backend_class", "check"),
     [
-        (Deaf, check_pace),
-        (Impatient, check_pace),
-        (Uncounting, check_unread_tokens),
-        (Taciturn, check_traces),
-        (Leaky, check_closing_frees),
-        (Forgetful, check_stop),
-        (Moody, check_streams_are_not_crossed),
+        (IgnoresPace, check_pace),
+        (IgnoresResume, check_pace),
+        (CountsNoUnreadTokens, check_unread_tokens),
+        (IgnoresTracing, check_traces),
+        (KeepsCancelledRequests, check_closing_frees),
+        (IgnoresStop, check_stop),
+        (LoadDependentText, check_streams_are_not_crossed),
     ],
 )
-def test_conformance_suite_finds_broken_promises(cheat, check) -> None:
+def test_conformance_suite_finds_broken_promises(backend_class, check) -> None:
     """A backend that breaks a promise fails the check of that promise."""
 
     async def main() -> None:
-        backend = cheat(WorkerConfig())
+        backend = backend_class(WorkerConfig())
         await backend.start()
         try:
             with pytest.raises(AssertionError):
@@ -152,10 +152,10 @@ def test_conformance_suite_finds_broken_promises(cheat, check) -> None:
 
 
 def test_conformance_suite_requires_a_numerics_class_for_exactness() -> None:
-    """A backend that promises exact replay must declare its numerics class."""
+    """The suite rejects a backend that declares exact replay without a numerics class."""
 
     async def main() -> None:
-        backend = Boasting(WorkerConfig())
+        backend = ExactWithoutNumericsClass(WorkerConfig())
         await backend.start()
         try:
             with pytest.raises(AssertionError, match="numerics class"):
@@ -168,60 +168,60 @@ def test_conformance_suite_requires_a_numerics_class_for_exactness() -> None:
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:1", "fixed:6", "auto"])
 def test_text_is_the_same_under_any_policy_and_memory(speculation: str) -> None:
-    """Drafts, batching and preemption change no text: each gives that of a lone request."""
+    """A request has the same text alone as with drafts, batching and preemption."""
     prompts = [f"def f{i}(x):" + " x" * i for i in range(8)]
 
-    def ask(backend, seed: int, most: int):
+    def request_of(backend, seed: int, most: int):
         plan = drafting(most)
         return make_request(backend, prompts[seed], seed=seed, max_tokens=40, speculation=plan)
 
-    async def together(backend):
-        requests = [ask(backend, seed, 6) for seed in range(8)]
+    async def run_together(backend):
+        requests = [request_of(backend, seed, 6) for seed in range(8)]
         return await asyncio.gather(*(collect(backend, each) for each in requests))
 
-    async def alone(backend):
-        return [await collect(backend, ask(backend, seed, 0)) for seed in range(8)]
+    async def run_alone(backend):
+        return [await collect(backend, request_of(backend, seed, 0)) for seed in range(8)]
 
     crowded = WorkerConfig(speculation=speculation, kv_bytes=SMALL_POOL)
-    assert run_with(crowded, together) == run_with(WorkerConfig(speculation="off"), alone)
+    assert run_with(crowded, run_together) == run_with(WorkerConfig(speculation="off"), run_alone)
 
 
 def test_virtual_runs_are_deterministic() -> None:
     """The same arrivals give the same deltas at the same virtual times."""
 
-    async def use(backend):
+    async def scenario(backend):
         log = []
 
         async def client(seed: int) -> None:
             await asyncio.sleep(seed * 0.7e-3)
-            one = make_request(backend, seed=seed, max_tokens=15, speculation=drafting(4))
-            async for delta in backend.generate(one):
+            generation = make_request(backend, seed=seed, max_tokens=15, speculation=drafting(4))
+            async for delta in backend.generate(generation):
                 log.append((loop_time_s(), seed, delta.token_ids))  # noqa: PERF401 - in order
 
         await asyncio.gather(*map(client, range(10)))
         return log
 
-    first, again = run_with(WorkerConfig(), use), run_with(WorkerConfig(), use)
+    first, again = run_with(WorkerConfig(), scenario), run_with(WorkerConfig(), scenario)
     assert first == again
     assert first[-1][0] > 0
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.35, 0.8, 1.0])
 def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> None:
-    """Accepted lengths are geometrically distributed (chi-square test, 1 in 10,000)."""
+    """Accepted lengths have a geometric distribution (chi-square test, 1 in 10,000)."""
     most = 4
 
-    async def use(backend):
-        one = make_request(backend, max_tokens=4000, speculation=drafting(most))
+    async def scenario(backend):
+        generation = make_request(backend, max_tokens=4000, speculation=drafting(most))
         last = None
-        async for delta in backend.generate(one):
+        async for delta in backend.generate(generation):
             last = delta
         return last.outcome
 
-    outcome = run_with(WorkerConfig(speculation="fixed:4", sim_acceptance=acceptance), use)
+    outcome = run_with(WorkerConfig(speculation="fixed:4", sim_acceptance=acceptance), scenario)
     chances = [acceptance**j * (1 - acceptance) for j in range(most)] + [acceptance**most]
     counts = [*outcome.acceptance_histogram, *[0] * (most + 1)][: most + 1]
-    steps = outcome.num_spec_steps - 1  # the length limit may have shortened the last step
+    steps = outcome.num_spec_steps - 1  # The length limit may shorten the last step.
     expected = [steps * chance for chance in chances]
     chi_square = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True) if e > 0)
     assert chi_square < 23.5  # the 0.9999 quantile at 4 degrees of freedom
@@ -229,14 +229,14 @@ def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> Non
 
 
 def test_right_drafts_save_time() -> None:
-    """Good drafts save time, and drafts that are never accepted cost `auto` almost nothing."""
+    """Good drafts save time, and rejected drafts cost `auto` almost nothing."""
 
-    async def use(backend):
+    async def scenario(backend):
         await collect(backend, make_request(backend, max_tokens=400, speculation=drafting(8)))
         return loop_time_s()
 
     def seconds(speculation: str, acceptance: float) -> float:
-        return run_with(WorkerConfig(speculation=speculation, sim_acceptance=acceptance), use)
+        return run_with(WorkerConfig(speculation=speculation, sim_acceptance=acceptance), scenario)
 
     plain = seconds("off", 0.9)
     assert seconds("auto", 0.9) < 0.4 * plain
@@ -244,7 +244,7 @@ def test_right_drafts_save_time() -> None:
 
 
 def test_late_timers_do_not_add_up() -> None:
-    """If every sleep ends 0.5 ms late, 100 steps still take the time of 100 steps."""
+    """100 steps take their own time even if every sleep ends 0.5 ms late."""
 
     class LateBackend(SimBackend):
         async def _sleep(self, seconds: float) -> None:
@@ -263,9 +263,9 @@ def test_late_timers_do_not_add_up() -> None:
 
 
 def test_broken_worker_fails_its_streams() -> None:
-    """An exception in the loop ends every stream with `BackendFailed`, and later requests fail."""
+    """An exception in the loop ends every stream with `BackendFailed` and fails later requests."""
 
-    async def use(backend):
+    async def scenario(backend):
         streams = [backend.generate(make_request(backend, max_tokens=50)) for _ in range(2)]
         await anext(streams[0])
         backend._executor.execute = None
@@ -277,16 +277,16 @@ def test_broken_worker_fails_its_streams() -> None:
         with pytest.raises(BackendFailed, match="TypeError"):
             backend.generate(make_request(backend))
 
-    run_with(WorkerConfig(), use)
+    run_with(WorkerConfig(), scenario)
 
 
 def test_card_describes_the_simulated_model() -> None:
-    """Model id, context and numerics class are those of the shipped model with a profile."""
+    """The card has the model id and context of the shipped model, and a numerics class."""
 
-    async def use(backend):
+    async def scenario(backend):
         return backend.card, backend.load()
 
-    card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), use)
+    card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), scenario)
     assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
     assert card.numerics_class == "sim:h100-8b"
     assert card.capabilities == Capabilities(exact=True)
@@ -295,9 +295,9 @@ def test_card_describes_the_simulated_model() -> None:
 
 
 def test_worker_sleeps_while_all_requests_are_paused() -> None:
-    """No step is planned meanwhile, and a change of pace wakes the worker."""
+    """The worker plans no step during the pause and continues after a change of pace."""
 
-    async def use(backend):
+    async def scenario(backend):
         requests = [make_request(backend, seed=seed, max_tokens=20) for seed in range(3)]
         alone = [await collect(backend, request) for request in requests]
         requests = [replace(request, request_id=f"{i}") for i, request in enumerate(requests)]
@@ -317,18 +317,18 @@ def test_worker_sleeps_while_all_requests_are_paused() -> None:
             backend.set_pace(request.request_id, Pace.FULL)
         assert await asyncio.gather(*reading) == alone
 
-    run_with(WorkerConfig(), use)
+    run_with(WorkerConfig(), scenario)
 
 
 def test_logprobs_are_returned_on_request() -> None:
-    """Each token has one entry, which contains the token itself."""
+    """Each token has an entry that contains the token itself."""
 
-    async def use(backend):
-        one = make_request(backend, max_tokens=20, speculation=drafting(4))
-        one = replace(one, sampling=replace(one.sampling, logprobs=2))
-        return [d async for d in backend.generate(one)]
+    async def scenario(backend):
+        generation = make_request(backend, max_tokens=20, speculation=drafting(4))
+        generation = replace(generation, sampling=replace(generation.sampling, logprobs=2))
+        return [d async for d in backend.generate(generation)]
 
-    for delta in run_with(WorkerConfig(), use):
+    for delta in run_with(WorkerConfig(), scenario):
         assert tuple(entry.token_id for entry in delta.logprobs) == delta.token_ids
 
 
@@ -362,10 +362,10 @@ def test_simulator_never_imports_torch() -> None:
 
 
 def test_replay_does_not_depend_on_a_restart() -> None:
-    """The same request gives the same output again, also on another simulator."""
+    """A request gives the same output again on another simulator."""
 
-    async def use(backend):
+    async def scenario(backend):
         await check_replay(backend)
         return await collect(backend, make_request(backend))
 
-    assert run_with(WorkerConfig(), use) == run_with(WorkerConfig(profile="h100-8b"), use)
+    assert run_with(WorkerConfig(), scenario) == run_with(WorkerConfig(profile="h100-8b"), scenario)

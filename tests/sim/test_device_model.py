@@ -1,4 +1,4 @@
-"""Device models: the true duration of steps, and what workers believe about it."""
+"""Device models: the true duration of steps, and the costs that workers assume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step(*parts: SequenceWork) -> StepPlan:
 def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
     """The roofline matches the profile for the fewest and the most tokens, within a tile.
 
-    Between them it differs by at least 3% somewhere and by less than half everywhere.
+    The largest difference between these ends is between 3% and 50%.
     """
     cost = load_profile(name).cost
     roofline = Roofline.fit(cost)
@@ -55,8 +55,8 @@ def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
 def test_roofline_has_stairs_and_a_knee() -> None:
     """Tokens that fit a tile are free.
 
-    In a memory-bound step, another tile costs the share that does not overlap. In a compute-bound
-    step, it costs its full time.
+    Another tile costs the share that does not overlap in a memory-bound step, and its full time in
+    a compute-bound step.
     """
     roofline = Roofline.fit(load_profile("h100-8b").cost)
     tile = roofline.tile_tokens
@@ -72,12 +72,12 @@ def test_roofline_has_stairs_and_a_knee() -> None:
 
 
 def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
-    """Each token after the first of its sequence forms a pair with each KV token it attends to."""
+    """Each token after the first forms a pair with each KV token that the token reads."""
     assert step(work(100, 1)).size.pairs == 0
     assert step(work(100, 1, drafts=2)).size.pairs == 102 + 103
     assert step(work(100, 3)).size.pairs == 102 + 103
-    both = step(work(100, 1, drafts=2), work(0, 4)).size
-    assert (both.tokens, both.kv_tokens, both.pairs) == (7, 107, 102 + 103 + 2 + 3 + 4)
+    size = step(work(100, 1, drafts=2), work(0, 4)).size
+    assert (size.tokens, size.kv_tokens, size.pairs) == (7, 107, 102 + 103 + 2 + 3 + 4)
     profile = load_profile("h100-8b")
     device = ProfileDevice(profile)
     plain_s, verify_s = (device.step_s(step(work(9000, 1, drafts=n)), [()]) for n in (0, 7))
@@ -87,7 +87,7 @@ def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
 
 
 def test_drafting_is_charged_once() -> None:
-    """A depth costs what the profile says for the number of sequences, when the draft is made."""
+    """A depth costs the profile's time for the number of sequences when the draft is computed."""
     profile = load_profile("h100-8b")
     device = ProfileDevice(profile)
     device.draft("draft_model", sequences=4, depth=3)
@@ -98,18 +98,18 @@ def test_drafting_is_charged_once() -> None:
 
 
 def test_noise_depends_on_instant_and_device() -> None:
-    """Noise has mean 1 and the configured spread, and depends on the seed and the device only."""
+    """The noise has mean 1 and the configured spread, and depends only on seed and device."""
     instants = [(n + 0.5) * 1e-3 for n in range(20_000)]
 
-    def seen(seed: int, index: int) -> list[float]:
+    def noise_factors(seed: int, index: int) -> list[float]:
         weather = StepNoise(1e-3, seed, index)
         return [weather.factor(at_s) for at_s in instants]
 
-    factors = seen(1, 0)
+    factors = noise_factors(1, 0)
     assert fmean(factors) == pytest.approx(1.0, abs=0.002)
     assert pstdev(factors) == pytest.approx(SPREAD, rel=0.05)
-    assert factors == seen(1, 0) != seen(1, 1)
-    assert factors != seen(2, 0)
+    assert factors == noise_factors(1, 0) != noise_factors(1, 1)
+    assert factors != noise_factors(2, 0)
     weather = StepNoise(1e-3, 1, 0)
     steps = [weather.step_s(1e-3, at_s) for at_s in instants]
     stalls = [s - 1e-3 * f for s, f in zip(steps, factors, strict=True)]
@@ -117,7 +117,7 @@ def test_noise_depends_on_instant_and_device() -> None:
 
 
 def test_noise_of_a_step_depends_on_the_clock() -> None:
-    """The same step takes the same time at the same instant, and another at any other."""
+    """A step has the same noise at the same instant and other noise at other instants."""
     now_s = 0.0
     device = RooflineDevice(load_profile("h100-8b"), 0, 0, lambda: now_s)
     plan = step(work(100, 1))
@@ -129,9 +129,9 @@ def test_noise_of_a_step_depends_on_the_clock() -> None:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
-    """Every believed cost is 30% too large or too small, and the table still never falls."""
+    """Every assumed cost is 30% too large or too small, and the table never falls."""
     profile = load_profile(name)
-    seen = set()
+    believed_costs = set()
     for seed in range(12):
         believed = misjudged(profile, 0.3, seed)
         ratio = believed.cost.step_s[0] / profile.cost.step_s[0]
@@ -139,14 +139,14 @@ def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
         if profile.cost.kv_token_s:
             ratio = believed.cost.kv_token_s / profile.cost.kv_token_s
             assert ratio == pytest.approx(0.7) or ratio == pytest.approx(1.3)
-        seen.add(believed.cost)
-    assert len(seen) > 6
+        believed_costs.add(believed.cost)
+    assert len(believed_costs) > 6
     exact = misjudged(profile, 0.0, 0)
     assert exact.cost.step_s == pytest.approx(profile.cost.step_s)
     assert replace(exact, cost=profile.cost, draft=profile.draft) == profile
 
 
 def test_belief_error_must_be_less_than_one() -> None:
-    """Costs of zero would make decisions meaningless."""
+    """The model rejects an error of 1, which would allow costs of zero."""
     with pytest.raises(ValueError, match="belief error"):
         misjudged(load_profile("h100-8b"), 1.0, 0)

@@ -1,7 +1,7 @@
-"""The simulator shares the event loop with the streams, so its turns must be short for any prompt.
+"""The turns of the simulator on the event loop, which must be short for any prompt.
 
-The tests count function calls, in Python and C. This number does not depend on the machine, and
-grows with work per block or per token.
+The tests count function calls in Python and C. This number does not depend on the machine and grows
+with the work per block or token.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BLOCK_BYTES = BLOCK_TOKENS * load_profile("cpu-demo").kv_token_bytes
 
 
 def count_calls(work: Callable[[], Any]) -> tuple[Any, int]:
-    """Call a function; return its result and the number of function calls it makes."""
+    """Call a function and return its result and its number of function calls."""
     count = 0
 
-    def see(_frame: Any, event: str, _argument: Any) -> None:
+    def count_call(_frame: Any, event: str, _argument: Any) -> None:
         nonlocal count
         count += event in {"call", "c_call"}
 
     before = sys.getprofile()
-    sys.setprofile(see)
+    sys.setprofile(count_call)
     try:
         result = work()
     finally:
@@ -42,7 +42,7 @@ def count_calls(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationRequest:
-    """Build a request with block hashes, as the gateway does for long prompts."""
+    """Return a request with block hashes, as the gateway creates for long prompts."""
     hashes: list[bytes] = []
     extend_chain(hashes, "", prompt, BLOCK_TOKENS)
     params = SamplingParams(tokens, 0, ignore_eos=True)
@@ -50,10 +50,10 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationReques
 
 
 def most_calls_in_a_turn(built: SimWorker, long: GenerationRequest) -> int:
-    """Return the most calls in a turn of a worker, from a request's submission to its end."""
+    """Return the most calls in a worker's turn between submission and end of a request."""
     worker, (_, most) = built.worker, count_calls(lambda: built.worker.submit(long, 0.0))
 
-    def turn() -> bool:
+    def run_turn() -> bool:
         plan = worker.plan(0.0)
         assert plan is not None
         result = built.executor.execute(plan)
@@ -62,13 +62,14 @@ def most_calls_in_a_turn(built: SimWorker, long: GenerationRequest) -> int:
 
     ended = False
     while not ended:
-        ended, calls = count_calls(turn)
+        ended, calls = count_calls(run_turn)
         most = max(most, calls)
     return most
 
 
 def calls_beside_streams(prompt_tokens: int) -> list[int]:
-    """Return the most calls in a turn while a prompt is new, cached, or displacing another one."""
+    """Return the most calls in a turn for a prompt that is new, cached, or displaces another
+    prompt."""
     config = WorkerConfig(
         speculation="off",
         max_model_len=1 << 20,
@@ -84,6 +85,6 @@ def calls_beside_streams(prompt_tokens: int) -> list[int]:
 
 
 def test_no_turn_takes_longer_for_a_longer_prompt() -> None:
-    """No turn makes more calls for a prompt of 32,000 tokens than for one of 8,000."""
+    """No turn makes more calls for a prompt of 32,000 tokens than for a prompt of 8,000."""
     short, long = calls_beside_streams(8 << 10), calls_beside_streams(32 << 10)
     assert max(long) <= 1.1 * max(short)

@@ -1,4 +1,4 @@
-"""Slow readers in a simulation of many requests, whose worker makes no text."""
+"""Slow readers in a simulation of many requests, whose worker generates no text."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ PAUSE_S = 5.0
 TOKENS = 100
 
 
-def asked(name: str) -> GenerationRequest:
+def request_of(name: str) -> GenerationRequest:
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 4, "a test")
     sampling = SamplingParams(TOKENS, 1, 0.8, ignore_eos=True)
     return GenerationRequest(f"completion/{name}-0", compact((1, 2, 3)), sampling, plan)
 
 
 def test_paused_request_gets_all_its_tokens_later() -> None:
-    """While paused it gets nothing and its neighbour continues; afterwards no token is missing."""
-    environment, slow, fast = SimEnvironment(belief_error=0.0), asked("1"), asked("2")
+    """A paused request receives no tokens while its neighbour runs, then receives all its
+    tokens."""
+    environment, slow, fast = (
+        SimEnvironment(belief_error=0.0),
+        request_of("1"),
+        request_of("2"),
+    )
 
     async def main() -> None:
         backend = SimBackend(WorkerConfig(), build=environment.build_worker)

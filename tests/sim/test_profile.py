@@ -39,8 +39,10 @@ def test_shipped_profiles_are_valid_and_name_their_source(name: str) -> None:
 
 
 def test_h100_profile_is_the_published_fit() -> None:
-    """5.886 ms + 1.21 ms overhead + 21.0 us per token + 39.3 ns per KV token, within and beyond the
-    table."""
+    """The profile equals the published fit within and beyond the table.
+
+    The fit has 5.886 ms + 1.21 ms overhead + 21.0 us per token + 39.3 ns per KV token.
+    """
     cost = load_profile("h100-8b").cost
     for tokens in (1, 64, 512, 2000):
         expected = 5.886e-3 + 1.21e-3 + 21.0e-6 * tokens + 39.3e-9 * 1000
@@ -48,7 +50,7 @@ def test_h100_profile_is_the_published_fit() -> None:
 
 
 def test_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
-    """Memory reads take 3.35 / 4.8 of the H100's time; arithmetic takes the same."""
+    """Memory reads take 3.35 / 4.8 of the H100's time, and arithmetic takes the same time."""
     h100, h200 = (load_profile(name).cost for name in ("h100-8b", "h200-8b"))
     assert h200.kv_token_s == pytest.approx(h100.kv_token_s * 3.35 / 4.8, rel=0.01)
     saved_s = 15.0e9 / 3.35e12 - 15.0e9 / 4.8e12
@@ -58,7 +60,7 @@ def test_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
 
 
 def test_profile_files_are_read_by_path(tmp_path: Path) -> None:
-    """A file with a user's own measurements loads like a shipped profile."""
+    """A profile file with measurements of a user loads like a shipped profile."""
     profile = load_profile(write(tmp_path / "mine.json", kv_token_bytes=512))
     assert (profile.name, profile.source) == ("mine", "made up for a test")
     assert profile.cost.seconds(3, 100, 2) == pytest.approx(0.002 + 1e-6 + 2e-5)
@@ -89,7 +91,7 @@ def test_damaged_profile_names_file_and_field(tmp_path: Path, changes, words) ->
 
 
 def test_invalid_json_and_unknown_profiles_are_rejected(tmp_path: Path) -> None:
-    """Invalid JSON is reported; for an unknown name, the error lists the shipped profiles."""
+    """The error reports invalid JSON, or lists the shipped profiles for an unknown name."""
     path = tmp_path / "bad.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"damaged profile .*bad\.json"):

@@ -1,4 +1,4 @@
-"""The simulator against queueing theory."""
+"""The simulator, compared with queueing theory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICE_S = 0.01
 
 
 def sojourn_times(config: WorkerConfig, arrivals: list[float], max_tokens: int = 1, sample_s=None):
-    """Return the seconds of each request in the system, and the load sampled every `sample_s`."""
+    """Return the seconds of each request in the system and the load sampled every `sample_s`."""
 
     async def main():
         backend = SimBackend(config)
@@ -53,18 +53,18 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
 @pytest.mark.parametrize("max_tokens", [1, 10])
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
 def test_one_request_takes_exactly_its_service_time(max_tokens: int, speculation: str) -> None:
-    """A single request takes `sim_service_ms`; of two simultaneous ones, the second waits."""
+    """A request takes `sim_service_ms`, and the second of two simultaneous requests waits."""
     config = WorkerConfig(sim_service_ms=SERVICE_S * 1e3, speculation=speculation)
     times, _ = sojourn_times(config, [0.0, 1.0, 1.0], max_tokens)
     assert times == pytest.approx([SERVICE_S, SERVICE_S, 2 * SERVICE_S], rel=1e-9)
 
 
 def test_waiting_follows_lindley_and_pollaczek_khinchine() -> None:
-    """With Poisson arrivals at 70% load the worker is an M/D/1 queue.
+    """The worker is an M/D/1 queue for Poisson arrivals at 70% load.
 
-    Each request waits as Lindley's recursion says, up to rounding. The mean is that of Pollaczek
-    and Khinchine, `rho D / 2(1 - rho)`, within 4 standard errors. A mean over n customers has the
-    relative variance `2 / (1 - rho)^2 / n` (heavy traffic, c_a^2 + c_s^2 = 1).
+    The waits equal Lindley's recursion up to rounding. The mean is that of Pollaczek and Khinchine,
+    `rho D / 2(1 - rho)`, within 4 standard errors. A mean over n customers has the relative
+    variance `2 / (1 - rho)^2 / n` (heavy traffic, c_a^2 + c_s^2 = 1).
     """
     rho, count = 0.7, 6000
     arrivals = poisson(count, rho / SERVICE_S, seed=1)
@@ -82,9 +82,9 @@ def test_waiting_follows_lindley_and_pollaczek_khinchine() -> None:
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 def test_littles_law_holds_for_batches(speculation: str) -> None:
-    """The number of requests in the system, integrated over time, equals their total time in it.
+    """The integrated number of requests in the system equals their total time in the system.
 
-    Sampled every 1 ms, each request is counted for its time within one sample.
+    The error per request is at most the sampling interval of 1 ms.
     """
     sample_s, count = 1e-3, 300
     arrivals = poisson(count, 60.0, seed=2)

@@ -10,7 +10,7 @@ from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 
 
 def test_time_jumps_to_the_next_timer() -> None:
-    """Timers fire in order, exact for seconds and within 10 us for a year."""
+    """Timers fire in order, exactly for seconds and within 10 us for a year."""
     log: list[tuple[float, str]] = []
     year_s = 365 * 24 * 3600.0
 
@@ -54,7 +54,7 @@ def test_timeouts_are_virtual_too() -> None:
 
 
 def test_deadlock_raises_an_error() -> None:
-    """If every task waits for another and no timer is set, the run fails with an explanation."""
+    """A run raises an explanation if every task waits for another task and no timer is set."""
 
     async def main() -> None:
         await asyncio.Event().wait()

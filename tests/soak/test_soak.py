@@ -1,4 +1,4 @@
-"""Twenty minutes of mixed traffic on one node: memory, tasks and files do not grow.
+"""Twenty minutes of mixed traffic on a node, during which memory, tasks and files must not grow.
 
 `make test-long` runs the full length. `SOAK_S=180` shortens it and widens the bound on growth,
 because bounded buffers fill in the first minutes. `SOAK_JSON=FILE` saves the measurements.
@@ -30,13 +30,15 @@ from tests.soak.traffic import KEYS, KEYS_FILE, MAX_BODY_BYTES, Observations, Tr
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
 SETTLED_SHARE = 0.25
-"""The share of the run that fills bounded memory: live samples, histories, decisions, and the
-allocator's arenas."""
+"""The share of the run during which bounded memory fills: live samples, histories, decisions, and
+the allocator's arenas."""
 
 MAX_MB_PER_MINUTE = 0.5 * (1200 / SOAK_S) ** 2
-"""The bound on memory growth after that. At 20 visits per second it equals a leak of 400 bytes per
-visit, which is less than a leaked task, request or stream. The bound of shortened runs is wider,
-because histories and the allocator's arenas are still filling."""
+"""The bound on memory growth after the warm-up.
+
+The bound equals a leak of 400 bytes per visit at 20 visits per second, which is less than a leaked
+task, request or stream. The bound of shortened runs is wider, because histories and the
+allocator's arenas are still filling."""
 
 CLIENTS = 8
 SAMPLE_S = 2.0
@@ -55,8 +57,8 @@ class ServedModel:
         """Return the body of a page."""
         headers = {"Authorization": f"Bearer {KEYS['plain']}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return str(answer.read().decode())
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return str(response.read().decode())
 
     @property
     def in_flight(self) -> int:
@@ -83,12 +85,12 @@ class ServedModel:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[ServedModel]:
-    """Serve the shipped model with little KV memory, so that sequences are also preempted."""
+    """Serve the shipped model with little KV memory, so that sequences are preempted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     keys = folder / "keys.yaml"
-    keys.write_text(json.dumps(KEYS_FILE))  # JSON is YAML
+    keys.write_text(json.dumps(KEYS_FILE))  # JSON is valid YAML
     flags = [
         *("--port", str(port), "--kv-bytes", "16MiB", "--threads", "1", "--log-level", "error"),
         *("--max-body-bytes", str(MAX_BODY_BYTES), "--api-keys-file", str(keys)),
@@ -130,14 +132,14 @@ def wait_until_ready(node: ServedModel) -> None:
 def idle_resources(node: ServedModel) -> tuple[float, int]:
     """Return the tasks and open files of an idle node."""
     tasks = node.metric("draftgate_event_loop_tasks")
-    time.sleep(SAMPLE_S)  # until the connection of the metrics request closes
+    time.sleep(SAMPLE_S)  # The connection of the metrics request needs time to close.
     return tasks, node.open_files
 
 
 async def send_traffic(
     node: ServedModel, clients: TrafficClients
 ) -> list[tuple[float, float, float, float]]:
-    """Send traffic; return time, memory, tasks and requests in flight every `SAMPLE_S`."""
+    """Send traffic and return time, memory, tasks and requests in flight every `SAMPLE_S`."""
     samples = []
     running = asyncio.create_task(clients.run(CLIENTS))
     began_s = time.monotonic()
@@ -153,7 +155,7 @@ async def send_traffic(
 
 
 def growth(samples: list[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """Fit the growth of settled memory, in MB per minute, and its standard error."""
+    """Return the growth of settled memory in MB per minute, and its standard error."""
     settled = np.array([(s / 60, mb) for s, mb, *_ in samples if s > SETTLED_SHARE * SOAK_S])
     (slope, _), covariance = np.polyfit(settled[:, 0], settled[:, 1], 1, cov=True)
     return float(slope), float(np.sqrt(covariance[0, 0]))
@@ -199,9 +201,9 @@ def to_json(
 
 @pytest.mark.long
 def test_node_under_mixed_traffic_neither_grows_nor_leaks_nor_fails(tmp_path: Path) -> None:
-    """Under mixed traffic memory stays constant, and no answer is a 5xx or ends twice.
+    """Memory stays constant under mixed traffic, and no response is a 5xx or ends twice.
 
-    Afterwards no task, block, socket or request is left, and the process exits cleanly.
+    No task, block, socket or request remains afterwards, and the process exits cleanly.
     """
     facts = provenance() | {"command": f'SOAK_S={SOAK_S:g} make test-long ARGS="tests/soak -s"'}
     with serving(tmp_path) as node:

@@ -49,21 +49,21 @@ SCHEMA = {
 }
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ANSWERED = frozenset({200, 429})
+OK_OR_BUSY = frozenset({200, 429})
 
 
 @dataclass(frozen=True)
 class TrafficRequest:
-    """The bytes of a request, and the statuses that may answer it."""
+    """The bytes of a request and the allowed statuses of its response."""
 
     raw: bytes
-    statuses: frozenset[int] = ANSWERED
+    statuses: frozenset[int] = OK_OR_BUSY
 
 
 def request_bytes(
     path: str, body: object = None, *, key: str | None = KEYS["plain"], head: str = ""
 ) -> bytes:
-    """Return the bytes of a request, which is a POST if it has a body."""
+    """Return the bytes of a request, which is a POST if a body is given."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     method = "GET" if body is None else "POST"
     head += "" if key is None else f"Authorization: Bearer {key}\r\n"
@@ -81,20 +81,29 @@ def _generating(rng: random.Random) -> TrafficRequest:
     text = {"prompt": prompt, "max_tokens": tokens, **shared}
     path, body, statuses = rng.choice(
         [
-            (CHAT, chat, ANSWERED),
-            (CHAT, chat | {"n": 3, "stream_options": None}, ANSWERED),
+            (CHAT, chat, OK_OR_BUSY),
+            (CHAT, chat | {"n": 3, "stream_options": None}, OK_OR_BUSY),
+            # A chat template without tools gives a 400.
+            (CHAT, chat | {"tools": [TOOL]}, OK_OR_BUSY | {400}),
+            (CHAT, chat | {"response_format": SCHEMA, "max_tokens": 60}, OK_OR_BUSY),
+            (COMPLETIONS, text, OK_OR_BUSY),
+            (COMPLETIONS, text | {"n": 2, "logprobs": 3, "seed": 7}, OK_OR_BUSY),
+            (COMPLETIONS, text | {"prompt": [prompt, "x = ", "y = "]}, OK_OR_BUSY),
             (
-                CHAT,
-                chat | {"tools": [TOOL]},
-                ANSWERED | {400},
-            ),  # 400 if the chat template supports no tools
-            (CHAT, chat | {"response_format": SCHEMA, "max_tokens": 60}, ANSWERED),
-            (COMPLETIONS, text, ANSWERED),
-            (COMPLETIONS, text | {"n": 2, "logprobs": 3, "seed": 7}, ANSWERED),
-            (COMPLETIONS, text | {"prompt": [prompt, "x = ", "y = "]}, ANSWERED),
-            (COMPLETIONS, text | {"speculation": {"mode": "ngram", "trace": True}}, ANSWERED),
-            (COMPLETIONS, text | {"priority": rng.randint(-2, 2), "stop": ["\n\n"]}, ANSWERED),
-            (RESPONSES, {"input": prompt, "max_output_tokens": tokens, "stream": stream}, ANSWERED),
+                COMPLETIONS,
+                text | {"speculation": {"mode": "ngram", "trace": True}},
+                OK_OR_BUSY,
+            ),
+            (
+                COMPLETIONS,
+                text | {"priority": rng.randint(-2, 2), "stop": ["\n\n"]},
+                OK_OR_BUSY,
+            ),
+            (
+                RESPONSES,
+                {"input": prompt, "max_output_tokens": tokens, "stream": stream},
+                OK_OR_BUSY,
+            ),
         ]
     )
     head = f"x-slo-ttft-ms: {rng.choice([1, 500, 20_000])}\r\n" if rng.random() < 0.3 else ""
@@ -103,8 +112,8 @@ def _generating(rng: random.Random) -> TrafficRequest:
 
 
 def _querying(rng: random.Random) -> TrafficRequest:
-    """Return a random request that generates nothing."""
-    found = [
+    """Return a random request that generates no tokens."""
+    requests = [
         request_bytes("/v1/models"),
         request_bytes("/health", key=None),
         request_bytes("/metrics"),
@@ -115,7 +124,7 @@ def _querying(rng: random.Random) -> TrafficRequest:
         request_bytes("/tokenize", {"prompt": rng.choice(PROMPTS)}),
         request_bytes("/detokenize", {"tokens": [1, 2, rng.randint(0, 500)]}),
     ]
-    return TrafficRequest(rng.choice(found), frozenset({200}))
+    return TrafficRequest(rng.choice(requests), frozenset({200}))
 
 
 def _malformed(rng: random.Random) -> TrafficRequest:
@@ -151,11 +160,11 @@ def _malformed(rng: random.Random) -> TrafficRequest:
 
 @dataclass
 class Observations:
-    """What the clients observed.
+    """The observations of the clients.
 
     Attributes:
-        statuses: number of answers by status.
-        wrong: number of wrong answers by description.
+        statuses: number of responses by status.
+        wrong: number of wrong responses by description.
         visits: number of visits by kind.
     """
 
@@ -163,31 +172,31 @@ class Observations:
     wrong: Counter[str] = field(default_factory=Counter)
     visits: Counter[str] = field(default_factory=Counter)
 
-    def check_answer(self, asked: TrafficRequest, answer: bytes) -> None:
-        """Count a whole answer, and check its status and its end."""
-        words = answer[:15].split()
+    def check_response(self, request: TrafficRequest, response: bytes) -> None:
+        """Count a whole response and check its status and its end."""
+        words = response[:15].split()
         status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
         self.statuses[status] += 1
-        about = asked.raw[:300]
-        if status not in asked.statuses:
+        about = request.raw[:300]
+        if status not in request.statuses:
             self.wrong[f"{status} for {about!r}"] += 1
-        head, _, body = answer.partition(b"\r\n\r\n")
+        head, _, body = response.partition(b"\r\n\r\n")
         if status == 200 and b"text/event-stream" in head and count_endings(body) != 1:
             self.wrong[f"{count_endings(body)} endings for {about!r}"] += 1
 
 
 def count_endings(body: bytes) -> int:
-    """Return the number of ends in a stream."""
+    """Return the number of end events in a stream."""
     kinds = (b"data: [DONE]", b'data: {"error"', b"event: response.completed",
              b"event: response.incomplete", b"event: response.failed")  # fmt: skip
     return sum(body.count(kind) for kind in kinds)
 
 
 class TrafficClients:
-    """Clients that send one request at a time until stopped."""
+    """Clients that each send a request at a time until stopped."""
 
     def __init__(self, port: int, seed: int) -> None:
-        """Store the port of the node and the seed; `run` sends the traffic."""
+        """Store the port of the node and the seed."""
         self._port = port
         self._rng = random.Random(seed)
         self._stopped = asyncio.Event()
@@ -219,36 +228,37 @@ class TrafficClients:
                     await visit()
 
     async def _generate(self) -> None:
-        await self._whole(_generating(self._rng))
+        await self._send(_generating(self._rng))
 
     async def _look(self) -> None:
-        await self._whole(_querying(self._rng))
+        await self._send(_querying(self._rng))
 
     async def _malformed(self) -> None:
-        await self._whole(_malformed(self._rng))
+        await self._send(_malformed(self._rng))
 
-    async def _whole(self, asked: TrafficRequest) -> None:
-        """Send a request and read its whole answer."""
+    async def _send(self, request: TrafficRequest) -> None:
+        """Send a request and read the whole response."""
         reader, writer = await self._connect()
         try:
-            writer.write(asked.raw)
-            with suppress(ConnectionError):  # the node does not read a body that is too large
+            writer.write(request.raw)
+            with suppress(ConnectionError):  # The node does not read an oversized body.
                 await writer.drain()
-            writer.write_eof() if asked.raw.startswith(b"GET\r\n") else None
-            answer = await reader.read(-1)
+            writer.write_eof() if request.raw.startswith(b"GET\r\n") else None
+            response = await reader.read(-1)
         finally:
             writer.close()
-        if answer:
-            self.observed.check_answer(asked, answer)
+        if response:
+            self.observed.check_response(request, response)
 
     async def _leave(self) -> None:
-        """Disconnect before the request is complete, before the answer, or in the middle of it."""
-        asked = _generating(self._rng)
-        head = asked.raw.index(b"\r\n\r\n") + 4
-        ends = [0, 10, head, (head + len(asked.raw)) // 2, *[len(asked.raw)] * 4]
+        """Disconnect before the request is complete, before the response, or within the
+        response."""
+        request = _generating(self._rng)
+        head = request.raw.index(b"\r\n\r\n") + 4
+        ends = [0, 10, head, (head + len(request.raw)) // 2, *[len(request.raw)] * 4]
         reader, writer = await self._connect()
         try:
-            writer.write(asked.raw[: self._rng.choice(ends)])
+            writer.write(request.raw[: self._rng.choice(ends)])
             await writer.drain()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._rng.choice([0.001, 0.05, 0.5])):
@@ -259,25 +269,25 @@ class TrafficClients:
             writer.transport.abort() if self._rng.random() < 0.5 else writer.close()
 
     async def _read_slowly(self) -> None:
-        """Read a long answer slowly through a small window, then the rest quickly or not at all."""
+        """Read a long response slowly through a small window, then read or drop the rest."""
         loop = asyncio.get_running_loop()
         body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        asked = TrafficRequest(request_bytes(COMPLETIONS, body))
+        request = TrafficRequest(request_bytes(COMPLETIONS, body))
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)
             await loop.sock_connect(connection, ("127.0.0.1", self._port))
-            await loop.sock_sendall(connection, asked.raw)
-            answer = b""
+            await loop.sock_sendall(connection, request.raw)
+            response = b""
             for _ in range(self._rng.randint(5, 50)):
                 await asyncio.sleep(0.2)
                 with suppress(BlockingIOError):
-                    answer += connection.recv(400)
+                    response += connection.recv(400)
             if self._rng.random() < 0.5:
                 return
             while data := await loop.sock_recv(connection, 65536):
-                answer += data
-        self.observed.check_answer(asked, answer)
+                response += data
+        self.observed.check_response(request, response)
 
     async def _watch(self) -> None:
         """Read the live samples for a while, as the page does."""

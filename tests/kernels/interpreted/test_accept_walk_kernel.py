@@ -15,7 +15,7 @@ from tests.kernels.walk_cases import walk_case
 def test_accept_walk_equals_the_reference(
     branching: float, eos: tuple[int, ...], budget: int
 ) -> None:
-    """Chains and trees of any size emit the tokens of the reference and stop where it stops."""
+    """The kernel emits the tokens of the reference for chains and trees of any size."""
     case = walk_case(11, branching=branching, eos=eos, budget=budget)
     expected = accept_walk_ref.accept_walk(*case.arguments(), max_rows=case.max_rows)
     walked = accept_walk.accept_walk(*case.arguments(), max_rows=case.max_rows)

@@ -1,4 +1,4 @@
-"""The cases of `draftgate bench kernels` in the interpreter, at tiny shapes."""
+"""The cases of `draftgate bench kernels` in the interpreter at tiny shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CASES = list(cases(Inputs(_TINY, "cpu", torch.float32)))
 
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
 def test_bench_case_equals_its_reference(case: KernelCase) -> None:
-    """A case equals its reference in the first run and in a repeated one."""
+    """A case equals its reference in the first run and in a repeated run."""
     case.check()
     case.run()
     case.check()

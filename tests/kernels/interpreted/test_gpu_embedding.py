@@ -1,4 +1,4 @@
-"""Embeddings on the GPU runner in Triton's interpreter, against the CPU runner."""
+"""Embeddings on the GPU runner in the interpreter, compared with the CPU runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftgate.policies.registry import speculation_policy
-from tests.engine.harness import HostileProposer, Outcome, Setup, request, to_embed
+from tests.engine.harness import HostileProposer, Outcome, Setup, embedding_request, request
 from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 
 # As in test_gpu_runner.py.
@@ -22,7 +22,7 @@ ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads"
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
-    """The same texts are embedded, with hidden states equal up to rounding."""
+    """Check that both runs embed the same texts, with hidden states equal up to rounding."""
     assert found.leaked_blocks == expected.leaked_blocks == 0
     assert found.embeddings.keys() == expected.embeddings.keys()
     for name, embedding in expected.embeddings.items():
@@ -32,15 +32,15 @@ def assert_close(found: Outcome, expected: Outcome) -> None:
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3"])
 def test_prompts_are_embedded_in_steps_with_decodes_and_drafts(policy: str) -> None:
-    """In chunks, in overlapped steps (`off`) and beside trees, and other tokens are equal."""
+    """Chunked embeddings in overlapped steps and beside trees leave other tokens unchanged."""
     config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy(policy)
     rng = random.Random(4)
     texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 30)]
     wanted = [
         request("said", texts[1][:20], chosen, seed=1, max_tokens=4),
-        *(to_embed(f"e{index}", text) for index, text in enumerate(texts)),
-        to_embed("again", texts[1]),
+        *(embedding_request(f"e{index}", text) for index, text in enumerate(texts)),
+        embedding_request("again", texts[1]),
     ]
     proposers = lambda _: {"ngram": HostileProposer(VOCAB, random.Random(1))}  # noqa: E731
     setup = Setup(chosen, proposers, max_num_seqs=4, max_step_tokens=24, num_blocks=64)
@@ -55,10 +55,10 @@ def test_prompts_are_embedded_in_steps_with_decodes_and_drafts(policy: str) -> N
 
 
 def test_step_of_embeddings_alone_samples_nothing() -> None:
-    """No row is sampled, and the pooled rows are returned."""
+    """A step with only embeddings samples no row and returns the pooled rows."""
     config = tiny_config(**ONE_LAYER)
     weights, setup = tiny_weights(config), Setup(num_blocks=64, max_num_seqs=4)
-    wanted = [to_embed("e", range(1, 20)), to_embed("f", range(20, 23))]
+    wanted = [embedding_request("e", range(1, 20)), embedding_request("f", range(20, 23))]
     expected, found = (
         make(config, weights, setup).run(wanted) for make in (cpu_engine, gpu_engine)
     )

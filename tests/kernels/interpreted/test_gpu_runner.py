@@ -1,4 +1,4 @@
-"""The GPU runner in Triton's interpreter, against the CPU runner."""
+"""The GPU runner in the interpreter, compared with the CPU runner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAMPLINGS = {
 
 
 def requests(policy: SpeculationPolicy, **of_all: object) -> list[GenerationRequest]:
-    """One request per sampling, with repetitive and partly shared prompts."""
+    """Return a request per sampling, with repetitive and partly shared prompts."""
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(18)]
     return [
@@ -57,13 +57,13 @@ def requests(policy: SpeculationPolicy, **of_all: object) -> list[GenerationRequ
 
 
 def setup(policy: SpeculationPolicy, **bounds: int) -> Setup:
-    """Drafts that are right and wrong, and branch."""
+    """Return a setup whose drafts are correct, wrong and branching."""
     proposers = lambda _: {"ngram": HostileProposer(VOCAB, random.Random(1))}  # noqa: E731
     return Setup(policy, proposers, **{"max_num_seqs": 4, "num_blocks": 64, **bounds})
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
-    """Tokens and texts are equal, log probabilities up to rounding, and no block leaks."""
+    """Check equal tokens and texts, log probabilities up to rounding, and no leaked block."""
     assert found.tokens == expected.tokens
     assert found.text == expected.text
     assert found.finish_reasons == expected.finish_reasons
@@ -81,7 +81,7 @@ def assert_close(found: TokenLogprob, expected: TokenLogprob) -> None:
 
 
 def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
-    """With chunked prefill, prefix cache, preemption, trees and stop strings."""
+    """The runners agree with chunks, prefix cache, preemption, trees and stop strings."""
 
     def outcome(make: object) -> Outcome:
         chosen = RandomSlots(random.Random(2))
@@ -97,7 +97,7 @@ def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
 
 
 def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> None:
-    """Most steps are launched while the previous one runs, and the outcome is the same."""
+    """The runner launches most steps during the previous step, and the outcome is the same."""
     config = tiny_config(**ONE_LAYER)
     weights, chosen = tiny_weights(config), speculation_policy("off")
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -111,7 +111,7 @@ def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> No
 
 
 def test_step_can_be_fetched_after_later_launches() -> None:
-    """The result is that of the fetched step."""
+    """A fetch after later launches returns the result of the fetched step."""
     config = tiny_config(**ONE_LAYER)
     chosen = speculation_policy("off")
     engines = [gpu_engine(config, tiny_weights(config), setup(chosen)) for _ in range(2)]

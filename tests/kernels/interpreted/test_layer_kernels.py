@@ -22,7 +22,7 @@ _EPS = 1e-5
 
 @pytest.mark.parametrize("hidden", [1, 20, 64, 576, 1001])
 def test_rms_norm_equals_the_reference(hidden: int) -> None:
-    """Rows of any size equal the reference, alone and with the residual."""
+    """Rows of any size equal the reference with and without the residual."""
     x, residual, weight = normal((3, hidden), 1), normal((3, hidden), 2), normal((hidden,), 3)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
@@ -35,7 +35,7 @@ def test_rms_norm_equals_the_reference(hidden: int) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
 def test_eps_bounds_the_norm_of_small_rows(scale: float) -> None:
-    """Rows near zero are divided by the root of eps, not by zero."""
+    """The norm divides rows near zero by the root of eps."""
     x, weight = normal((2, 24), 4) * scale, normal((24,), 5)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
@@ -51,7 +51,7 @@ def test_fused_residual_sum_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 def test_normed_rows_do_not_depend_on_each_other() -> None:
-    """A row has the same bits alone and among others."""
+    """A row has the same bits alone and in a batch."""
     x, weight = normal((5, 64), 9), normal((64,), 10)
     together = rms_norm.rms_norm(x, weight, _EPS)
     for row in range(5):
@@ -62,7 +62,7 @@ def test_normed_rows_do_not_depend_on_each_other() -> None:
     ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 32), (9, 3, 64), (7, 1, 80), (14, 2, 20)]
 )
 def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Queries and the KV memory equal the reference, for odd head sizes and groups."""
+    """Queries and the KV memory equal the reference for odd head sizes and groups."""
     case = rope_case(5, heads, kv_heads, head_dim, normed=False)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -72,7 +72,7 @@ def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (7, 1, 80), (14, 2, 20)])
 def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Each head is normed by its own weight; values are copied unchanged."""
+    """Each head is normed by its own weight, and values are copied unchanged."""
     case = rope_case(5, heads, kv_heads, head_dim, normed=True)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -84,7 +84,7 @@ def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: i
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_bfloat16_is_rounded_once(normed: bool) -> None:
-    """With bfloat16 inputs the arithmetic is in float32, and only results are rounded."""
+    """The kernel computes bfloat16 inputs in float32 and rounds only the results."""
     case = rope_case(5, 6, 2, 32, normed=normed, dtype=torch.bfloat16)
     arguments, expected = case.arguments(), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options())
@@ -95,7 +95,7 @@ def test_bfloat16_is_rounded_once(normed: bool) -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotated_rows_do_not_depend_on_each_other(normed: bool) -> None:
-    """A row's queries, keys and values have the same bits alone and among others."""
+    """The queries, keys and values of a row have the same bits alone and in a batch."""
     case = rope_case(4, 6, 2, 32, normed=normed)
     arguments = case.arguments()
     together = rope_kv.rope_kv(*arguments, **case.options())
@@ -108,7 +108,7 @@ def test_rotated_rows_do_not_depend_on_each_other(normed: bool) -> None:
 
 
 def test_layers_of_a_pool_are_written_in_place() -> None:
-    """A layer may be a view of a pool's memory; its neighbours are not touched."""
+    """The kernel writes a layer in a pool's memory and leaves its neighbours unchanged."""
     case = rope_case(3, 5, 2, 16, normed=False)
     slots = case.layer_kv.shape[1]
     memory = torch.full((20, slots, 16), 7.0)
@@ -125,7 +125,7 @@ def test_layers_of_a_pool_are_written_in_place() -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("intermediate", [1, 90, 1024, 1601])
 def test_gate_equals_the_reference(intermediate: int) -> None:
-    """Rows of any size equal the reference, with large gates of both signs."""
+    """Rows of any size equal the reference, also with large gates of both signs."""
     gate_up = normal((3, 2 * intermediate), 11) * 4
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
     expected = swiglu_ref.swiglu(gate_up)
@@ -135,7 +135,7 @@ def test_gate_equals_the_reference(intermediate: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("strips", "head_dim"), [(3, 20), (16, 32), (37, 8)])
 def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Paths with gaps, with sources that are later targets, and empty paths."""
+    """The moves of empty paths and of paths with gaps or overlaps equal the reference."""
     sources, targets = path_moves(PATHS, 6, 60, seed=12)
     memory = normal((strips, 60, head_dim), 13, dtype)
     expected = memory.clone()
@@ -145,7 +145,7 @@ def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtyp
 
 
 def test_unsupported_layouts_are_rejected() -> None:
-    """Layouts that the kernels would read wrongly raise ValueError."""
+    """The kernels raise ValueError for a layout that they cannot read."""
     x, weight = normal((4, 32), 14), normal((32,), 15)
     with pytest.raises(ValueError, match="contiguous"):
         rms_norm.rms_norm(x[:, ::2], weight[:16], _EPS)

@@ -20,7 +20,7 @@ _POSITIONS = torch.tensor([63, 64, 65, 200, 300, 302, 201, 0])
 def test_merge_equals_the_reference(
     dtype: torch.dtype, positions: torch.Tensor | None, window: int | None
 ) -> None:
-    """Rows merge the splits that they see, and do not read other ones, which hold NaN."""
+    """The merge reads only the splits of each row, although other splits contain NaN."""
     generator = torch.Generator().manual_seed(1)
     cu_query_lens = torch.tensor([0, 3, 3, 7, 8], dtype=torch.int32)
     context_lens = torch.tensor([66, 9, 304, 1], dtype=torch.int32)

@@ -17,7 +17,7 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 1001, 2048])
 def test_words_and_uniforms_equal_the_reference(num_tokens: int) -> None:
-    """Words and uniforms equal the reference exactly, for any vocabulary size."""
+    """Words and uniforms equal the reference exactly for any vocabulary size."""
     arguments = (*_rows(), noise.PURPOSE_ACCEPT, num_tokens)
     words = noise_kernel.philox_words(*arguments)
     assert torch.equal(words, noise.philox_words(*arguments))

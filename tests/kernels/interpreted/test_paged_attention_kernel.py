@@ -1,4 +1,4 @@
-"""Paged attention in the interpreter, in float32, as its bfloat16 products are wrong."""
+"""Paged attention in the interpreter, in float32 because its bfloat16 products are wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
 
 
 def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
-    """Both modes equal the reference, and have the same bits."""
+    """Check that both modes equal the reference and have the same bits."""
     loops, parallel = (
         paged_attention(
             *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
@@ -44,7 +44,7 @@ def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
     [(4, 4, 16), (6, 2, 32), (8, 2, 64), (7, 1, 80)],
 )
 def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head_dim: int) -> None:
-    """A mixed batch equals the reference, for odd head sizes and groups."""
+    """A mixed batch equals the reference for odd head sizes and groups."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim
     )
@@ -53,7 +53,7 @@ def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head
 
 @pytest.mark.parametrize("window", [1, 30, 64, 1000])
 def test_windows_equal_the_reference(window: int) -> None:
-    """For windows that end inside a tile, at a tile boundary, or before the sequence."""
+    """Windows equal the reference inside a tile, at a tile boundary, and before the sequence."""
     case = attention_case(
         [20, 1, 0, 5, 17], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
     )
@@ -62,7 +62,7 @@ def test_windows_equal_the_reference(window: int) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
-    """Blocks that no row sees may belong to other sequences and hold NaN."""
+    """The kernel does not read blocks outside every window, which contain NaN."""
     case = attention_case([2, 1], [290, 200], query_heads=4, kv_heads=2, head_dim=16, seed=4)
     window = 60
     kept = paged_attention(
@@ -84,7 +84,7 @@ def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_verified_rows_have_the_bits_of_decodes(parallel: bool, window: int | None) -> None:
-    """Each row of chunks and verifications has the bits of its token decoded alone."""
+    """Each row of a chunk or verification has the bits of its token decoded alone."""
     case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     together = paged_attention(
         *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
@@ -97,7 +97,7 @@ def test_verified_rows_have_the_bits_of_decodes(parallel: bool, window: int | No
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
-    """The tiles for 16 bits, four times those for float32, equal the reference."""
+    """The 16-bit tiles, which are four times as large as float32 tiles, equal the reference."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, dtype=torch.bfloat16
     )
@@ -108,7 +108,7 @@ def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
 
 
 def test_offsets_of_64_bits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools with more than 2**31 elements per strip need 64-bit offsets."""
+    """64-bit offsets, which pools of over 2**31 elements per strip need, change no bit."""
     case = attention_case([1, 5], [40, 70], query_heads=4, kv_heads=2, head_dim=16, seed=7)
     narrow = paged_attention(*case.arguments(), **case.keywords())
     monkeypatch.setattr(sizes, "is_wide", lambda layer_kv: True)
@@ -116,7 +116,7 @@ def test_offsets_of_64_bits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_wider_block_tables_change_no_bit() -> None:
-    """The width of the tables bounds the grid and does not change the result."""
+    """The width of the block tables does not change the result."""
     case = attention_case([1, 2], [40, 70], query_heads=4, kv_heads=4, head_dim=16)
     wide = replace(case, block_tables=torch.nn.functional.pad(case.block_tables, (0, 20), value=-1))
     keywords = {**case.keywords(), "split_size": 64, "parallel_splits": True}
@@ -125,7 +125,7 @@ def test_wider_block_tables_change_no_bit() -> None:
 
 
 def test_layers_of_the_pool_are_read_in_place() -> None:
-    """Layers of the target and of a draft model, whose page size differs, need no copy."""
+    """The kernel reads layers of a target and of a draft model with another page size in place."""
     target = replace(read_model_config(SHIPPED_MODEL), num_layers=2, num_kv_heads=2, head_dim=32)
     draft = replace(target, num_layers=1, num_kv_heads=1, head_dim=16)
     pool = KvPool(target, 16, torch.float32)
@@ -144,7 +144,7 @@ def test_layers_of_the_pool_are_read_in_place() -> None:
 
 
 def test_unsupported_layouts_are_rejected() -> None:
-    """Layouts that the kernel would read wrongly raise ValueError."""
+    """The kernel raises ValueError for a layout that it cannot read."""
     case = attention_case([1], [4], query_heads=3, kv_heads=3, head_dim=16)
     query, layer_kv, *rest = case.arguments()
     keywords = case.keywords()

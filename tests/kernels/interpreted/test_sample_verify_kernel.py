@@ -11,7 +11,7 @@ from tests.kernels import sampling_cases as cases
 
 @pytest.mark.parametrize(("vocab", "tile"), [(4096, 2048), (1001, 256), (7, 16), (511, 512)])
 def test_tokens_equal_the_reference(vocab: int, tile: int) -> None:
-    """With mixed filters, ties and any tiling, every row gets the token of the reference."""
+    """Every row has the token of the reference with mixed filters, ties and any tiling."""
     rows = cases.mixed_row_sampling(14, seed=vocab)
     logits = cases.random_logits(14, vocab, seed=vocab)
     expected = sample_verify_ref.sample(logits, rows)
@@ -20,7 +20,7 @@ def test_tokens_equal_the_reference(vocab: int, tile: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 9, 16])
 def test_top_k_of_equal_logits_keeps_the_lowest_ids(top_k: int) -> None:
-    """With equal logits, top-k keeps exactly the first k ids."""
+    """The filter top-k keeps the first k ids of equal logits."""
     rows = cases.row_sampling(6, top_k=top_k, seed=5)
     logits = torch.zeros((6, 37))
     tokens = sample_verify.sample(logits, rows, tile=16)
@@ -29,14 +29,14 @@ def test_top_k_of_equal_logits_keeps_the_lowest_ids(top_k: int) -> None:
 
 
 def test_top_k_one_is_greedy() -> None:
-    """top_k = 1 gives the greedy token, even at a high temperature and with ties."""
+    """top_k = 1 gives the greedy token even at a high temperature and with ties."""
     logits = cases.random_logits(5, 300, seed=1)
     rows = cases.row_sampling(5, top_k=1, temperature=5.0)
     assert sample_verify.sample(logits, rows, tile=64).tolist() == logits.argmax(dim=1).tolist()
 
 
 def test_strided_rows_are_read_in_place() -> None:
-    """Logits may be a slice of a wider matrix."""
+    """The kernel reads logits that are a slice of a wider matrix."""
     wide = cases.random_logits(4, 200, seed=2)
     rows = cases.mixed_row_sampling(4, seed=2)
     narrow = wide[:, :150]
@@ -45,7 +45,7 @@ def test_strided_rows_are_read_in_place() -> None:
 
 
 def test_logits_of_16_bits_give_the_tokens_of_float32() -> None:
-    """Logits in bfloat16 tie often and give the tokens of the same logits in float32."""
+    """Logits in bfloat16, which often tie, give the tokens of the same logits in float32."""
     logits = cases.random_logits(14, 700, seed=6).bfloat16()
     rows = cases.mixed_row_sampling(14, seed=6)
     expected = sample_verify_ref.sample(logits, rows)

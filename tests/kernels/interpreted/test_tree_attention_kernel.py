@@ -1,4 +1,4 @@
-"""Attention to drafts that branch, in the interpreter, in float32."""
+"""Attention to branching drafts in the interpreter, in float32."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 def _mixed() -> AttentionCase:
     """Return trees of all kinds among a chunk, a decode and padding.
 
-    The comb's paths end one split after the draft's start, the star starts at a split boundary, and
-    the tree of 64 tokens fills several programs.
+    The comb's paths end one split after the draft's start. The star starts at a split boundary. The
+    tree of 64 tokens fills several programs.
     """
     return attention_case(
         [9, 7, 66, 0, 1, 6, 4, 12],
@@ -46,7 +46,7 @@ def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -
 
 @pytest.mark.parametrize("window", [None, 2, 30])
 def test_trees_equal_the_reference(window: int | None) -> None:
-    """Combs, stars, chains and bushes equal the reference, with the same bits in either mode."""
+    """Combs, stars, chains and bushes equal the reference and have the same bits in either mode."""
     case = _mixed()
     expected = paged_attention_ref.paged_attention(
         *case.arguments(), **case.keywords(), window=window
@@ -76,7 +76,7 @@ def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | 
 
 
 def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
-    """Bit 63, the sign of an int64, is an ancestor like any other."""
+    """Bit 63, the sign of an int64, is a valid ancestor bit."""
     drafts = [chain(64), comb(64)]
     case = attention_case(
         [64, 65], [80, 90], query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, seed=3
@@ -90,7 +90,7 @@ def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_chain_has_the_same_bits_with_and_without_masks(parallel: bool) -> None:
-    """Other sequences' trees do not change a sequence whose draft does not branch."""
+    """The trees of other sequences do not change a sequence without branches."""
     lens, contexts = [6, 20, 1, 5], [67, 70, 128, 5]
     drafts = [chain(5), [], [], chain(5)]
     sizes = {"query_heads": 2, "kv_heads": 1, "head_dim": 16, "seed": 4}

@@ -36,7 +36,7 @@ def _paths() -> list[int]:
 
 @pytest.mark.parametrize("path", _paths())
 def test_slots_equal_the_reference(path: int) -> None:
-    """The slot of every position is found for any of the 64 bits, the sign bit included."""
+    """The kernel finds the slot of every position for any of the 64 bits."""
     draft_start = 21
     end = draft_start + path.bit_count()
     positions = torch.arange(128, dtype=torch.int32).clamp(max=end - 1)

@@ -1,4 +1,4 @@
-"""The decoder on the Triton kernels against the same decoder in torch, in float32."""
+"""The decoder on the Triton kernels, compared with the torch decoder in float32."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_decoder_on_triton_equals_the_decoder_in_torch(changes: dict[str, object]) -> None:
-    """Logits, keys and values equal those of torch, for chunks, decodes, chains and trees."""
+    """Logits, keys and values of chunks, decodes, chains and trees equal those of torch."""
     config = tiny_config(**changes)
     weights = tiny_weights(config)
     pools = [KvPool(config, MIXED_BLOCKS, torch.float32) for _ in range(2)]

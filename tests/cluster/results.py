@@ -16,13 +16,13 @@ from draftgate.loadgen.types import Record
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile of some values."""
+    """Return the nearest-rank percentile of some values."""
     ranked = sorted(values)
     return ranked[max(1, math.ceil(share * len(ranked))) - 1]
 
 
 def latencies(records: Sequence[Record]) -> dict[str, Any]:
-    """Return percentiles in milliseconds."""
+    """Return latency percentiles in milliseconds by name."""
     measured = {
         "ttft": [found for r in records if (found := ttft_s(r)) is not None],
         "tpot": [found for r in records if (found := tpot_s(r)) is not None],
@@ -40,13 +40,15 @@ def latencies(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def write_figures(variable: str, command: str, figures: dict[str, Any]) -> None:
-    """Print results, and write them to the file in an environment variable.
+def write_results(variable: str, command: str, results: dict[str, Any]) -> None:
+    """Print the results of a run and write them to the file in an environment variable.
 
     Args:
-        command: the command that produces them.
+        variable: the name of the environment variable.
+        command: the command that produces the results.
+        figures: the results.
     """
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    sys.stdout.write(json.dumps(results, indent=1) + "\n")
     if variable in os.environ:
         facts = {**provenance(), "command": command, "load_average": os.getloadavg()[0]}
-        Path(os.environ[variable]).write_text(json.dumps(facts | figures, indent=1) + "\n")
+        Path(os.environ[variable]).write_text(json.dumps(facts | results, indent=1) + "\n")
