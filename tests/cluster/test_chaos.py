@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster.results import latencies, write_results
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import Cluster, cluster
 from tests.cluster.pool import until_settled
+from tests.cluster.results import latencies, write_results
 from tests.cluster.troubles import NodeFailures
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.cluster.results import latencies, write_results
 
 from draftgate.loadgen.types import Record
 from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import NodeProcess, cluster
 from tests.cluster.pool import until_settled
 from tests.cluster.redis_troubles import REDIS_FAILURES, RedisBehindProxy, recovered, uses_redis
+from tests.cluster.results import latencies, write_results
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.tcp_proxy import proxied
