@@ -96,7 +96,7 @@ async def test_a_gateway_without_a_worker_uses_the_workers_of_the_pool(
         assert sum(view.leased_tokens for view in (await store.snapshot()).workers) == 0
 
 
-async def test_a_gateway_without_a_worker_waits_for_one(store: HidingStore) -> None:
+async def test_a_gateway_is_not_ready_until_a_worker_joins(store: HidingStore) -> None:
     """The gateway is not ready, and gives a reason, until the first worker joins."""
     async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
         starting = asyncio.create_task(start_workers(where.node))
@@ -125,7 +125,7 @@ async def test_every_node_uses_all_workers(store: HidingStore) -> None:
             assert reported.epoch == worker.epoch
 
 
-async def test_a_draining_worker_finishes_its_streams_and_gets_no_new_ones(
+async def test_a_draining_worker_finishes_its_streams_and_gets_no_requests(
     store: HidingStore,
 ) -> None:
     """The gateway removes a draining worker once its streams have ended."""

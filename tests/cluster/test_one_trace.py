@@ -77,13 +77,13 @@ async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) 
 
 def check(collector: Collector, path: list[str]) -> None:
     """Check that every span of both attempts exists once, within its parent, in the same trace."""
-    server = collector.spans_of(SERVER)
+    server = collector.named(SERVER)
     assert {span.trace for span in collector.spans} == {TRACE}
     assert server.parent == PARENT
     assert server.events == ["first_token", "resume"]
     resume = server.attributes_of("resume")
     assert [resume["draftgate.resume.from"], resume["draftgate.resume.to"]] == path
-    assert collector.spans_of("admit").parent == server.id
+    assert collector.named("admit").parent == server.id
     for name in ATTEMPT:
         found = spans_of(collector, name)
         assert len(found) == 2, name

@@ -56,15 +56,16 @@ def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int
             sequence.token_ids.append(token)
 
 
-def test_all_sequences_are_asked_if_any_slot_may_pay() -> None:
+def test_all_sequences_draft_if_any_slot_may_gain() -> None:
     """Each step requests a draft for each sequence if no minimum survival is set."""
     proposer = CountingProposer(WRONG)
     run(Drafting({"ngram": proposer}), sequences(3), DraftTerms(), 40)
     assert len(proposer.requested_keys) == 3 * 40
 
 
-def test_hopeless_sequences_are_asked_every_16_steps() -> None:
-    """Sequences with only wrong drafts draft in one of 16 steps, and others in each step."""
+def test_sequences_with_wrong_drafts_draft_every_16_steps() -> None:
+    """A sequence with only wrong drafts drafts in every 16th step, and other sequences in each
+    step."""
     proposer = CountingProposer(lambda key, position: key > 0)
     drafting, batch = Drafting({"ngram": proposer}), sequences(4)
     terms = DraftTerms(least_survival=0.45)
@@ -75,8 +76,9 @@ def test_hopeless_sequences_are_asked_every_16_steps() -> None:
     assert counts == [10 * HOPELESS_STEPS, 10, 10, 10]
 
 
-def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
-    """One lookup in 64 steps keeps the estimates current at a price above every survival."""
+def test_a_sequence_is_probed_if_no_slot_can_gain() -> None:
+    """The scheduler makes a lookup every 64 steps to keep estimates current at a very high
+    price."""
     proposer = CountingProposer()
     run(
         Drafting({"ngram": proposer}),
@@ -87,7 +89,7 @@ def test_one_sequence_is_probed_if_no_slot_can_pay() -> None:
     assert proposer.requested_keys == [0] * 10
 
 
-def test_probes_notice_that_drafts_became_right() -> None:
+def test_probes_detect_that_drafts_became_correct() -> None:
     """All sequences draft again soon after good evidence follows a series of wrong drafts."""
 
     class Turning(CountingProposer):
@@ -170,7 +172,7 @@ def test_unused_proposer_is_offered_less_often() -> None:
     assert offered == [0, RESTING_STEPS + 1]
 
 
-def test_computed_drafts_that_cannot_pay_are_not_offered() -> None:
+def test_computed_drafts_without_gain_are_not_offered() -> None:
     """The scheduler does not offer a depth that takes longer than its tokens are worth."""
     drafting, batch = (
         Drafting({"draft_model": CountingProposer(depth_s=2e-2)}),
@@ -227,8 +229,9 @@ LOOKUP_COST = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
 ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKUP_COST)
 
 
-def test_lookups_that_do_not_pay_are_made_every_16_steps() -> None:
-    """One step in 16 makes a lookup after wrong drafts, and every step after correct drafts."""
+def test_lookups_without_gain_are_made_every_16_steps() -> None:
+    """The scheduler makes a lookup in every 16th step after wrong drafts and in every step after
+    correct drafts."""
     for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_STEPS)):
         proposer = CountingProposer(is_wrong)
         drafting, batch = Drafting({"ngram": proposer}), sequences(1)
@@ -265,7 +268,7 @@ def test_lookups_of_a_step_share_its_fixed_cost() -> None:
     assert counts[1] == 10 * HOPELESS_STEPS
 
 
-def test_a_text_that_starts_to_repeat_is_noticed() -> None:
+def test_lookups_resume_when_a_text_starts_to_repeat() -> None:
     """Each step makes a lookup again soon after a lookup succeeds, even after 1,000 failures.
 
     The evidence that such drafts are good comes from another sequence.

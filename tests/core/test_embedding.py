@@ -31,7 +31,7 @@ class LetterTokenizer:
 
 
 def embedding_worker(**of_worker: object) -> WorkerCore:
-    """A worker whose context and pool hold `LENGTH` tokens."""
+    """Return a worker with a context and a pool of `LENGTH` tokens."""
     scheduler = Scheduler(
         SchedulerConfig(4, 16),
         KvBlocks(LENGTH // 4, 4),
@@ -109,7 +109,8 @@ def test_preempted_embedding_is_recomputed() -> None:
 
 
 def test_paused_embedding_resumes() -> None:
-    """An embedding paused between chunks leaves the batch and one paused in its last step ends."""
+    """A pause between chunks removes an embedding from the batch, and an embedding paused in its
+    last step still ends."""
     harness = SchedulerHarness(num_blocks=16, max_step_tokens=16)
     paused, last = harness.add(prompt=33, task=Task.EMBED), harness.add(prompt=3, task=Task.EMBED)
     harness.step()
@@ -146,7 +147,7 @@ def test_embedding_is_delivered_in_one_delta() -> None:
 
 
 def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
-    """The worker still delivers the other embedding of the step."""
+    """The worker drops a cancelled embedding and still delivers the other embedding of the step."""
     worker, executor = embedding_worker(), FakeExecutor()
     cancelled, remaining = to_embed(3), to_embed((9, 8, 7))
     worker.submit(cancelled)

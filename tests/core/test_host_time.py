@@ -95,7 +95,7 @@ def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
 @pytest.mark.parametrize(
     ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
 )
-def test_drafts_that_pay_for_their_host_time_are_made(sequences, call_s, depth_s) -> None:
+def test_drafts_that_gain_more_than_their_host_time_are_made(sequences, call_s, depth_s) -> None:
     """The scheduler makes expensive calls almost always when nine of ten tokens are correct."""
     best = tokens_per_s("fixed:4", sequences, call_s, 0.1, depth_s)
     assert best > 1.3 * tokens_per_s("off", sequences, 0.0, 0.0)

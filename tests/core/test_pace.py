@@ -168,7 +168,7 @@ def test_sparing_decodes_come_last_but_do_not_starve() -> None:
     assert slow.output_tokens == before[0] + 1
 
 
-def test_sparing_sequences_are_preempted_before_younger_ones() -> None:
+def test_sparing_sequences_are_preempted_before_younger_sequences() -> None:
     """The scheduler preempts the only sparing sequence even if that sequence is the oldest."""
     harness = SchedulerHarness(num_blocks=12, max_num_seqs=4)
     slow, *fast = add_decodes(harness, 3, max_tokens=20)

@@ -163,7 +163,7 @@ def hit_rate(requests: tuple[tuple[int, ...], ...], cached: list[int]) -> float:
 
 @needs_traces
 @pytest.mark.parametrize(("name", "rate"), [("conversation", 0.366), ("synthetic", 0.640)])
-def test_hit_rate_of_an_infinite_cache_matches_the_published_one(name: str, rate: float) -> None:
+def test_hit_rate_of_an_infinite_cache_equals_the_published_rate(name: str, rate: float) -> None:
     """The cache finds 36.6% and 64.0% of the recorded blocks with unlimited memory."""
     requests = trace(name)
     cached = replay(requests, sum(map(len, requests)))

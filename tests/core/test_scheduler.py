@@ -218,7 +218,7 @@ def test_unverified_offers_update_acceptance() -> None:
 
 
 def test_outcome_counts_drafted_and_accepted_tokens() -> None:
-    """Perfect drafts give 13 tokens in one prefill token and three steps of 1 + 3 tokens."""
+    """A prefill token and three steps with drafts of 3 tokens give all 13 tokens."""
     harness = SchedulerHarness(policy=speculation_policy("fixed:3"), wrong=0.0)
     harness.add(prompt=2, max_tokens=13, drafts=3, ignore_eos=True)
     harness.run()

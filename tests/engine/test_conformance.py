@@ -71,7 +71,7 @@ def test_proposer_of_another_package_is_found_and_keeps_the_contract(
     check_proposer(installed_proposer)
 
 
-def test_error_for_an_unknown_proposer_lists_the_known_ones(installed_proposer: str) -> None:
+def test_unknown_proposer_error_lists_the_known_proposers(installed_proposer: str) -> None:
     """The error lists the built-in proposers and the proposers of other packages."""
     with pytest.raises(ValueError, match=r"unknown proposer 'guess'; known: ngram, .*lines"):
         check_proposer("guess")

@@ -283,7 +283,7 @@ def test_pieces_have_the_slots_of_the_page_table(page_tokens: int) -> None:
 
 
 def test_tables_are_read_in_the_fewest_pieces() -> None:
-    """A run is read as one view, a tile across two runs is gathered, and neighbours merge."""
+    """The reader views a run directly, gathers a tile across two runs, and merges neighbours."""
 
     def shape(table: str) -> list[tuple[int, int, bool]]:
         pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT)

@@ -112,7 +112,7 @@ def test_tree_larger_than_a_mask_is_rejected() -> None:
         packed(65)
 
 
-def test_packed_spans_equal_spans_copied_one_by_one() -> None:
+def test_packed_spans_equal_separately_copied_spans() -> None:
     """Packed spans equal spans copied separately, and padding sequences have no rows."""
     tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 2))
     works = [

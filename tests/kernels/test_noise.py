@@ -56,7 +56,7 @@ def _rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("seed", "choice", "position", "purpose", "token", "word", "u", "g"), _GOLDEN
 )
-def test_golden_vectors(
+def test_noise_equals_the_golden_vectors(
     seed: int, choice: int, position: int, purpose: int, token: int, word: int, u: float, g: float
 ) -> None:
     """Words and uniforms equal version 1 of the noise, and Gumbel noise is equal up to rounding."""
@@ -67,7 +67,7 @@ def test_golden_vectors(
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), _KNOWN_ANSWERS)
-def test_known_answers_of_random123(
+def test_generator_equals_the_vectors_of_random123(
     counter: list[int], key: list[int], expected: list[int]
 ) -> None:
     """The generator equals the published Philox4x32-10."""

@@ -191,7 +191,7 @@ def test_without_a_secret_only_local_nodes_without_keys_serve_peers(
     assert access.admit(PATH, {}) == (NO_PROOF if proofs == NO_PROOF else None)
 
 
-def test_loopback_addresses() -> None:
+def test_only_literal_loopback_addresses_count_as_loopback() -> None:
     """Only literal loopback addresses and `localhost` count as loopback."""
     assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost")] == [True] * 3
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.4", "loopback"))

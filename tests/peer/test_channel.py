@@ -110,7 +110,7 @@ def make_request_of(tokens: int):
     return replace(make_request(backend), prompt_ids=compact(range(tokens)))
 
 
-async def test_prompt_of_one_megabyte_reaches_the_worker(scripted: ScriptedBackend) -> None:
+async def test_prompt_of_1_mb_reaches_the_worker(scripted: ScriptedBackend) -> None:
     """A prompt of 1 MB and a later cancel reach the worker over a real connection."""
     scripted.card = replace(scripted.card, max_model_len=1 << 20)
     scripted.kv_tokens = 1 << 20

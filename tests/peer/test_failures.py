@@ -117,7 +117,7 @@ async def test_streams_end_before_the_close_handshake(monkeypatch: pytest.Monkey
         proxy.thaw()
 
 
-async def test_unreachable_peer_is_asked_again() -> None:
+async def test_unreachable_peer_is_contacted_again() -> None:
     """An unreachable peer has a failure and takes no requests until it serves again."""
     async with behind_proxy() as (backend, proxy, _):
         proxy.cut(refuse=True)
@@ -168,7 +168,7 @@ async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.Monke
         assert sum([len(delta.token_ids) async for delta in stream]) == 100
 
 
-def test_silence_is_noticed_after_its_time() -> None:
+def test_silence_is_detected_after_its_limit() -> None:
     """The silence of a peer starts with its last report, in virtual time."""
 
     async def scenario() -> float:
@@ -228,7 +228,7 @@ async def test_killed_process_ends_every_stream_at_once() -> None:
                 backend.generate(make_request(backend))
 
 
-async def test_suspended_process_is_noticed_by_silence_and_recovers() -> None:
+async def test_suspended_process_is_detected_by_silence_and_recovers() -> None:
     """The gateway detects a suspended process by its silence and recovers afterwards."""
     with process() as (node, url):
         async with linked_to(url, silence_s=SILENCE_S) as backend:
@@ -266,7 +266,7 @@ async def test_stop_ends_a_waiting_start() -> None:
         await starting
 
 
-async def test_draining_node_takes_no_requests_and_completes_running_ones() -> None:
+async def test_draining_node_refuses_new_requests_and_completes_running_requests() -> None:
     """The gateway refuses new requests for a draining node, and running requests complete."""
     async with (
         running() as where,

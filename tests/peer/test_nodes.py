@@ -22,7 +22,7 @@ BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 3}
 
 
-async def test_clients_see_no_difference_to_a_local_worker() -> None:
+async def test_clients_receive_the_responses_of_a_local_worker() -> None:
     """Texts, usage, models and tokens equal those of the node with the worker."""
     async with (
         running() as peer,
@@ -51,7 +51,7 @@ async def test_clients_see_no_difference_to_a_local_worker() -> None:
         assert where.node.dispatcher.in_flight == 0
 
 
-async def test_client_that_leaves_frees_memory_two_nodes_away() -> None:
+async def test_disconnected_client_frees_memory_at_the_peer() -> None:
     """The remote sequence ends when the client closes its HTTP stream."""
     body = {**BODY, "max_tokens": 4000, "stream": True}
     async with (

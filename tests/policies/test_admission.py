@@ -32,7 +32,7 @@ BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
 def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
-    """A request of 3.2 s for a pool of 32 sequences, which takes 0.1 s of the pool."""
+    """Return the view of a request of 3.2 s for a pool of 32 sequences."""
     queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
     service = ServiceLevel(ttft_s)
     given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
@@ -40,7 +40,7 @@ def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> Admissio
 
 
 @pytest.mark.parametrize("spec", ["deadline", "bounded", "none"])
-def test_conformance(spec: str) -> None:
+def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy is found by its name and keeps the contract of `AdmissionPolicy`."""
     policy = admission_policy(spec)
     assert isinstance(policy, AdmissionPolicy)
@@ -102,7 +102,7 @@ def test_more_work_ahead_never_admits_a_refused_request(less_s, more_s, ttft_s) 
 
 
 @given(st.lists(st.floats(0.05, 8), min_size=1, max_size=30))
-def test_longer_target_is_never_refused_where_a_shorter_is_admitted(targets) -> None:
+def test_longer_target_is_never_worse_than_a_shorter_target(targets) -> None:
     """A longer target is never worse for the same queue and bookings."""
     policy = admission_policy("deadline")
     for number in range(30):
@@ -136,7 +136,7 @@ def test_early_return_is_given_the_remaining_delay() -> None:
         assert policy.decide(view(5.0 - at_s), at_s).retry_after_s == pytest.approx(retry_s - at_s)
 
 
-def test_equal_requests_get_an_appointment_each() -> None:
+def test_equal_requests_have_separate_appointments() -> None:
     """Equal requests have separate bookings, even in one burst and as first tries."""
     for retries in (None, 0):
         policy = admission_policy("deadline")

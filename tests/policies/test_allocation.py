@@ -144,9 +144,7 @@ def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
 
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs(), once_s)
-def test_path_for_few_slots_equals_the_path_for_many(
-    offered, others, budget, cost, verify_s
-) -> None:
+def test_algorithms_for_few_and_many_slots_agree(offered, others, budget, cost, verify_s) -> None:
     """The algorithms for few slots and for many slots give the same rate."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
@@ -180,7 +178,7 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
 @settings(max_examples=200)
-def test_start_costs_are_paid_for(offered, starts, cost) -> None:
+def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
     """The allocation beats drafting for no new sequence and is close to the optimum."""
     begun = [
         replace(c, start_s=start_s if c.depth_s else 0.0)

@@ -62,14 +62,14 @@ def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
     assert value(options, chosen, price) == pytest.approx(best, abs=1e-9)
 
 
-def test_long_match_is_used_and_a_short_one_replaced_by_a_computed_draft() -> None:
+def test_computed_draft_replaces_a_short_match_but_not_a_long_match() -> None:
     """Each sequence uses the proposer with the higher gain."""
     drafted = DraftCandidate((0.8, 0.64, 0.5), DEPTH_S)
     match, guess = DraftCandidate((0.95, 0.9, 0.85)), DraftCandidate((0.1, 0.01))
     assert arbitrate([(match, drafted), (guess, drafted)], 0.05, RATE) == [0, 1]
 
 
-def test_many_sequences_share_a_depth_that_one_cannot_afford() -> None:
+def test_many_sequences_share_the_cost_of_a_depth() -> None:
     """Ten sequences share the cost of a depth that is too high for one sequence."""
     options = (DraftCandidate((0.3,)), DraftCandidate((0.38,), DEPTH_S))
     assert arbitrate([options], 0.05, RATE) == [0]

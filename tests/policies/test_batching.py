@@ -33,7 +33,7 @@ COST = StepCost(STAIRS, tuple(5e-3 + 20e-6 * tokens for tokens in STAIRS), 40e-9
 @pytest.mark.parametrize(
     "spec", ["slack", "fixed:512", "fixed:2048", "prefill_first", "decode_first"]
 )
-def test_conformance(spec: str) -> None:
+def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy is found by its name and keeps the contract of `BatchingPolicy`."""
     policy = batching_policy(spec)
     assert isinstance(policy, BatchingPolicy)

@@ -19,7 +19,7 @@ from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
 def load(**fields: object) -> WorkerLoad:
-    """A worker that runs 16 sequences and has memory for 1,600 tokens."""
+    """Return the load of a worker with 16 sequences and memory for 1,600 tokens."""
     given = {"max_sequences": 16, "step_tokens": 512, "kv_blocks_free": 100, "kv_blocks_total": 100}
     values = {"running": 0, "waiting": 0, "price": 0.0, "acceptance": 0.5, "proposers": ()}
     return WorkerLoad(**{**values, **given, **fields})

@@ -23,7 +23,7 @@ ONE = CapacityNeed(1, 300, 500)
 
 
 def load(running: int, price: float, speed: WorkerSpeed, **fields: int) -> WorkerLoad:
-    """A worker with memory for 160,000 tokens."""
+    """Return the load of a worker with memory for 160,000 tokens."""
     report = {
         "waiting": 0,
         "kv_blocks_free": 8000,
@@ -103,7 +103,7 @@ def test_arriving_requests_fill_free_capacity_and_then_wait(
 
 
 @given(costs(), st.integers(0, 64), st.integers(0, 2000), st.integers(1, 200_000))
-def test_projected_price_is_finite_and_not_below_the_reported_one(
+def test_projected_price_is_finite_and_not_below_the_reported_price(
     cost: StepCost, running: int, context_tokens: int, leased_tokens: int
 ) -> None:
     """The projected price is finite and at least the reported price for any step cost."""

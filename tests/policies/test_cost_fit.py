@@ -117,7 +117,7 @@ def test_fit_follows_a_device_that_slows_down() -> None:
     assert median_error(fit_steps(fit, 512, factor=2.0).cost, factor=2.0) < 0.10
 
 
-def test_unmeasured_stairs_follow_measured_ones() -> None:
+def test_unmeasured_stairs_follow_measured_stairs() -> None:
     """Unmeasured stairs rise with the measured stairs when the whole profile was 30% too low."""
     truth, fit = seed(1.0), StepCostFit(seed(0.7))
     for _ in range(256):

@@ -37,7 +37,7 @@ def test_request_is_given_up_after_the_most_resumes(
 
 
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 5))
-def test_poison_takes_few_workers_and_never_the_last_of_three(
+def test_poison_request_takes_few_workers_and_never_the_last_of_three(
     workers: int, most_resumes: int, first_tokens: int
 ) -> None:
     """A request that breaks every worker at the same position takes at most `1 + most_resumes`."""

@@ -29,7 +29,7 @@ def jain(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
-def test_conformance(spec: str) -> None:
+def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy is found by its name and keeps the contract of `OrderingPolicy`."""
     policy = ordering_policy(spec)
     assert isinstance(policy, OrderingPolicy)
@@ -40,7 +40,7 @@ def test_conformance(spec: str) -> None:
         ordering_policy(f"{spec}:3")
 
 
-def test_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_unknown_policy_error_lists_the_known_policies() -> None:
     """The error lists the shipped policies."""
     with pytest.raises(ValueError, match="edf, fair, fcfs"):
         ordering_policy("lottery")

@@ -55,7 +55,9 @@ def test_goodput_does_not_fall_under_overload(load: float) -> None:
 
 @pytest.mark.parametrize("tenants", [1, 5])
 @pytest.mark.parametrize("without_target", [0.0, 0.5])
-def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_target: float) -> None:
+def test_appointments_are_kept_at_three_times_the_capacity(
+    tenants: int, without_target: float
+) -> None:
     """The pool admits 90% of punctual clients, and the median delay is at most 1.5 times
     too long."""
     results = runs(tenants=tenants, without_target=without_target)
@@ -66,7 +68,7 @@ def test_promises_are_kept_at_three_times_the_capacity(tenants: int, without_tar
 
 
 @pytest.mark.parametrize("return_time", [never, all_at_30_s, early, half_obeys, rounds_up])
-def test_no_behaviour_of_clients_costs_goodput(return_time: ReturnTime) -> None:
+def test_goodput_holds_for_any_client_behaviour(return_time: ReturnTime) -> None:
     """Goodput holds if clients return early, immediately, at whole seconds, half of the time, or
     never."""
     results = runs(return_time=return_time)
@@ -107,7 +109,7 @@ def classes_of(seconds: float = 60.0, tenants: int = 1) -> list[tuple[Pool, list
 
 
 @pytest.mark.parametrize("tenants", [1, 5])
-def test_promises_are_kept_to_three_classes(tenants: int) -> None:
+def test_three_classes_keep_their_appointments(tenants: int) -> None:
     """Appointments hold for three equal classes when the best class alone fills the pool.
 
     The worst class keeps slightly less than 90% because the future load of better classes is

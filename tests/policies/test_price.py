@@ -102,10 +102,12 @@ def test_prompts_raise_the_price_of_slots() -> None:
     *(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(0, 120)),
     verifying,
 )
-def test_slot_times_beside_prompts(cost, sequences, prefill, free, most, verify_s) -> None:
+def test_slots_use_spare_tokens_before_they_displace_prompts(
+    cost, sequences, prefill, free, most, verify_s
+) -> None:
     """Slots use spare tokens, then displace prompt tokens, then lengthen the step.
 
-    The slot times omit the prompts and include verification once.
+    The slot times exclude the prompts and include the fixed verification time once.
     """
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
     step = replace(step, verify_s=verify_s)

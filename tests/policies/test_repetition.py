@@ -27,12 +27,12 @@ def repetition_by_definition(token_ids: list[int]) -> float | None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=700))
-def test_repetition_is_the_share_of_lookups_that_were_right(token_ids) -> None:
+def test_repetition_is_the_share_of_correct_lookups(token_ids) -> None:
     """The vectorized form equals a token-by-token computation."""
     assert repetition(token_ids) == repetition_by_definition(token_ids)
 
 
-def test_repetitive_text_has_1_and_new_text_is_unknown() -> None:
+def test_repetitive_text_has_repetition_1_and_new_text_none() -> None:
     """The repetition of new text is unknown because it has too few lookups."""
     assert repetition([1, 2, 3, 4, 5] * 50) == 1.0
     assert repetition(range(1000)) is None

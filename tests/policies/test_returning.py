@@ -23,7 +23,7 @@ def returning_queue(spec: str) -> ReturningFirst:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_conformance(spec: str) -> None:
+def test_returning_queue_keeps_the_ordering_contract(spec: str) -> None:
     """The wrapper keeps the contract of `OrderingPolicy` and the name of the wrapped policy."""
     queue = returning_queue(spec)
     assert isinstance(queue, OrderingPolicy)

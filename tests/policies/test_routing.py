@@ -34,14 +34,14 @@ SPECS = (
 )
 
 
-def test_price_is_still_accepted_as_a_name_of_least_cost() -> None:
+def test_price_is_an_alias_of_least_cost() -> None:
     """The name `price` of release 0.1.0 builds `least_cost` with its argument."""
     assert routing_policy("price").name == "least_cost"
     assert routing_policy("price:undrafted").name == "least_cost:undrafted"
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_conformance(spec: str) -> None:
+def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy is found by its name and keeps the contract of `RoutingPolicy`."""
     policy = routing_policy(spec)
     assert isinstance(policy, RoutingPolicy)
@@ -67,7 +67,7 @@ def test_conformance(spec: str) -> None:
         ("weighted:load=inf", "above 0"),
     ],
 )
-def test_invalid_specs_are_refused_with_the_valid_ones(spec: str, words: str) -> None:
+def test_invalid_spec_error_names_the_known_names(spec: str, words: str) -> None:
     """The error names the invalid policy, scorer or weight."""
     with pytest.raises(ValueError, match=words):
         routing_policy(spec)

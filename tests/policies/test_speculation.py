@@ -75,7 +75,7 @@ def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
         "adaptive_verification",
     ],
 )
-def test_conformance(spec: str) -> None:
+def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy keeps the contract of `SpeculationPolicy`."""
     policy = speculation_policy(spec)
     assert isinstance(policy, SpeculationPolicy)
@@ -164,7 +164,7 @@ def test_auto_never_expects_less_than_no_speculation(
 
 @pytest.mark.parametrize("size", [1, 16, 128, 512])
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
-def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptance) -> None:
+def test_auto_is_no_slower_than_any_baseline_in_its_forecast(size, acceptance) -> None:
     """No baseline has a higher forecast than `auto` with equal estimates."""
     step = replace(batch(size, acceptance), acceptance=acceptance)
     best = tokens_per_s(step, Auto().draft_lengths(step, H100_8B), H100_8B)
@@ -309,8 +309,8 @@ def cap_of(view: RequestView, price: float, acceptance: float) -> int:
 
 @given(VIEWS, st.floats(0, 5), st.floats(0, 1), st.floats(0, 1), st.floats(0, 5))
 def test_caps_are_monotone(view, price, acceptance, share, more) -> None:
-    """Repetition, acceptance, targets and better classes never shorten a cap. Price never lengthens
-    a cap."""
+    """Repetition, acceptance, targets and better classes never shorten a cap, and price never
+    lengthens it."""
     cap = cap_of(view, price, acceptance)
     assert 1 <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
@@ -372,7 +372,7 @@ def test_plan_without_speculation_says_why(request_view, proposers, reason) -> N
         assert reason in plan.reason
 
 
-def test_a_named_proposer_is_used() -> None:
+def test_plan_uses_the_proposer_that_the_client_names() -> None:
     """The plan uses the client's proposer instead of the worker's first proposer."""
     view = RequestView(1, 9, 0.0, SpeculationMode.DRAFT_MODEL, max_draft_tokens=2)
     plan = Auto().decide(view, load(proposers=("ngram", "draft_model")))
@@ -380,7 +380,7 @@ def test_a_named_proposer_is_used() -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "of", "fixed4", "AUTO"])
-def test_unknown_policy_is_refused_with_the_known_ones(spec: str) -> None:
+def test_unknown_policy_error_lists_the_known_policies(spec: str) -> None:
     """The error lists every known policy once."""
     with pytest.raises(ValueError, match="unknown speculation policy") as unknown:
         speculation_policy(spec)
@@ -421,7 +421,7 @@ def test_unweighted_gives_slots_to_the_likeliest() -> None:
     assert unweighted.least_survival(weighted, H100_8B) == least
 
 
-def test_auto_drafts_as_deep_as_drafting_pays() -> None:
+def test_auto_drafts_as_deep_as_drafting_gains() -> None:
     """`auto` skips a depth that costs more than its gain and drafts a free depth."""
     step_s = H100_8B.seconds(1, 500, 1)
     lengths = []

@@ -31,7 +31,7 @@ from tests.policies.routing_workers import (
     st.floats(0.1, 1000.0),
 )
 def test_fill_levels_reaches_one_common_level(columns, tokens) -> None:
-    """All places with tokens reach one level, and places without tokens are above that level."""
+    """All filled places reach the same level, and unfilled places are above that level."""
     columns.sort()
     levels, rises = [level for level, _ in columns], [rise for _, rise in columns]
     fills = fill_levels(levels, rises, tokens)
@@ -45,7 +45,7 @@ def test_fill_levels_reaches_one_common_level(columns, tokens) -> None:
 
 
 @pytest.mark.parametrize("spec", ["least_cost", "weighted:load=1"])
-def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
+def test_gateways_with_the_same_old_report_do_not_herd(spec: str) -> None:
     """1,600 decisions based on one report even out its loads.
 
     All decisions choose the least loaded worker when the gateway has no rivals.

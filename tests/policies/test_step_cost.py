@@ -31,7 +31,7 @@ def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
 
 
 @given(costs(), small, small, small, st.integers(0, 300))
-def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, most) -> None:
+def test_vector_of_slot_times_equals_single_slot_times(cost, tokens, kv, sequences, most) -> None:
     """Each entry of the vector equals `seconds` for its number of slots."""
     expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
     assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
@@ -41,14 +41,14 @@ def test_vector_of_slot_times_equals_single_ones(cost, tokens, kv, sequences, mo
 @pytest.mark.parametrize(
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
-def test_next_edge_is_the_end_of_the_next_more_expensive_stair(tokens: int, edge: int) -> None:
+def test_next_edge_skips_stairs_of_equal_cost(tokens: int, edge: int) -> None:
     """The edge skips stairs of equal cost and adds the last width beyond the table."""
     assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
 
 
 @given(costs(), small)
 def test_edges_are_the_ends_of_stairs(cost, tokens) -> None:
-    """Edges ascend from the table's own to one per width of the last stair."""
+    """Edges ascend through the table and continue with the width of the last stair."""
     edges = cost.edges_up_to(tokens)
     last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
     assert edges == sorted(set(edges))

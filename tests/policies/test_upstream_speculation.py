@@ -36,7 +36,9 @@ def test_all_accepted_is_1_and_none_is_0(drafted: int) -> None:
 
 
 @given(CHANCES, LENGTHS)
-def test_drafts_pay_on_an_idle_engine_and_never_on_a_full_one(chance: float, drafted: int) -> None:
+def test_drafts_gain_on_an_idle_engine_and_never_on_a_full_engine(
+    chance: float, drafted: int
+) -> None:
     """Drafts pay when slots are free and never pay when slots cost their full share."""
     means = DraftMeans(drafted, expected_accepted(chance, drafted))
     assert drafts_pay(fixed_draft_price(0.0, means), means)

@@ -107,7 +107,7 @@ def test_all_proposers_replay_the_same_texts() -> None:
 
 
 def test_unrecorded_proposer_proposes_nothing() -> None:
-    """The simulator proposes no sparse drafts for tasks without a recording of them."""
+    """The simulator proposes no sparse drafts for a task without recorded sparse drafts."""
     config = WorkerConfig(speculation="fixed:4", profile="h100-8b", proposer="sparse_self")
     _, last = run_one(config, request("completion", 1, 30, 4, "sparse_self"))
     assert last.outcome.num_drafted_tokens == 0

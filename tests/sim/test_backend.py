@@ -65,12 +65,12 @@ def run_with(config: WorkerConfig, scenario):
     ],
     ids=["default", "off", "tight", "service"],
 )
-def test_conformance(config: WorkerConfig) -> None:
+def test_simulator_passes_conformance_in_virtual_time(config: WorkerConfig) -> None:
     """The simulator keeps the contract of `Backend` in virtual time."""
     run_virtual(check_backend(SimBackend(config)))
 
 
-async def test_conformance_in_real_time() -> None:
+async def test_simulator_passes_conformance_in_real_time() -> None:
     """A simulator created by name keeps the contract on an ordinary event loop."""
     await check_backend(backend_factory("sim")(WorkerConfig()))
 
@@ -228,7 +228,7 @@ def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> Non
     assert all(c <= 1 for c, e in zip(counts, expected, strict=True) if e == 0)
 
 
-def test_right_drafts_save_time() -> None:
+def test_correct_drafts_save_time() -> None:
     """Good drafts save time, and rejected drafts cost `auto` almost nothing."""
 
     async def scenario(backend):

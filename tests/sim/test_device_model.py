@@ -128,7 +128,7 @@ def test_noise_of_a_step_depends_on_the_clock() -> None:
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
+def test_assumed_costs_have_the_stated_error(name: str) -> None:
     """Every assumed cost is 30% too large or too small, and the table never falls."""
     profile = load_profile(name)
     believed_costs = set()
@@ -146,7 +146,7 @@ def test_believed_costs_are_off_by_the_stated_share(name: str) -> None:
     assert replace(exact, cost=profile.cost, draft=profile.draft) == profile
 
 
-def test_belief_error_must_be_less_than_one() -> None:
+def test_belief_error_of_1_is_rejected() -> None:
     """The model rejects an error of 1, which would allow costs of zero."""
     with pytest.raises(ValueError, match="belief error"):
         misjudged(load_profile("h100-8b"), 1.0, 0)

@@ -49,7 +49,7 @@ def test_h100_profile_is_the_published_fit() -> None:
         assert cost.seconds(tokens, 1000, 4) == pytest.approx(expected)
 
 
-def test_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
+def test_h200_profile_scales_the_memory_reads_of_the_h100() -> None:
     """Memory reads take 3.35 / 4.8 of the H100's time, and arithmetic takes the same time."""
     h100, h200 = (load_profile(name).cost for name in ("h100-8b", "h200-8b"))
     assert h200.kv_token_s == pytest.approx(h100.kv_token_s * 3.35 / 4.8, rel=0.01)
