@@ -161,7 +161,7 @@ def test_nonces_are_kept_until_their_proofs_expire() -> None:
     for number in range(100):
         now_s = 2000.0 + number * 10 * WINDOW_S
         assert checker.answer(SECRET.proof(PATH, now_s).header, PATH, now_s) is not None
-        assert len(checker._seen) == 1
+        assert len(checker._expiry_by_nonce) == 1
 
 
 @pytest.mark.parametrize(
