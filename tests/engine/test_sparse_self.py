@@ -85,7 +85,7 @@ def drafted_by(name: str, requests: Iterable[GenerationRequest]) -> list[Generat
     ]
 
 
-def sampled_requests(
+def make_requests(
     model: Model, policy: SpeculationPolicy, count: int, *, temperature: float, new_tokens: int = 48
 ) -> list[GenerationRequest]:
     settings = {"temperature": temperature, "max_tokens": new_tokens}
@@ -159,13 +159,13 @@ def slots_read(inputs: StepInputs) -> list[int]:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float) -> None:
     """Drafts of any length change no token alone, in batches, in chunks and with preemption."""
-    plain_requests = sampled_requests(shipped, Off(), 6, temperature=temperature)
+    plain_requests = make_requests(shipped, Off(), 6, temperature=temperature)
     plain = run(shipped, plain_requests, Setup(max_num_seqs=1)).tokens
     outcomes: dict[str, Outcome] = {}
     for name, (policy_name, batching) in BATCHINGS.items():
         random_slots = RandomSlots(random.Random(2))
         policy = random_slots if policy_name == "random" else speculation_policy(policy_name)
-        requests = drafted_by(NAME, sampled_requests(shipped, policy, 6, temperature=temperature))
+        requests = drafted_by(NAME, make_requests(shipped, policy, 6, temperature=temperature))
         outcome = outcomes[name] = run(shipped, requests, setup(policy, **batching))
         assert outcome.tokens == plain, name
         assert outcome.accepted > 50
@@ -219,7 +219,7 @@ def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) 
 def test_draft_within_the_budget_is_always_accepted(shipped: Model, temperature: float) -> None:
     """A context within the budget gives the bits of a verify step."""
     policy = speculation_policy("fixed:5")
-    requests = drafted_by(NAME, sampled_requests(shipped, policy, 8, temperature=temperature))
+    requests = drafted_by(NAME, make_requests(shipped, policy, 8, temperature=temperature))
     outcome = run(shipped, requests, setup(policy, budget=BLOCK_TOKENS * 18))
     assert outcome.accepted > 200
     assert outcome.rejected == 0
@@ -234,20 +234,17 @@ NARROW = 2 * BLOCK_TOKENS
 REQUESTS = 2000
 
 
-def distribution_of_texts(model: Model, each: GenerationRequest) -> list[float]:
+def distribution_of_texts(model: Model, generation: GenerationRequest) -> list[float]:
     """Return the probability of each text of `NEW_TOKENS` tokens after the prompt, in order."""
     context, logits = Context(model, PROMPT), {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
         rows = context.runner.logits(StepPlan((context.verify(Draft(text)),))).tolist()
         logits |= {text[:length]: row for length, row in enumerate(rows)}
     distribution = {(): 1.0}
+    sampling = generation.sampling
     for _ in range(NEW_TOKENS):
-        following = {
-            text: filtered_distribution(
-                adjusted(logits[text], PROMPT, text, each.sampling), each.sampling.temperature
-            )
-            for text in distribution
-        }
+        rows = {t: adjusted(logits[t], PROMPT, t, sampling) for t in distribution}
+        following = {t: filtered_distribution(r, sampling.temperature) for t, r in rows.items()}
         distribution = {
             (*text, token): probability * following[text][token]
             for text, probability in distribution.items()
@@ -305,10 +302,10 @@ def test_confirmed_keys_and_values_equal_those_without_drafts(
 ) -> None:
     """Confirmed keys and values have equal bits after accepted, rejected and unverified drafts."""
     plain_kv = dict(
-        confirmed_kv(shipped, sampled_requests(shipped, Off(), 4, temperature=temperature), Setup())
+        confirmed_kv(shipped, make_requests(shipped, Off(), 4, temperature=temperature), Setup())
     )
     policy = RandomSlots(random.Random(7))
-    requests = drafted_by(NAME, sampled_requests(shipped, policy, 4, temperature=temperature))
+    requests = drafted_by(NAME, make_requests(shipped, policy, 4, temperature=temperature))
     compared = 0
     for request_id, kv in confirmed_kv(shipped, requests, setup(policy, num_blocks=40)):
         tokens = min(kv.shape[1], plain_kv[request_id].shape[1])
@@ -441,10 +438,9 @@ def test_budget_without_a_page_for_latest_tokens_is_rejected(
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": COST}
 
-    def build(budget: int, sink: int) -> SparseSelfProposer:
-        return SparseSelfProposer(
-            shipped.decoder, pool, budget_tokens=budget, sink_tokens=sink, **settings
-        )
+    def build(tokens: int, sink: int) -> SparseSelfProposer:
+        sizes = {"budget_tokens": tokens, "sink_tokens": sink}
+        return SparseSelfProposer(shipped.decoder, pool, **sizes, **settings)
 
     with pytest.raises(ValueError, match="budget_tokens must be at least"):
         build(budget, sink)

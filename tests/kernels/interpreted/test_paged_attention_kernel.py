@@ -136,7 +136,7 @@ def test_layers_of_the_pool_are_read_in_place() -> None:
         (pool.layers[1], attention_case(*lens, **heads, kv_heads=2, head_dim=32)),
         (view.layers[0], attention_case(*lens, **heads, kv_heads=1, head_dim=16, block_size=32)),
     ):
-        # The other model's values, then the slots of the case.
+        # The values of the other model precede the slots of the case.
         layer.fill_(torch.nan)
         layer[:, : case.layer_kv.shape[1]] = case.layer_kv
         _equals_the_reference(replace(case, layer_kv=layer), None)

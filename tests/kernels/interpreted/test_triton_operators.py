@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
-# One layer is enough where layers are alike.
+# A single layer is enough if all layers are alike.
 ONE_LAYER = {"num_layers": 1, "windows": (None,)}
 CONFIGS = {
     "a layer with a window and one without": {"windows": (20, None)},
