@@ -72,7 +72,9 @@ class DraftScores:
         self.acceptance.add_draft(accepted, rejected=rejected)
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
-            survivals.add_draft(record, draft.evidence, accepted, rejected=rejected)
+            survivals.add_draft(
+                record, draft.evidence, accepted, rejected=rejected, agreement=draft.agreement
+            )
         else:
             survivals.add_outcome(record, accepted, rejected=rejected)
 
@@ -89,7 +91,7 @@ class DraftScores:
     def _row(self, sequence: Sequence, source: str, draft: Draft) -> Row:
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
-            return survivals.draft(record, draft.evidence)
+            return survivals.draft(record, draft.evidence, draft.agreement)
         return survivals.next_draft(record)
 
     def _source(self, source: str) -> SurvivalModel:

@@ -12,6 +12,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Final
 
+PER_MILLE: Final = 1000
+"""Scale of probabilities and shares in the evidence of a draft."""
+
 ROOT: Final = -1
 """The parent of tokens that follow the sequence itself."""
 
@@ -28,6 +31,8 @@ class Draft:
             right. Siblings sum to at most 1. Empty if every token is an only child.
         evidence: strength of the proposal on the proposer's own scale. This is the match length for
             n-gram, and the confidence in the first token (per mille) for a model.
+        agreement: weighted share, per mille, of the earlier matches that continue with the first
+            token. 0 if only one match exists, or if the proposer compares none.
         distributions: distributions from which the tokens were sampled, for `verify: rejection`.
             Probabilities [at least len(token_ids), vocab_size], in the form that this proposer's
             executor reads. None for tokens that were not sampled. Only a chain may have
@@ -38,6 +43,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
     evidence: int = 0
+    agreement: int = 0
     distributions: object = None
 
     def __len__(self) -> int:

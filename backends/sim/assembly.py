@@ -21,11 +21,7 @@ from draftgate.backends.checkpoints import (
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
-from draftgate.backends.sim.acceptance import (
-    ConstantAcceptance,
-    ReplayedAcceptance,
-    load_recording,
-)
+from draftgate.backends.sim.acceptance import ConstantAcceptance, ReplayedAcceptance
 from draftgate.backends.sim.device_model import (
     DeviceModel,
     ProfileDevice,
@@ -36,6 +32,7 @@ from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.oracle import NAME as ORACLE
 from draftgate.backends.sim.oracle import Oracle, OracleScheduler
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, misjudged, slowed
+from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker
 from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary
 from draftgate.backends.sim.virtual_time import loop_time_s
@@ -136,6 +133,7 @@ class SimEnvironment:
         seed: seed of the devices' noise and of the misjudged costs.
         belief_error: share by which the workers' initial step costs are wrong.
         roofline: whether devices follow a roofline with noise, or exactly the profile.
+        recording: recorded texts to replay. None selects those of the profile.
         slowness: factors for the times of the profile, for the devices in turn.
         log: deliveries to all requests.
     """
@@ -143,6 +141,7 @@ class SimEnvironment:
     seed: int = 0
     belief_error: float = 0.3
     roofline: bool = True
+    recording: Recording | None = None
     slowness: tuple[float, ...] = (1.0,)
     log: DeliveryLog = field(default_factory=DeliveryLog)
 
@@ -157,12 +156,13 @@ class SimEnvironment:
         believed = misjudged(profile, self.belief_error, self.seed)
         device = self._device(profile, config.device_index)
         tokens = SimulatedTokens(SIMULATED_VOCABULARY)
-        acceptance = ReplayedAcceptance(load_recording())
+        recording = self.recording or load_recording(profile.recording)
+        acceptance = ReplayedAcceptance(recording)
         proposers = {
             name: SimProposer(
                 name, tokens, acceptance, believed.draft.get(name, DraftCost()), device
             )
-            for name in proposer_names(config.proposer, profile)
+            for name in proposer_names(config.proposer, profile, recording)
         }
         scheduler = _scheduler(
             OracleScheduler if config.speculation == ORACLE else Scheduler,
@@ -194,21 +194,22 @@ def simulation_policy(spec: str) -> SpeculationPolicy:
     return Oracle() if spec == ORACLE else speculation_policy(spec)
 
 
-def proposer_names(wanted: str | None, profile: Profile) -> tuple[str, ...]:
+def proposer_names(wanted: str | None, profile: Profile, recording: Recording) -> tuple[str, ...]:
     """Return the proposers of a simulated worker.
 
     Args:
         wanted: names separated by commas, or None for n-gram.
         profile: costs of the device.
+        recording: recorded texts to replay.
 
     Raises:
         ValueError: a proposer was not recorded, or the profile has no cost for it.
     """
     chosen = (NGRAM,) if wanted is None else tuple(wanted.split(","))
-    recorded = load_recording().proposers
     for name in chosen:
-        if name not in recorded:
-            raise ValueError(f"no proposer {name!r} was recorded; expected {', '.join(recorded)}")
+        if name not in recording.proposers:
+            known = ", ".join(recording.proposers)
+            raise ValueError(f"no proposer {name!r} was recorded; expected {known}")
         if name != NGRAM and name not in profile.draft:
             raise ValueError(f"the profile {profile.name} has no cost of drafting with {name!r}")
     return chosen

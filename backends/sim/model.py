@@ -101,8 +101,9 @@ class SimProposer:
         self._acceptance.forget(sequence)
 
     def _draft(self, sequence: Sequence, most: int) -> Draft:
-        evidence, proposed, agreed = self._acceptance.guess(self._name, sequence, most)
-        if not proposed:
+        guess = self._acceptance.guess(self._name, sequence, most)
+        if not guess.proposed:
             return NO_DRAFT
         first = len(sequence.token_ids)
-        return Draft(self._tokens.draft(sequence, first, agreed, proposed), evidence=evidence)
+        tokens = self._tokens.draft(sequence, first, guess.agreed, guess.proposed)
+        return Draft(tokens, evidence=guess.evidence, agreement=guess.agreement)

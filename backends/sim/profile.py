@@ -20,6 +20,8 @@ DEFAULT_KV_TOKEN_BYTES: Final = 16384
 DEFAULT_KV_BYTES: Final = 1 << 30
 """Default memory of the KV cache in bytes, because a file has no device to measure."""
 
+DEFAULT_RECORDING: Final = "draftgate-demo"
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -47,6 +49,7 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     draft: dict[str, _DraftFile] = {}
     kv_token_bytes: _Count = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: _Count = DEFAULT_KV_BYTES
+    recording: str = DEFAULT_RECORDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Profile:
         draft: cost of drafting, by proposer.
         kv_token_bytes: KV memory of one token in bytes.
         kv_bytes: memory of the device's KV cache in bytes.
+        recording: texts of the model that a simulation replays, a shipped name or a file.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Profile:
     draft: Mapping[str, DraftCost] = field(default_factory=dict)
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: int = DEFAULT_KV_BYTES
+    recording: str = DEFAULT_RECORDING
 
 
 def profile_names() -> tuple[str, ...]:
@@ -117,7 +122,15 @@ def load_profile(name_or_file: str) -> Profile:
         raise ValueError(f"cannot read profile {path}: {error.strerror}") from error
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(f"damaged profile {path}: {error}") from error
-    return Profile(path.stem, read.source, cost, draft, read.kv_token_bytes, read.kv_bytes)
+    return Profile(
+        path.stem,
+        read.source,
+        cost,
+        draft,
+        read.kv_token_bytes,
+        read.kv_bytes,
+        read.recording,
+    )
 
 
 def slowed(profile: Profile, times: float) -> Profile:

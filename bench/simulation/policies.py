@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.policies_report import body
-from draftgate.backends.sim.acceptance import load_recording
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.experiment import Outcome, Setup, run_experiment
 from draftgate.gateway.cli.simulate.report import compared, estimates
@@ -64,10 +64,12 @@ class Study:
     """The settings of all cells.
 
     Attributes:
+        recording: the texts whose drafts are replayed.
         share: fraction of `REQUESTS` in each run.
     """
 
     config: WorkerConfig
+    recording: Recording
     share: float
     seeds: int
 
@@ -95,7 +97,7 @@ class Study:
     ) -> Setup:
         requests = max(int(self.share * REQUESTS[workload]), 1)
         load = Load(workload=workload, rate_rps=rate_rps, requests=requests, slo=slo)
-        return Setup(load, self.config, tuple(policies), repeat=seeds)
+        return Setup(load, self.config, tuple(policies), repeat=seeds, recording=self.recording)
 
 
 def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
@@ -169,12 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_num_seqs=256,
         max_step_tokens=2048,
     )
-    study = Study(config, args.requests, args.seeds)
+    recording = load_recording(load_profile(args.profile).recording).held_out()
+    study = Study(config, recording, args.requests, args.seeds)
     results = {
         "format": "policies/1",
         **simulated_provenance("policies", arguments),
         "profile": load_profile(args.profile).source,
-        "acceptance": load_recording().source,
+        "acceptance": recording.source,
         "settings": {
             "requests": {name: int(args.requests * many) for name, many in REQUESTS.items()},
             "seeds": args.seeds,

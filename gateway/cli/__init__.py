@@ -114,6 +114,7 @@ BENCHES: Final = {
     "kernels": "bench.engine.kernels",
     "simulator": "bench.simulation.prediction",
     "policies": "bench.simulation.policies",
+    "evidence": "bench.simulation.evidence",
     "capacity": "bench.simulation.capacity",
     "gaps": "bench.simulation.gaps",
     "herd": "bench.simulation.herd",

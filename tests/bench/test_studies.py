@@ -106,7 +106,7 @@ def test_slack_meets_the_slo_where_prefill_first_misses_it() -> None:
     held = {}
     for batching in ("slack", "prefill_first"):
         config = WorkerConfig(**shared_settings(H100), batching=batching, max_step_tokens=8192)
-        held[batching] = Setting(drawn, config, slo_s).point(8.0).holds(slo_s)
+        held[batching] = Setting(drawn, config, slo_s).point(6.0).holds(slo_s)
     assert held == {"slack": True, "prefill_first": False}
 
 

@@ -88,6 +88,20 @@ def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
         assert not draft
 
 
+@given(tokens, st.booleans())
+def test_agreement_is_the_weighted_share_of_equal_continuations(text: list[int], trees) -> None:
+    """A longer match has twice the weight per token, and a single match has no agreement."""
+    draft = proposed(NgramProposer(trees=trees), sequence_of(text), 1)
+    found = longest_matches(text)
+    if len(found) < 2:
+        assert draft.agreement == 0
+        return
+    longest, first = found[0][0], text[found[0][1]]
+    weights = [(2.0 ** (length - longest), text[end] == first) for length, end in found]
+    share = sum(weight for weight, equal in weights if equal) / sum(w for w, _ in weights)
+    assert draft.agreement == round(1000 * share)
+
+
 @given(tokens, st.integers(1, 12))
 def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
     """Each path is a prefix of a continuation, and shares follow the match lengths."""

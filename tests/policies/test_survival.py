@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from draftgate.policies.speculation.survival import (
+    AGREEMENT_EDGES,
     EVIDENCE_EDGES,
     EVIDENCE_ROWS,
     OUTCOME_ROWS,
@@ -76,7 +77,12 @@ def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
 
 def test_every_evidence_and_outcome_has_its_row() -> None:
     """The table counts every way in which a draft can end."""
-    assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
+    rows = [
+        evidence_row(evidence, agreement)
+        for evidence in (0, *EVIDENCE_EDGES)
+        for agreement in (0, *AGREEMENT_EDGES)
+    ]
+    assert rows == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
     assert [outcome_row(accepted, rejected=rejected) for accepted, rejected in ends] == [
         *range(1, 7)
@@ -101,6 +107,27 @@ def test_unseen_row_follows_the_others() -> None:
         table.add_draft(1, 8, rejected=False)
     assert table.row(0).chances[0] > 0.95
     assert table.best_survival > table.row(1).chances[0]
+
+
+def test_unseen_row_of_a_group_follows_its_group() -> None:
+    """A row without drafts starts with each position of its group, not of the whole table."""
+    table = SurvivalTable(4, group=2)
+    for _ in range(512):
+        table.add_draft(0, 0, rejected=True)
+        table.add_draft(2, 3, rejected=True)
+    assert table.row(1).chances[0] < 0.05
+    assert table.row(3).chances[:4] == pytest.approx((1.0, 1.0, 1.0, 0.0), abs=0.05)
+
+
+def test_agreement_of_matches_changes_the_estimates_of_equal_lengths() -> None:
+    """Drafts whose matches agree become likelier than drafts whose matches differ."""
+    survivals, record = SurvivalModel(), RequestRecord()
+    for _ in range(300):
+        survivals.add_draft(record, 3, 4, rejected=True, agreement=1000)
+        survivals.add_draft(record, 3, 0, rejected=True, agreement=300)
+    agreed, differed = survivals.draft(record, 3, 1000), survivals.draft(record, 3, 300)
+    assert agreed.chances[0] > 0.9
+    assert differed.chances[0] < 0.1
 
 
 def test_table_follows_drafts_that_turn_bad() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.drafts import PER_MILLE, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
@@ -26,9 +26,6 @@ from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores
 from draftgate.backends.engine.logits import adjust, forbid_rows
 from draftgate.backends.engine.sampler import draw_tokens, row_sampling
-
-PER_MILLE = 1000
-"""Scale of a chain's evidence: the probability of its first token times this number."""
 
 Forward = Callable[[Many[Feed]], Tensor]
 """Runs feeds of one sampled row each, and returns logits, float32 [feeds, vocab_size]."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Many
 from heapq import heappop, heappush
 from typing import Final
 
-from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.drafts import PER_MILLE, ROOT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex, TenantCorpora
@@ -75,15 +75,15 @@ class NgramProposer:
         matches = self._matches(sequence)
         if not matches:
             return Draft()
-        evidence = matches[0][1].length
+        evidence, agreement = matches[0][1].length, _agreement(matches)
         weights: dict[tuple[int, ...], float] = {}
         for tokens, match in matches if self._trees else matches[:1]:
             continuation = _continuation(tokens, match.end, max_tokens)
             weight = LENGTH_WEIGHT ** (match.length - evidence)
             weights[continuation] = weights.get(continuation, 0.0) + weight
         if len(weights) == 1:
-            return Draft(continuation, evidence=evidence)
-        return _tree(list(weights.items()), max_tokens, evidence)
+            return Draft(continuation, evidence=evidence, agreement=agreement)
+        return Draft(*_tree(list(weights.items()), max_tokens), evidence, agreement)
 
     def _matches(self, sequence: Sequence) -> list[tuple[Many[int], Match]]:
         """Return the matches of the sequence's end with their texts, longest first."""
@@ -99,6 +99,23 @@ class NgramProposer:
         return found
 
 
+def _agreement(matches: list[tuple[Many[int], Match]]) -> int:
+    """Return the weighted share of the matches that continue like the longest, per mille.
+
+    A single match has nothing to agree with, so its agreement is 0.
+    """
+    if len(matches) == 1:
+        return 0
+    (longest_tokens, longest), *_ = matches
+    first, agreeing, total = longest_tokens[longest.end], 0.0, 0.0
+    for tokens, match in matches:
+        weight = LENGTH_WEIGHT ** (match.length - longest.length)
+        total += weight
+        if tokens[match.end] == first:
+            agreeing += weight
+    return round(PER_MILLE * agreeing / total)
+
+
 def _continuation(tokens: Many[int], end: int, length: int) -> tuple[int, ...]:
     """Return the tokens from `end` on. After the end of the text, repeat them from `end`."""
     period = len(tokens) - end
@@ -110,8 +127,10 @@ def _continuation(tokens: Many[int], end: int, length: int) -> tuple[int, ...]:
 _Weighted = tuple[tuple[int, ...], float]  # a continuation and its weight
 
 
-def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Draft:
-    """Return the tree of the likeliest tokens, with shared beginnings, best first.
+def _tree(
+    continuations: list[_Weighted], max_tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Return the tokens, parents and shares of a `Draft`: the tree of the likeliest tokens.
 
     The function visits the children of a token only after it takes the token. The cost is therefore
     proportional to the size of the tree.
@@ -146,4 +165,4 @@ def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Dra
         shares.append(share)
         if depth + 1 < max_tokens:
             push_children(len(tokens) - 1, depth + 1, -chance * CHILD_CHANCE, group)
-    return Draft(tuple(tokens), tuple(parents), tuple(shares), evidence)
+    return tuple(tokens), tuple(parents), tuple(shares)

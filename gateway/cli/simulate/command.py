@@ -85,6 +85,10 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     proposer: Annotated[
         str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self.")
     ] = None,
+    recording: Annotated[
+        str | None,
+        typer.Option(help="Recorded acceptance to replay: a name or a file (default: profile's)."),
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256,
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048,
     max_model_len: Annotated[
@@ -109,6 +113,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""
+    from draftgate.backends.sim.recording import load_recording
     from draftgate.backends.worker_config import WorkerConfig
     from draftgate.gateway.cli.simulate.experiment import Setup
     from draftgate.loadgen.planning.plan import Load
@@ -138,7 +143,10 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         )
         named = (name for text in speculation or ["auto"] for name in text.split(","))
         policies = tuple(filter(None, named))
-        setup = Setup(load, config, policies, workers, routing, repeat, belief_error, truth)
+        replayed = None if recording is None else load_recording(recording)
+        setup = Setup(
+            load, config, policies, workers, routing, repeat, belief_error, truth, replayed
+        )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)

@@ -18,7 +18,7 @@ from typing import Any, Final, overload
 import numpy as np
 from msgspec import to_builtins
 
-from draftgate.backends.sim.acceptance import TASK_SEPARATOR
+from draftgate.backends.sim.acceptance import CLASS_SEPARATOR
 from draftgate.backends.sim.textless_worker import Deliveries
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, SamplingParams
@@ -32,25 +32,10 @@ from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 COUNTER: Final = TokenEstimator()
 
-RECORDED: Final = {
-    "code": ("completion", 0.0),
-    "interactive": ("completion", 0.0),
-    "chat": ("completion", 0.8),
-    "standard": ("completion", 0.8),
-    "shared_prefix": ("completion", 0.8),
-    "rag": ("rewrite", 0.0),
-    "long_document": ("long_context", 0.0),
-    "batch": ("long_context", 0.0),
-}
-"""The recorded task that a class of requests replays, and its default temperature.
+GREEDY: Final = {"code", "interactive", "rag", "long_document", "batch"}
+"""Classes of requests that are greedy by default; the others have `USUAL_TEMPERATURE`."""
 
-The choice compares the tokens per step of n-gram drafts, up to 8 tokens long, with prompt lookup in
-a replay of texts by Llama-3.1-8B (2026-11-21). Chat has 1.63 tokens per step (ShareGPT: 1.67), and
-code completion has 1.72. Retrieval has 2.5 (news: 1.56, code editing: 3.15), and quotations have
-3.7."""
-
-DEFAULT_RECORD: Final = ("completion", 0.8)
-"""The task and temperature of other classes, such as requests of traces without text."""
+USUAL_TEMPERATURE: Final = 0.8
 
 
 def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_token) -> bytes:
@@ -64,15 +49,15 @@ def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_to
 def job_of(planned: PlannedRequest) -> Job:
     """Return the job of a planned request.
 
-    The id of the job begins with the recorded task to replay.
+    The id of the job begins with the class of the request, which selects the recorded texts.
     """
     request = planned.request
-    task, usual = RECORDED.get(request.class_name, DEFAULT_RECORD)
     fields = dict(request.extra)
+    usual = 0.0 if request.class_name in GREEDY else USUAL_TEMPERATURE
     temperature = float(fields.get("temperature", usual))
     speculation: dict[str, Any] = fields.get("speculation", {})
     return Job(
-        request_id=f"{task}{TASK_SEPARATOR}{planned.index}",
+        request_id=f"{request.class_name}{CLASS_SEPARATOR}{planned.index}",
         prompts=(compact(token_ids(prompt_text(request))),),
         sampling=SamplingParams(request.max_tokens, request.seed, temperature, ignore_eos=True),
         max_tokens=request.max_tokens,

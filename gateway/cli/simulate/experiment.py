@@ -10,6 +10,8 @@ from typing import Any, Final
 from msgspec import structs
 
 from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means
@@ -40,6 +42,7 @@ class Setup:
         routing: name of the routing policy.
         repeat: number of seeds.
         belief_error: initial relative error of the workers' step costs.
+        recording: the texts whose drafts are replayed; None means those of the profile.
         truth: `roofline`, or `profile` for devices that follow the profile exactly.
     """
 
@@ -51,6 +54,7 @@ class Setup:
     repeat: int = 1
     belief_error: float = 0.3
     truth: str = "roofline"
+    recording: Recording | None = None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -65,6 +69,15 @@ class Setup:
             raise ValueError("a simulation needs a schedule: give a rate or a trace, not clients")
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"a policy is named twice: {', '.join(self.policies)}")
+
+    @property
+    def replayed(self) -> Recording:
+        """The recording, by default the profile's.
+
+        Raises:
+            ValueError: the profile or its recording cannot be read.
+        """
+        return self.recording or load_recording(load_profile(self.config.profile).recording)
 
     @property
     def seeds(self) -> range:
@@ -137,7 +150,9 @@ def _run(
     load = replace(setup.load, seed=seed)
     config = structs.replace(setup.config, speculation=policy)
     plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
-    environment = SimEnvironment(seed, setup.belief_error, setup.truth == "roofline")
+    environment = SimEnvironment(
+        seed, setup.belief_error, setup.truth == "roofline", setup.replayed
+    )
     rules = replace(ADMIT_ALL, routing=setup.routing)
     cluster = SimulatedCluster(config, setup.workers, environment, rules)
     records = simulate(cluster, plan.requests, lambda record: on_record(policy, seed, record))

@@ -16,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from draftgate import __version__
-from draftgate.backends.sim.acceptance import load_recording
 from draftgate.backends.sim.profile import load_profile
 from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup
 from draftgate.gateway.cli.simulate.intervals import Estimate, differences, estimate, known
@@ -63,7 +62,7 @@ def as_json(setup: Setup, results: Results) -> dict[str, Any]:
         "version": __version__,
         "settings": settings_of(setup),
         "profile": load_profile(setup.config.profile).source,
-        "acceptance": load_recording().source,
+        "acceptance": setup.replayed.source,
         "policies": {outcome.policy: _policy(outcome) for outcome in results.outcomes},
         "differences": {
             outcome.policy: {"to": first.policy, **compared(outcome, first)} for outcome in others

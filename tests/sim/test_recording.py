@@ -1,0 +1,160 @@
+"""Recordings: the shipped files, their selection, and damaged files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from draftgate.backends.sim.profile import load_profile, profile_names
+from draftgate.backends.sim.recording import (
+    RECORDINGS,
+    Columns,
+    Guess,
+    RecordingFile,
+    Text,
+    load_recording,
+    recording_names,
+)
+
+DEMO = load_recording("draftgate-demo")
+LLAMA = load_recording("llama-3.1-8b")
+
+
+def test_shipped_recordings_are_complete() -> None:
+    """Every draft of the shipped recordings agrees in at most as many tokens as it has."""
+    assert recording_names() == ("draftgate-demo", "llama-3.1-8b")
+    for recording in (DEMO, LLAMA):
+        for task in recording.tasks:
+            for text in recording.texts(task, 0.0) + recording.texts(task, 1.0):
+                assert text.length >= 24
+                for name in text.drafts:
+                    guesses = [text.guess(name, position) for position in range(text.length)]
+                    assert all(0 <= guess.agreed <= guess.proposed <= 16 for guess in guesses)
+                    assert all(0 <= guess.agreement <= 1000 for guess in guesses)
+
+
+def test_demo_recording_has_two_temperatures() -> None:
+    """Each task of the shipped model has greedy texts and sampled texts."""
+    assert set(DEMO.tasks) == {"completion", "rewrite", "long_context"}
+    assert DEMO.proposers == ("draft_model", "ngram", "sparse_self")
+    for task in DEMO.tasks:
+        assert DEMO.texts(task, 0.0) != DEMO.texts(task, 1.0)
+
+
+def test_llama_recording_has_700_texts() -> None:
+    """The recording has the texts of four tasks, and every second text is held out."""
+    assert set(LLAMA.tasks) == {"chat", "summary", "code_edit", "math"}
+    assert LLAMA.proposers == ("draft_model", "ngram")
+    assert len(LLAMA.texts("unknown", 0.0)) == 700
+    assert len(LLAMA.held_out().texts("unknown", 0.0)) == 350
+    assert not {text.held_out for text in LLAMA.held_out().texts("unknown", 0.0)} - {True}
+
+
+def test_profiles_replay_texts_of_their_model() -> None:
+    """Each shipped profile names a shipped recording, the 8B profiles that of the 8B model."""
+    recordings = {name: load_profile(name).recording for name in profile_names()}
+    assert recordings == {
+        "cpu-demo": "draftgate-demo",
+        "h100-8b": "llama-3.1-8b",
+        "h200-8b": "llama-3.1-8b",
+    }
+
+
+@pytest.mark.parametrize(("recording", "task"), [(DEMO, "completion"), (LLAMA, "chat")])
+def test_recorded_acceptance_is_autocorrelated(recording, task) -> None:
+    """Long accepted drafts tend to follow each other, with a correlation above 0.3."""
+    pairs = [
+        (text.guess("ngram", at).agreed, text.guess("ngram", at + 1).agreed)
+        for text in recording.texts(task, 0.8)
+        for at in range(text.length - 1)
+    ]
+    mean = sum(first for first, _ in pairs) / len(pairs)
+    covariance = sum((first - mean) * (second - mean) for first, second in pairs)
+    assert covariance / sum((first - mean) ** 2 for first, _ in pairs) > 0.3
+
+
+def test_class_without_a_task_replays_the_default_texts() -> None:
+    """An unknown class replays the task of `*`, or all texts of a recording without it."""
+    assert DEMO.texts("poetry", 0.0) == DEMO.texts("completion", 0.0)
+    assert DEMO.texts("rag", 0.0) == DEMO.texts("rewrite", 0.0)
+    assert LLAMA.texts("interactive", 0.8) == LLAMA.texts("code_edit", 0.0)
+
+
+lengths = st.integers(0, 16)
+guesses = st.lists(
+    st.builds(Guess, st.integers(0, 1000), st.integers(0, 1000), lengths, lengths), min_size=1
+)
+
+
+@given(guesses)
+def test_encoded_recording_is_decoded_unchanged(drafts: list[Guess]) -> None:
+    """A recording that is written and read again has the same drafts at each position."""
+    text = Text("chat", 0.8, 3, {"ngram": Columns.of(drafts)})
+    file = RecordingFile(format="acceptance/2", source="a test", slots=16, texts=(text, text))
+    read = msgspec.json.decode(file.encode(), type=RecordingFile)
+    assert read == file
+    assert [read.texts[1].guess("ngram", at) for at in range(len(drafts))] == drafts
+    assert read.texts[0].guess("draft_model", 0) == Guess(0, 0, 0, 0)
+
+
+def test_first_form_is_still_read(tmp_path: Path) -> None:
+    """A file of the form `acceptance/1` has no agreement, and a compressed file is read as well."""
+    columns = {"evidence": [1, 2], "proposed": "g1", "agreed": "30"}
+    content = {
+        "source": "a test",
+        "slots": 16,
+        "texts": [{"task": "chat", "temperature": 0.0, "prompt": 1, "drafts": {"ngram": columns}}],
+    }
+    path = tmp_path / "old.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    (text,) = load_recording(str(path)).texts("chat", 0.0)
+    assert [text.guess("ngram", at) for at in (0, 1)] == [Guess(1, 0, 16, 3), Guess(2, 0, 1, 0)]
+
+
+def longer(content: dict[str, Any]) -> None:
+    content["texts"][0]["drafts"]["ngram"]["agreed"] += "0"
+
+
+def unknown_length(content: dict[str, Any]) -> None:
+    columns = content["texts"][0]["drafts"]["ngram"]
+    columns["agreed"] = "z" + columns["agreed"][1:]
+
+
+def unknown_format(content: dict[str, Any]) -> None:
+    content["format"] = "acceptance/9"
+
+
+def empty(content: dict[str, Any]) -> None:
+    content["texts"] = []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (longer, "differ in length"),
+        (unknown_length, "lengths \\['z'\\]"),
+        (unknown_format, "acceptance/9"),
+        (empty, "no texts"),
+    ],
+)
+def test_damaged_recording_is_rejected_by_name(tmp_path: Path, damage, message: str) -> None:
+    """The error names the file and what is wrong with it."""
+    content = json.loads((RECORDINGS / "draftgate-demo.json").read_text())
+    damage(content)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"damaged recording .*bad\.json.*{message}"):
+        load_recording(str(path))
+
+
+def test_missing_recording_is_rejected_with_the_known_names() -> None:
+    """The error lists the shipped recordings."""
+    with pytest.raises(ValueError, match=r"no recording 'poetry'.*draftgate-demo, llama-3\.1-8b"):
+        load_recording("poetry")
