@@ -127,7 +127,7 @@ class SimBackend:
             # Each step is due a step time after the due time of the last step, so late timers do
             # not add up. But no device compensates for a host that delayed it by more than a step.
             now_s = loop_time_s()
-            due_s = max(due_s, now_s - result.step_s) + executor.drafting_s + result.step_s
+            due_s = max(due_s, now_s - result.step_s) + executor.host_s + result.step_s
             await self._sleep(due_s - now_s)
             self._streams.deliver(worker.complete(plan, result, loop_time_s()))
 

@@ -56,7 +56,7 @@ NOISE_PERIOD: Final = 1 << 16
 
 
 class DeviceModel(Protocol):
-    """Knows the true durations. Drafting is charged before the step to which it belongs."""
+    """Knows the true durations. The host works before the step to which its work belongs."""
 
     def draft(self, proposer: str, sequences: int, depth: int) -> None:
         """Charge one draft of `depth` tokens for each of the sequences."""
@@ -66,8 +66,12 @@ class DeviceModel(Protocol):
         """Return the seconds of a step that emitted these tokens, without drafting."""
         ...
 
-    def pop_drafting_s(self) -> float:
-        """Return the seconds charged for drafts since the last call."""
+    def pop_host_s(self, sequences: int) -> float:
+        """Return the seconds of the host for a step: drafts since the last call, and planning.
+
+        Args:
+            sequences: number of sequences of the step.
+        """
         ...
 
 
@@ -77,13 +81,15 @@ class ProfileDevice:
     def __init__(self, profile: Profile) -> None:
         self._cost = profile.cost
         self._draft = profile.draft
+        self._host = profile.host
         self._drafting_s = 0.0
 
     def draft(self, proposer: str, sequences: int, depth: int) -> None:
         """See `DeviceModel`."""
         cost = self._draft.get(proposer)
         if cost is not None:
-            self._drafting_s += cost.call_s + depth * cost.depth_s(sequences)
+            self._drafting_s += cost.call_s + sequences * cost.sequence_s
+            self._drafting_s += depth * cost.depth_s(sequences)
 
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
         """See `DeviceModel`."""
@@ -91,10 +97,10 @@ class ProfileDevice:
         step_s = self._cost.seconds(size.tokens, size.kv_tokens, size.sequences)
         return step_s + self._cost.pair_s * size.pairs
 
-    def pop_drafting_s(self) -> float:
+    def pop_host_s(self, sequences: int) -> float:
         """See `DeviceModel`."""
         drafting_s, self._drafting_s = self._drafting_s, 0.0
-        return drafting_s
+        return drafting_s + self._host.step_s + self._host.sequence_s * sequences
 
 
 class RooflineDevice(ProfileDevice):
@@ -123,9 +129,9 @@ class RooflineDevice(ProfileDevice):
         usual_s = dense_s + attention_s + self._cost.sequence_s * size.sequences
         return self._noise.step_s(usual_s, self._now_s())
 
-    def pop_drafting_s(self) -> float:
+    def pop_host_s(self, sequences: int) -> float:
         """See `DeviceModel`. Drafts have the noise of their instant, but only steps stall."""
-        return super().pop_drafting_s() * self._noise.factor(self._now_s())
+        return super().pop_host_s(sequences) * self._noise.factor(self._now_s())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +233,6 @@ class ServiceTimeDevice:
             for one, tokens in zip(requests, emitted, strict=True)
         )
 
-    def pop_drafting_s(self) -> float:
+    def pop_host_s(self, sequences: int) -> float:
         """Return 0."""
         return 0.0

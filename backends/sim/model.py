@@ -26,11 +26,11 @@ class SimExecutor:
     def __init__(self, tokens: SimulatedTokens, device: DeviceModel) -> None:
         self._tokens = tokens
         self._device = device
-        self.drafting_s = 0.0
+        self.host_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: the agreeing part of each draft and the next token."""
-        self.drafting_s = self._device.pop_drafting_s()
+        self.host_s = self._device.pop_host_s(len(plan.work))
         emitted = tuple(map(self._emit, plan.work))
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
         if not plan.is_plain:

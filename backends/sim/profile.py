@@ -1,4 +1,4 @@
-"""Step costs of a device, from a `profile/1` file."""
+"""Costs of a device and its host, from a `profile/2` file or an older `profile/1`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -32,6 +32,19 @@ class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     sequences: tuple[_Count, ...] = (1,)
     depth_s: tuple[_Seconds, ...] = (0.0,)
     call_s: _Seconds = 0.0
+    sequence_s: _Seconds = 0.0
+
+
+class HostCost(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Time of the host for which the device waits, without drafting.
+
+    Attributes:
+        step_s: seconds per step.
+        sequence_s: seconds per sequence of a step.
+    """
+
+    step_s: _Seconds = 0.0
+    sequence_s: _Seconds = 0.0
 
 
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -49,6 +62,8 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     draft: dict[str, _DraftFile] = {}
     kv_token_bytes: _Count = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: _Count = DEFAULT_KV_BYTES
+    format: Literal["profile/1", "profile/2"] = "profile/1"
+    host: HostCost = HostCost()
     recording: str = DEFAULT_RECORDING
 
 
@@ -58,11 +73,13 @@ class DraftCost:
 
     Attributes:
         depths: seconds per drafted token, by the number of sequences, or 0 for lookups.
-        call_s: additional seconds of each step with drafts, such as the time of a lookup.
+        call_s: additional seconds of each step with drafts.
+        sequence_s: additional seconds per sequence, such as the time of a lookup.
     """
 
     depths: StepCost = field(default_factory=lambda: StepCost((1,), (0.0,)))
     call_s: float = 0.0
+    sequence_s: float = 0.0
 
     def depth_s(self, sequences: int) -> float:
         """Return the seconds to draft one token deeper for `sequences` sequences."""
@@ -78,6 +95,7 @@ class Profile:
         source: origin of the values.
         cost: step costs in seconds. Its `pair_s` is the file's `prefill_attention_s`.
         draft: cost of drafting, by proposer.
+        host: cost of planning and accounting.
         kv_token_bytes: KV memory of one token in bytes.
         kv_bytes: memory of the device's KV cache in bytes.
         recording: texts of the model that a simulation replays, a shipped name or a file.
@@ -87,6 +105,7 @@ class Profile:
     source: str
     cost: StepCost
     draft: Mapping[str, DraftCost] = field(default_factory=dict)
+    host: HostCost = field(default_factory=HostCost)
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: int = DEFAULT_KV_BYTES
     recording: str = DEFAULT_RECORDING
@@ -101,7 +120,7 @@ def load_profile(name_or_file: str) -> Profile:
     """Read a shipped profile by name, or a file by its path.
 
     Raises:
-        ValueError: the profile does not exist, or the file is not a valid `profile/1`. The message
+        ValueError: the profile does not exist, or the file is not a valid profile. The message
             names the file and the error.
     """
     path = _path(name_or_file)
@@ -115,7 +134,7 @@ def load_profile(name_or_file: str) -> Profile:
             read.prefill_attention_s,
         )
         draft = {
-            name: DraftCost(StepCost(one.sequences, one.depth_s), one.call_s)
+            name: DraftCost(StepCost(one.sequences, one.depth_s), one.call_s, one.sequence_s)
             for name, one in read.draft.items()
         }
     except OSError as error:
@@ -127,6 +146,7 @@ def load_profile(name_or_file: str) -> Profile:
         read.source,
         cost,
         draft,
+        read.host,
         read.kv_token_bytes,
         read.kv_bytes,
         read.recording,
@@ -177,10 +197,11 @@ def _scaled(profile: Profile, factor: Callable[[], float]) -> Profile:
 
     scaled = cost(profile.cost)
     draft = {
-        name: DraftCost(cost(true.depths), true.call_s * factor())
+        name: DraftCost(cost(true.depths), true.call_s * factor(), true.sequence_s * factor())
         for name, true in sorted(profile.draft.items())
     }
-    return replace(profile, cost=scaled, draft=draft)
+    host = HostCost(profile.host.step_s * factor(), profile.host.sequence_s * factor())
+    return replace(profile, cost=scaled, draft=draft, host=host)
 
 
 def _path(name_or_file: str) -> Path:

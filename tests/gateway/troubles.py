@@ -92,8 +92,8 @@ class FaultyExecutor:
         self._broken = False
 
     @property
-    def drafting_s(self) -> float:
-        return self._device.drafting_s
+    def host_s(self) -> float:
+        return self._device.host_s
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._broken = self._broken or self._fault.breaks(plan)

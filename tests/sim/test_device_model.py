@@ -18,7 +18,7 @@ from draftgate.backends.sim.device_model import (
     RooflineDevice,
     StepNoise,
 )
-from draftgate.backends.sim.profile import load_profile, misjudged, profile_names
+from draftgate.backends.sim.profile import HostCost, load_profile, misjudged, profile_names
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
@@ -92,9 +92,18 @@ def test_drafting_is_charged_once() -> None:
     device = ProfileDevice(profile)
     device.draft("draft_model", sequences=4, depth=3)
     device.draft("ngram", sequences=4, depth=8)
-    expected_s = 3 * profile.draft["draft_model"].depth_s(4) + profile.draft["ngram"].call_s
-    assert device.pop_drafting_s() == pytest.approx(expected_s)
-    assert device.pop_drafting_s() == 0.0
+    ngram = profile.draft["ngram"]
+    expected_s = 3 * profile.draft["draft_model"].depth_s(4) + ngram.call_s + 4 * ngram.sequence_s
+    assert device.pop_host_s(4) == pytest.approx(expected_s)
+    assert device.pop_host_s(4) == 0.0
+
+
+def test_host_time_of_a_step_grows_with_its_sequences() -> None:
+    """Every step charges the host's time per step and per sequence, with or without drafts."""
+    profile = replace(load_profile("cpu-demo"), host=HostCost(step_s=1e-4, sequence_s=1e-6))
+    device = ProfileDevice(profile)
+    assert device.pop_host_s(16) == pytest.approx(1.16e-4)
+    assert device.pop_host_s(1) == pytest.approx(1.01e-4)
 
 
 def test_noise_depends_on_instant_and_device() -> None:

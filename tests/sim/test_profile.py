@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.sim.profile import load_profile, profile_names
+from draftgate.backends.sim.profile import load_profile, profile_names, slowed
 
 GOOD = {
     "device": "d",
@@ -69,6 +69,17 @@ def test_profile_files_are_read_by_path(tmp_path: Path) -> None:
     assert profile.draft["draft_model"].call_s == 3e-4
 
 
+def test_second_form_adds_the_host_and_costs_per_sequence(tmp_path: Path) -> None:
+    """A `profile/2` file has host times, and a `profile/1` file has none."""
+    draft = {"ngram": {"call_s": 1e-6, "sequence_s": 2e-6}}
+    host = {"step_s": 3e-4, "sequence_s": 4e-6}
+    profile = load_profile(write(tmp_path / "new.json", format="profile/2", host=host, draft=draft))
+    assert (profile.host.step_s, profile.host.sequence_s) == (3e-4, 4e-6)
+    assert profile.draft["ngram"].sequence_s == 2e-6
+    assert load_profile(write(tmp_path / "old.json")).host.step_s == 0.0
+    assert slowed(profile, 2.0).host.sequence_s == 8e-6
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -80,6 +91,7 @@ def test_profile_files_are_read_by_path(tmp_path: Path) -> None:
         ({"token_buckets": [8, 1]}, "ascend"),
         ({"kv_token_s": -1.0}, "kv_token_s"),
         ({"kv_tokens_s": 1.0}, "kv_tokens_s"),
+        ({"format": "profile/9"}, "profile/9"),
     ],
 )
 def test_damaged_profile_names_file_and_field(tmp_path: Path, changes, words) -> None:
