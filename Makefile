@@ -58,7 +58,7 @@ $(SETUP): $(SERVE)
 	@touch $@
 
 # Several processes share the tests. Each file runs in one process, which sets up its fixtures once.
-parallel = -n auto --maxprocesses 4 --dist loadfile
+parallel = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(SETUP) ## run the quick tests
 	$(BIN)/python -m pytest $(parallel) $(ARGS)

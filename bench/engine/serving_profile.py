@@ -1,11 +1,11 @@
-"""Measure a `profile/1` of the shipped model that includes the worker's time around steps.
+"""Measure a `profile/2` of the shipped model: its steps, its host and its n-gram lookups.
 
     python -m bench.engine.serving_profile --json FILE
 
 A worker measures only the device's part of a step when it starts. Between two steps the worker also
 plans, accounts for tokens and produces text. `draftgate bench simulator` predicts whole requests,
-so it needs this time too. The benchmark decodes batches on a bare worker. It adds the time beyond
-the device's part to the table, as a constant and a term per sequence.
+so it needs this time too. The benchmark decodes batches on a bare worker. It fits the time beyond
+the device's part by a constant and a term per sequence, and does the same for lookups.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
 from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import measure_step_cost
 from draftgate.backends.token_ids import compact
-from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
@@ -39,6 +42,8 @@ NEW_TOKENS: Final = 64
 PROMPT_TOKENS: Final = 64
 MOST_TOKENS: Final = 4096
 """Length in tokens of the sequence whose steps are timed."""
+
+DRAFT_TOKENS: Final = 8
 
 PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
 
@@ -68,6 +73,34 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
     return found
 
 
+def lookups(engine: LoadedEngine) -> list[tuple[int, float]]:
+    """Return the median seconds of an n-gram lookup by batch size, one new token at a time."""
+    prompts = held_out_prompts(
+        engine.worker.tokenizer, max(BATCHES), least=PROMPT_TOKENS, most=4 * PROMPT_TOKENS
+    )
+    found = []
+    for batch in BATCHES:
+        proposer = NgramProposer()
+        sequences = [
+            Sequence.for_choice(
+                index,
+                GenerationRequest(str(index), compact(prompt), SamplingParams(1, 0), PLAIN),
+                ResumedChoice(0, ()),
+            )
+            for index, prompt in enumerate(prompts[:batch])
+        ]
+        requests = [DraftRequest(sequence, DRAFT_TOKENS) for sequence in sequences]
+        times_s = []
+        for step in range(NEW_TOKENS):
+            began_s = time.perf_counter()
+            proposer.propose(requests)
+            times_s.append(time.perf_counter() - began_s)
+            for sequence, prompt in zip(sequences, prompts, strict=False):
+                sequence.token_ids.append(prompt[step])
+        found.append((batch, median(times_s[1:])))  # the first call indexes the prompts
+    return found
+
+
 def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
     """Return constant and slope of the least-squares line, with negative values set to 0."""
     xs, ys = zip(*points, strict=True)
@@ -83,23 +116,26 @@ def measure() -> dict[str, Any]:
     engine = load_engine(WorkerConfig(speculation="off"))
     runner = cast(Runner, engine.executor)
     cost = measure_step_cost(runner, MOST_TOKENS, max(BATCHES))
-    constant_s, sequence_s = line_through(served_steps(engine, cost))
+    host_step_s, host_sequence_s = line_through(served_steps(engine, cost))
+    call_s, lookup_s = line_through(lookups(engine))
     config = read_model_config(SHIPPED_MODEL)
     source = (
         f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, torch "
-        f"{facts['torch']}, {facts['threads']} threads; {constant_s * 1e6:.0f} us per step and "
-        f"{sequence_s * 1e6:.1f} us per sequence are the worker's own"
+        f"{facts['torch']}, {facts['threads']} threads"
     )
     return {
+        "format": "profile/2",
         "device": facts["device"],
         "model": SHIPPED_MODEL_ID,
         "dtype": "float32",
         "source": source + (", machine disturbed" if facts["disturbed"] else ""),
         "token_buckets": cost.token_buckets,
-        "step_s": [round(step_s + constant_s, 7) for step_s in without_pairs(cost)],
-        "kv_token_s": cost.kv_token_s,
-        "sequence_s": cost.sequence_s + sequence_s,
-        "prefill_attention_s": cost.pair_s,
+        "step_s": [round(step_s, 7) for step_s in without_pairs(cost)],
+        "kv_token_s": round(cost.kv_token_s, 12),
+        "sequence_s": round(cost.sequence_s, 9),
+        "prefill_attention_s": round(cost.pair_s, 13),
+        "host": {"step_s": round(host_step_s, 7), "sequence_s": round(host_sequence_s, 9)},
+        "draft": {"ngram": {"call_s": round(call_s, 8), "sequence_s": round(lookup_s, 9)}},
         "kv_token_bytes": config.kv_bytes_per_token(4),
     }
 

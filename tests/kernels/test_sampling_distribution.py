@@ -132,8 +132,8 @@ def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.T
         previous = torch.empty_like(slot)
         token = text[active, done[active]]
         for depth in range(max_drafts + 1):
-            active = slot == depth
-            previous[active] = token[owner[active]]
+            at_depth = slot == depth
+            previous[at_depth] = token[owner[at_depth]]
             position = _FIRST_POSITION + done[active] + depth
             token = drafter(seeds[active], position, token)
         positions = _FIRST_POSITION + done[sequence] + slot
