@@ -18,6 +18,7 @@ from draftgate.policies.protocols import (
     SpeculationPolicy,
 )
 from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView
+from draftgate.policies.speculation.plan_reason import PlanCause, render_reason
 from draftgate.policies.types import (
     ANY_PROPOSER,
     PROPOSER_MODES,
@@ -47,6 +48,9 @@ def check_decision(policy: SpeculationPolicy, request: RequestView, load: Worker
     assert plan == policy.decide(request, load), "the same inputs must give the same plan"
     assert plan.mode is request.mode, "the plan must repeat the requested mode"
     assert plan.reason, "the plan needs a reason for the client"
+    if plan.cause is not PlanCause.OTHER:
+        rendered = render_reason(plan.cause, plan.figures, plan.max_draft_tokens)
+        assert plan.reason == rendered, "the reason must state the cause and its figures"
     assert (plan.proposer is None) == (plan.max_draft_tokens == 0), (
         "a plan without a proposer must have no drafts"
     )

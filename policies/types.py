@@ -11,6 +11,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from draftgate.policies.speculation.plan_reason import NO_FIGURES, PlanCause, PlanFigures
+
 
 class SpeculationMode(StrEnum):
     """The modes that a client may request in `speculation.mode`."""
@@ -197,8 +199,9 @@ class SpeculationPlan:
         mode: speculation mode that the client requested.
         proposer: name of the proposer or `ANY_PROPOSER`, or None without speculation.
         max_draft_tokens: maximum number of draft tokens in a step, or 0 without speculation.
-        reason: the decision in words, for the client.
+        reason: the decision in words, for the client, rendered from cause and figures.
         price: price at the decision, or None if the policy ignores prices.
+        cause, figures: cause of the decision and the compared values (`plan_reason`).
     """
 
     policy: str
@@ -207,6 +210,8 @@ class SpeculationPlan:
     max_draft_tokens: int
     reason: str
     price: float | None = None
+    cause: PlanCause = PlanCause.OTHER
+    figures: PlanFigures = NO_FIGURES
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> Specula
         plan.mode,
         plan.proposer,
         plan.max_draft_tokens,
+        plan.cause.value,
         plan.reason,
         plan.price,
         outcome.num_spec_steps,

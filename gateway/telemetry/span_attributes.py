@@ -49,6 +49,7 @@ def plan_attributes(plan: SpeculationPlan) -> Attributes:
         "draftgate.policy": plan.policy,
         "draftgate.proposer": plan.proposer or "none",
         "draftgate.max_draft_tokens": plan.max_draft_tokens,
+        "draftgate.cause": plan.cause.value,
         "draftgate.reason": plan.reason,
     }
     return found if plan.price is None else {**found, "draftgate.price": plan.price}

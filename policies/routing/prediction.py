@@ -146,7 +146,7 @@ def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, fl
 
 def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float) -> float:
     """Return the probability of a draft token given all tokens before it, or 0 without drafts."""
-    proposer, _ = choose_proposer_or_any(request, load)
+    proposer = choose_proposer_or_any(request, load)
     if proposer is None:
         return 0.0
     load = structs.replace(load, acceptance=acceptance)

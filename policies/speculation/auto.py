@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.allocation import allocate
 from draftgate.policies.speculation.draft_forecast import DraftForecast, forecast_drafts
+from draftgate.policies.speculation.plan_reason import PlanCause, PlanFigures, render_reason
 from draftgate.policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     capped,
     choose_proposer_or_any,
+    no_proposer,
     no_speculation,
     unweighted,
 )
 from draftgate.policies.speculation.price import least_slot_price
 from draftgate.policies.types import (
-    ANY_PROPOSER,
     RequestView,
+    SpeculationMode,
     SpeculationPlan,
     StepView,
     WorkerLoad,
@@ -44,20 +46,33 @@ class Auto:
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         """Plan the slots that would be worth their price in a good draft (`draft_forecast`).
 
-        The plan has at least one token if the worker has a proposer. The load may have fallen when
-        the request decodes, and the worker decides each step separately.
+        A slot is worth at most the weight of its token. If the price is not less, the plan is off,
+        unless the client names a proposer. Otherwise the plan has at least one token, because the
+        request may get a better draft, and the worker decides each step separately.
         """
-        proposer, why_not = choose_proposer_or_any(request, load)
+        proposer = choose_proposer_or_any(request, load)
         if proposer is None:
-            return no_speculation(self.name, request, why_not, load.price)
+            return no_proposer(self.name, request, load, load.price)
         expected = forecast_drafts(request, load, proposer)
         paying = expected.paying_slots(load.price, self.max_draft_tokens)
+        figures = _figures(paying, self.max_draft_tokens, expected, request, load)
+        if load.price >= expected.weight and request.mode is SpeculationMode.AUTO:
+            cause = PlanCause.PRICE_TOO_HIGH
+            return no_speculation(self.name, request, cause, figures, load.price)
         cap = capped(max(1, paying), request)
-        reason = _reason(cap, paying, self.max_draft_tokens, expected, load.price)
-        reason += f"; {_evidence(expected, request)}, {load.running} running"
-        if proposer == ANY_PROPOSER:
-            reason += f"; by {', '.join(load.proposers)}, whichever pays most"
-        return SpeculationPlan(self.name, request.mode, proposer, cap, reason, load.price)
+        cause = PlanCause.LONGEST_DRAFT if paying == self.max_draft_tokens else PlanCause.PRICE
+        if cap < max(1, paying):
+            cause = PlanCause.CLIENT_CAP
+        return SpeculationPlan(
+            policy=self.name,
+            mode=request.mode,
+            proposer=proposer,
+            max_draft_tokens=cap,
+            reason=render_reason(cause, figures, cap),
+            price=load.price,
+            cause=cause,
+            figures=figures,
+        )
 
     def least_survival(self, step: StepView, cost: StepCost) -> float:
         return least_slot_price(step if self.weighted else unweighted(step), cost)
@@ -66,22 +81,21 @@ class Auto:
         return allocate(step if self.weighted else unweighted(step), cost)
 
 
-def _reason(cap: int, paying: int, most: int, expected: DraftForecast, price: float) -> str:
-    """Return the cap and its cause in words."""
-    up_to = f"up to {cap} draft token{'s' if cap > 1 else ''}"
-    if cap < max(1, paying):
-        return f"{up_to}, as asked for"
-    slot, sign = (paying, "<") if paying == most else (paying + 1, ">")
-    times = "" if expected.weight == 1.0 else f"{expected.weight:g} x "
-    survival = f"{times}survival {expected.survival(slot):.3g} at slot {slot} of a good draft"
-    hope = "" if paying else ", but the load may pass"
-    return f"{up_to}: price {price:.3g} {sign} {survival}{hope}"
-
-
-def _evidence(expected: DraftForecast, request: RequestView) -> str:
-    """Return the basis of the forecast in words."""
-    words = f"acceptance {expected.acceptance:.2f} {expected.source}"
-    words += f" at temperature {request.temperature:g}"
-    if expected.repetition is not None:
-        words += f", repetition {expected.repetition:.2f}"
-    return words
+def _figures(
+    paying: int, most: int, expected: DraftForecast, request: RequestView, load: WorkerLoad
+) -> PlanFigures:
+    """Return the values that decide the cap, with the first slot that does not pay or the last."""
+    slot = min(paying + 1, most)
+    several = request.mode is SpeculationMode.AUTO and len(load.proposers) > 1
+    return PlanFigures(
+        price=load.price,
+        slot=slot,
+        survival=expected.survival(slot),
+        weight=expected.weight,
+        acceptance=expected.acceptance,
+        source=expected.source,
+        temperature=request.temperature,
+        repetition=expected.repetition,
+        running=load.running,
+        proposers=load.proposers if several else (),
+    )

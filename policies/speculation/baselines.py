@@ -8,6 +8,7 @@ from typing import Final
 
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.allocation import allocate
+from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     no_speculation,
@@ -39,7 +40,7 @@ class Off(_AllDrafts):
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         del load
-        return no_speculation(self.name, request, "speculation is off on this server")
+        return no_speculation(self.name, request, PlanCause.SERVER_OFF)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         del cost
@@ -68,8 +69,8 @@ class Fixed(_AllDrafts):
         return f"fixed:{self.draft_tokens}"
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        reason = "fixed at {cap} draft tokens per step"
-        return plan_up_to(self.name, self.draft_tokens, request, load, reason)
+        cause = PlanCause.FIXED_LENGTH
+        return plan_up_to(self.name, self.draft_tokens, request, load, cause)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         del cost
@@ -108,10 +109,7 @@ class ThresholdByBatch(_AllDrafts):
         # The batch may have another size when the request decodes, so the plan allows the longest
         # draft.
         longest = max(length for _, _, length in self.table)
-        reason = "up to {cap} draft tokens, by a table of batch sizes"
-        if not longest:
-            reason = "the table of batch sizes drafts nothing"
-        return plan_up_to(self.name, longest, request, load, reason)
+        return plan_up_to(self.name, longest, request, load, PlanCause.BATCH_TABLE)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         del cost
@@ -138,8 +136,8 @@ class SmartSpec(_AllDrafts):
     name: str = "smartspec"
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        reason = "up to {cap} draft tokens, the same for all by goodput"
-        return plan_up_to(self.name, self.max_draft_tokens, request, load, reason)
+        cause = PlanCause.BATCH_GOODPUT
+        return plan_up_to(self.name, self.max_draft_tokens, request, load, cause)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         longest = max((c.max_draft_tokens for c in step.candidates), default=0)
@@ -167,8 +165,8 @@ class AdaptiveVerification(_AllDrafts):
     name: str = "adaptive_verification"
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        reason = "{cap} draft tokens, of which the likeliest of the batch are verified"
-        return plan_up_to(self.name, self.max_draft_tokens, request, load, reason)
+        cause = PlanCause.LIKELIEST_SLOTS
+        return plan_up_to(self.name, self.max_draft_tokens, request, load, cause)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         # The worker calls this method twice for computed drafts: for their depths, then for the

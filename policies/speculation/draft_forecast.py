@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from draftgate.policies.speculation.plan_reason import AcceptanceSource
 from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import (
     ANY_PROPOSER,
@@ -58,13 +59,13 @@ class DraftForecast:
 
     Attributes:
         acceptance: probability of a token given all previous tokens.
-        source: origin of the acceptance, in words.
+        source: the requests from which the acceptance is known.
         repetition: repetition of the prompt, or None if it does not count.
         weight: highest weight that the request's tokens may reach (`weights`).
     """
 
     acceptance: float
-    source: str
+    source: AcceptanceSource
     repetition: float | None
     weight: float
 
@@ -95,12 +96,15 @@ def forecast_drafts(request: RequestView, load: WorkerLoad, proposer: str) -> Dr
     Args:
         proposer: name of the proposer, or `ANY_PROPOSER`.
     """
-    acceptance, source = load.acceptance, "of this worker"
-    levels = (request.model_drafts, "of all tenants"), (request.tenant_drafts, "of this tenant")
-    for counts, words in levels:
+    acceptance, source = load.acceptance, AcceptanceSource.WORKER
+    levels = (
+        (request.model_drafts, AcceptanceSource.ALL_TENANTS),
+        (request.tenant_drafts, AcceptanceSource.TENANT),
+    )
+    for counts, level in levels:
         acceptance = _shrink(counts, acceptance)
         if counts.accepted + counts.rejected >= HISTORY_TOKENS:
-            source = words
+            source = level
     ngram = SpeculationMode.NGRAM.value
     looks_up = ngram in (load.proposers if proposer == ANY_PROPOSER else (proposer,))
     # Assume that a request with a TPOT target is late. A late request needs its slots, and it is

@@ -31,7 +31,7 @@ from enum import StrEnum
 from typing import Final
 
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation.planning import no_speculation
+from draftgate.policies.speculation.plan_reason import PlanCause, PlanFigures, render_reason
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
 
 KNEE_TOKENS: Final = 320.0
@@ -198,48 +198,58 @@ def choose_pool(
     A request that waited for a certain kind of replica would delay all later requests.
     """
     plan = policy.decide(request, drafting.load)
-    wanted, why = _wanted_pool(request, plan, drafting.load, plain.load)
+    wanted, plan = _wanted_pool(request, plan, drafting.load, plain.load)
     if not drafting.has_capacity and not plain.has_capacity:
-        reason = f"{why}; the first replica with capacity takes it"
-        return PoolChoice(None, replace(plan, reason=reason))
+        return PoolChoice(None, _by_capacity(plan, "; the first replica with capacity takes it"))
     if not (drafting if wanted is ReplicaPool.SPECULATING else plain).has_capacity:
         speculating = wanted is ReplicaPool.SPECULATING
         wanted = ReplicaPool.PLAIN if speculating else ReplicaPool.SPECULATING
-        why = f"{why}, but only {wanted} replicas have capacity"
-    if wanted is ReplicaPool.PLAIN or plan.proposer is None:
-        return PoolChoice(wanted, no_speculation(plan.policy, request, why, plan.price))
-    return PoolChoice(wanted, replace(plan, reason=why))
+        plan = _by_capacity(plan, f", but only {wanted} replicas have capacity")
+    if wanted is ReplicaPool.PLAIN:
+        plan = replace(plan, proposer=None, max_draft_tokens=0)
+    return PoolChoice(wanted, plan)
+
+
+def _by_capacity(plan: SpeculationPlan, addition: str) -> SpeculationPlan:
+    """Return a plan whose pool follows from capacity instead of its cause."""
+    return _caused(plan, PlanCause.CAPACITY, PlanFigures(words=plan.reason + addition))
 
 
 def _wanted_pool(
     request: RequestView, plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad
-) -> tuple[ReplicaPool, str]:
-    """Return the better pool regardless of capacity, and the reason."""
+) -> tuple[ReplicaPool, SpeculationPlan]:
+    """Return the better pool regardless of capacity, and the plan with the reason."""
     cap = request.max_draft_tokens
     if plan.proposer is None:
-        return ReplicaPool.PLAIN, plan.reason
+        return ReplicaPool.PLAIN, plan
     if cap is not None and cap < drafting.draft_tokens:
-        usual = f"{drafting.draft_tokens:.3g} are usual"
-        return ReplicaPool.PLAIN, f"the client asked for at most {cap} draft tokens, and {usual}"
+        figures = PlanFigures(drafted=drafting.draft_tokens, client_tokens=cap)
+        return ReplicaPool.PLAIN, _caused(plan, PlanCause.UPSTREAM_LENGTH, figures)
     if plan.price is None or plan.mode is not SpeculationMode.AUTO:
-        return ReplicaPool.SPECULATING, plan.reason
-    means, price = draft_means(drafting), plan.price
-    costs_s = _token_cost_s(drafting), _token_cost_s(plain)
-    details = (
-        f"{means.accepted:.2f} of {means.drafted:.3g} draft tokens accepted, "
-        f"price {price:.3g}, {drafting.running} running"
-    )
-    worth = drafts_pay(price, means)
+        return ReplicaPool.SPECULATING, plan
+    means, costs_s = draft_means(drafting), (_token_cost_s(drafting), _token_cost_s(plain))
+    worth = drafts_pay(plan.price, means)
     # Where speeds are known, drafts compete with a plain replica, which may be idle. The pool with
     # the lower cost of a token, to the request and to all others, wins.
     if all(costs_s):
         worth = costs_s[0] <= costs_s[1]
-        details += "; a token costs {:.3g} ms in all with drafts, {:.3g} ms without".format(
-            *(cost_s * 1e3 for cost_s in costs_s)
-        )
-    if worth:
-        return ReplicaPool.SPECULATING, f"drafts pay: {details}"
-    return ReplicaPool.PLAIN, f"drafts do not pay: {details}"
+    cause = PlanCause.UPSTREAM_PAYS if worth else PlanCause.UPSTREAM_DOES_NOT_PAY
+    figures = PlanFigures(
+        price=plan.price,
+        running=drafting.running,
+        drafted=means.drafted,
+        accepted=means.accepted,
+        drafting_token_s=costs_s[0],
+        plain_token_s=costs_s[1],
+    )
+    pool = ReplicaPool.SPECULATING if worth else ReplicaPool.PLAIN
+    return pool, _caused(plan, cause, figures)
+
+
+def _caused(plan: SpeculationPlan, cause: PlanCause, figures: PlanFigures) -> SpeculationPlan:
+    """Return a plan with another cause."""
+    reason = render_reason(cause, figures, plan.max_draft_tokens)
+    return replace(plan, reason=reason, cause=cause, figures=figures)
 
 
 def _token_cost_s(load: WorkerLoad) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
 from draftgate.gateway.http.replies.steps import describe_step
@@ -36,8 +39,8 @@ ENDPOINTS = {
         (
             StepTrace(1, "ngram", 2, (1,), 0, (0.9, 0.6), 0.29),
             (
-                "1 of 2 draft tokens verified: survival 0.6 of slot 2 is above the price 0.29, "
-                "but it was not verified; 0 accepted"
+                "1 of 2 draft tokens verified: slot 2 with survival 0.6 exceeds the limit of this "
+                "step; 0 accepted"
             ),
         ),
         (
@@ -56,10 +59,18 @@ ENDPOINTS = {
         ),
         (
             StepTrace(2, "ngram", 1, (1,), 1, (0.2,), 0.3),
+            "1 of 1 draft tokens verified; 1 accepted",
+        ),
+        (
+            StepTrace(3, "ngram", 3, (1, 2, 3), 2, (0.9, 0.6, 0.2), 0.45),
             (
-                "1 of 1 draft tokens verified: survival 0.2 of slot 1 is below the price 0.3; "
-                "1 accepted"
+                "3 of 3 draft tokens verified: together they are worth 1.7 tokens and cost 1.35; "
+                "2 accepted"
             ),
+        ),
+        (
+            StepTrace(2, "ngram", 1, (1,), 1, (0.2,), 0.0),
+            "1 of 1 draft tokens verified: slots are free at present; 1 accepted",
         ),
         (
             StepTrace(4, "grammar", 3, (1, 2, 3), 3, (1.0, 1.0, 1.0), 0.3),
@@ -73,6 +84,30 @@ def test_step_description_states_the_deciding_survival_and_price(
     """The description of a step states the verified and accepted tokens and the deciding
     survival."""
     assert describe_step(step) == words
+
+
+SURVIVALS = st.lists(st.floats(0, 1), max_size=5).map(lambda each: sorted(each, reverse=True))
+
+
+@given(SURVIVALS, st.integers(0, 5), st.integers(1, 5), st.floats(0, 8) | st.just(0.0))
+def test_step_description_never_contradicts_its_figures(
+    survivals: list[float], verified: int, offered: int, price: float
+) -> None:
+    """A description names a survival above the price only for verified slots, a survival below the
+    price only for other slots, and a gain of all slots only if they gain."""
+    verified = min(verified, offered)
+    trace = StepTrace(1, "ngram", offered, (7,) * verified, 0, tuple(survivals), price)
+    words = describe_step(trace)
+    assert words.startswith(f"{verified} of {offered} draft tokens verified")
+    compared = re.search(r"survival (\S+) of slot (\d+) is (below|above) the price (\S+);", words)
+    if compared:
+        survival, slot, side, mean = compared.groups()
+        assert (float(survival) > float(mean)) == (side == "above")
+        assert (int(slot) <= verified) == (side == "above")
+    together = re.search(r"together they are worth (\S+) tokens and cost (\S+);", words)
+    if together:
+        assert verified == offered
+        assert float(together[1]) >= float(together[2])
 
 
 def steps_of(choice: dict[str, Any]) -> list[dict[str, Any]]:

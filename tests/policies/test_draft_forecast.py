@@ -15,6 +15,7 @@ from draftgate.policies.speculation.draft_forecast import (
     DraftForecast,
     forecast_drafts,
 )
+from draftgate.policies.speculation.plan_reason import AcceptanceSource
 from draftgate.policies.speculation.repetition import MATCH_TOKENS, TAIL_TOKENS
 from draftgate.policies.types import (
     ANY_PROPOSER,
@@ -65,7 +66,7 @@ def test_acceptance_is_shrunk_from_tenant_to_model_to_worker() -> None:
     view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
     expected = forecast_drafts(view, load, "ngram")
     assert expected.acceptance == pytest.approx(((0.4 + 1.0) / 2 + 0.0) / 2)
-    assert (expected.source, expected.weight) == ("of this tenant", 1.0)
+    assert (expected.source, expected.weight) == (AcceptanceSource.TENANT, 1.0)
     assert forecast_drafts(RequestView(9, 9, 0.0), load, "ngram").acceptance == pytest.approx(0.4)
 
 

@@ -16,7 +16,9 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.auto import Auto
 from draftgate.policies.speculation.baselines import AdaptiveVerification, Fixed, Off, SmartSpec
 from draftgate.policies.speculation.draft_forecast import GOOD_DRAFT
+from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
+from draftgate.policies.speculation.weights import weight
 from draftgate.policies.testing import check_speculation
 from draftgate.policies.types import (
     ANY_PROPOSER,
@@ -264,11 +266,11 @@ def test_auto_plans_for_a_request_by_the_price() -> None:
     paying = [max(1, sum(good**n > p for n in range(1, 17))) for p in prices]
     assert [p.max_draft_tokens for p in plans] == paying == [16, 13, 5, 1, 1]
     assert [p.price for p in plans] == list(prices)
-    assert "up to 16 draft tokens: price 0 < survival 0.251 at slot 16" in plans[0].reason
+    assert "up to 16 draft tokens: slots are free at present" in plans[0].reason
     assert f"price 0.6 > survival {good**6:.3g} at slot 6 of a good draft" in plans[2].reason
     assert plans[2].reason.endswith("acceptance 0.60 of this worker at temperature 0, 3 running")
     assert plans[4].reason.startswith("up to 1 draft token: price 0.99 > survival 0.917 at slot 1")
-    assert "but the load may pass" in plans[4].reason
+    assert "but a better draft may be worth it" in plans[4].reason
 
 
 def test_decision_uses_the_nearest_history() -> None:
@@ -312,7 +314,8 @@ def test_caps_are_monotone(view, price, acceptance, share, more) -> None:
     """Repetition, acceptance, targets and better classes never shorten a cap, and price never
     lengthens it."""
     cap = cap_of(view, price, acceptance)
-    assert 1 <= cap <= MAX_DRAFT_TOKENS
+    laxity_s = None if view.service.tpot_s is None else 0.0
+    assert (0 if price >= weight(laxity_s, view.service) else 1) <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
     agreed = structs.replace(view.tenant_drafts, accepted=view.tenant_drafts.accepted + 100 * more)
     assert cap_of(replace(view, tenant_drafts=agreed), price, acceptance) >= cap
@@ -325,6 +328,35 @@ def test_caps_are_monotone(view, price, acceptance, share, more) -> None:
     assert cap_of(replace(view, service=sooner), price, acceptance) >= cap
     first = replace(view.service, priority=view.service.priority - 1)
     assert cap_of(replace(view, service=first), price, acceptance) >= cap
+
+
+@pytest.mark.parametrize(
+    ("price", "service", "cap"),
+    [
+        (0.0, ServiceLevel(), 16),
+        (0.999, ServiceLevel(), 1),
+        (1.0, ServiceLevel(), 0),
+        (7.9, ServiceLevel(), 0),
+        (7.9, ServiceLevel(tpot_s=0.01), 0),
+        (3.9, ServiceLevel(tpot_s=0.01), 1),
+        (0.6, ServiceLevel(priority=1), 0),
+    ],
+)
+def test_auto_is_off_while_no_slot_can_be_worth_the_price(
+    price: float, service: ServiceLevel, cap: int
+) -> None:
+    """A plan is off if the price of a slot is at least the highest weight of the request's tokens,
+    unless the client names a proposer."""
+    view, hot = RequestView(1, 9, 0.0, service=service), load(price=price, acceptance=0.6)
+    plan = Auto().decide(view, hot)
+    assert plan.max_draft_tokens == cap
+    assert (plan.proposer is None) == (cap == 0)
+    assert (plan.cause is PlanCause.PRICE_TOO_HIGH) == (cap == 0)
+    assert ("the most that a draft slot can be worth" in plan.reason) == (cap == 0)
+    named = Auto().decide(replace(view, mode=SpeculationMode.NGRAM), hot)
+    assert (named.proposer, named.max_draft_tokens) == ("ngram", max(cap, 1))
+    off = Auto().decide(replace(view, mode=SpeculationMode.OFF), hot)
+    assert off.cause is PlanCause.REQUESTED_OFF
 
 
 def test_tpot_target_raises_the_cap() -> None:

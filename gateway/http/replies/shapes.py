@@ -26,12 +26,16 @@ class Usage(Struct):
 
 
 class SpeculativeDecoding(Struct):
-    """The speculation plan of a request and its outcome."""
+    """The speculation plan of a request and its outcome.
+
+    The field `cause` is the reason as one of `policies.speculation.plan_reason.PlanCause`.
+    """
 
     policy: str
     mode: str
     proposer: str | None
     max_draft_tokens: int
+    cause: str
     reason: str
     price: float | None
     num_spec_steps: int

@@ -10,6 +10,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, StepTrace
 from draftgate.gateway.http.replies.rendering import WholeChoice
 from draftgate.gateway.http.replies.shapes import StepReply
+from draftgate.policies.speculation.plan_reason import compare
 
 GRAMMAR: Final = "grammar"
 """The proposer of tokens that a grammar forces."""
@@ -52,29 +53,37 @@ def describe_step(step: StepTrace) -> str:
     """
     if step.offered == 0:
         return "no draft tokens" + _at_price(step)
-    accepted = f"{step.accepted} accepted"
+    accepted, verified = f"{step.accepted} accepted", len(step.draft_ids)
     if step.proposer == GRAMMAR:
         return f"the grammar allows no other tokens: {step.offered} forced, {accepted}"
-    verified = len(step.draft_ids)
-    text = f"{verified} of {step.offered} draft tokens verified"
+    return f"{verified} of {step.offered} draft tokens verified{_limit(step)}; {accepted}"
+
+
+def _limit(step: StepTrace) -> str:
+    """Return why a step verified no more and no fewer draft tokens, as far as its figures tell.
+
+    The price is a mean over the slots up to the next stair of the step cost. So the slots of a step
+    may be worth their time together although the last one is below the price.
+    """
+    verified, survivals, price = len(step.draft_ids), step.survivals, step.price
     # The first slot that was not verified, or the last slot. Its survival is known unless the
     # drafts ended for a reason other than the price.
     slot = min(verified, step.offered - 1)
-    if slot >= len(step.survivals):
-        return f"{text}{_at_price(step)}; {accepted}"
-    survival = step.survivals[slot]
-    # A verified slot may be below the price, because the cost of a step grows in stairs.
-    side = "below" if survival < step.price else "above"
-    text += f": survival {_number(survival)} of slot {slot + 1} is {side} the price "
-    unverified = ", but it was not verified" if verified < step.offered and side == "above" else ""
-    return f"{text}{_number(step.price)}{unverified}; {accepted}"
+    if slot >= len(survivals):
+        return _at_price(step)
+    if verified == step.offered and not price:
+        return ": slots are free at present"
+    survival, sign, mean = compare(survivals[slot], price)
+    if verified < step.offered and sign == ">":
+        return f": slot {slot + 1} with survival {survival} exceeds the limit of this step"
+    if verified < step.offered or sign == ">":
+        side = {"<": "is below", "=": "equals", ">": "is above"}[sign]
+        return f": survival {survival} of slot {slot + 1} {side} the price {mean}"
+    worth, _, cost = compare(sum(survivals[:verified]), verified * price)
+    if float(worth) < float(cost):
+        return ""
+    return f": together they are worth {worth} tokens and cost {cost}"
 
 
 def _at_price(step: StepTrace) -> str:
-    return f" at the price {_number(step.price)}" if step.price > 0 else ""
-
-
-def _number(value: float) -> str:
-    if 0 < value < 0.01:
-        return "under 0.01"
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f" at the price {step.price:.3g}" if step.price > 0 else ""
