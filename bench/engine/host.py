@@ -4,7 +4,8 @@
 
 256 sequences decode. The device is a stub that returns a token for each sequence immediately, after
 the real input builder. The times are CPU time of the worker's thread, and of the delivery to the
-streams in the event loop (`deliver`).
+streams in the event loop (`deliver`). N-gram lookups are measured separately (`lookups.py`), and
+`--lookups-only` measures nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from bench.engine.lookups import measure_lookups
 from bench.harness.provenance import provenance
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.engine.inputs import build_inputs, feed_of
@@ -115,28 +117,32 @@ def stub_result(plan: StepPlan, count: int) -> StepResult:
     return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)
 
 
-def measure() -> dict[str, Any]:
-    """Return the rows of all context lengths with their provenance."""
+def measure(*, lookups_only: bool = False) -> dict[str, Any]:
+    """Return the rows of all context lengths and of lookups, with their provenance."""
     torch.set_num_threads(1)
     facts = provenance()
     config = WorkerConfig(
         speculation="off", kv_bytes=KV_BYTES, max_num_seqs=SEQUENCES, max_step_tokens=1 << 14
     )
     engine = load_engine(config)
+    lookups = {"ngram_lookups": measure_lookups(engine.worker.tokenizer)}
+    if lookups_only:
+        return {**facts, **lookups}
     rows = []
     for temperature in TEMPERATURES:
         for context in CONTEXTS:
             rows.append(measure_host(engine, context, temperature))
             print(rows[-1], flush=True)
-    return {**facts, "sequences": SEQUENCES, "microseconds_of_a_step": rows}
+    return {**facts, "sequences": SEQUENCES, "microseconds_of_a_step": rows, **lookups}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the host time, and write the JSON."""
     parser = argparse.ArgumentParser(prog="draftgate bench host", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--lookups-only", action="store_true")
     args = parser.parse_args(arguments)
-    result = measure()
+    result = measure(lookups_only=args.lookups_only)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -1,9 +1,11 @@
-"""The n-gram proposer: its matches, trees, updates and memory."""
+"""The n-gram proposer: its matches, trees, updates and memory, in C and in Python."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -12,14 +14,12 @@ from hypothesis import given
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.operators import compiler
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.engine.proposers.ngram_index import (
-    MAX_EVIDENCE,
-    MAX_MATCHES,
-    MAX_TENANTS,
-    NgramIndex,
-    TenantCorpora,
-)
+from draftgate.backends.engine.proposers.ngram_corpus import MAX_TENANTS, TenantCorpora
+from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE, MAX_MATCHES
+from draftgate.backends.engine.proposers.ngram_native import NativeText, native_lookup
+from draftgate.backends.engine.proposers.ngram_python import PythonLookup, PythonText
 from draftgate.backends.engine.testing import check_draft
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
@@ -27,6 +27,12 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 PLAN = SpeculationPlan("test", SpeculationMode.NGRAM, "ngram", 16, "a test")
+
+needs_gcc = pytest.mark.skipif(compiler.compiler_version() is None, reason="needs gcc")
+
+in_c_and_python = pytest.mark.parametrize(
+    "native", [pytest.param(True, marks=needs_gcc, id="c"), pytest.param(False, id="python")]
+)
 
 
 def sequence_of(token_ids: list[int], key: int = 0, tenant: str = "") -> Sequence:
@@ -70,15 +76,16 @@ def continuation(text: list[int], end: int, length: int) -> tuple[int, ...]:
 @given(tokens)
 def test_index_finds_every_match(text: list[int]) -> None:
     """The index lists matches by length, then by position, up to the bound."""
-    index = NgramIndex()
-    index.catch_up(text)
-    assert [(m.length, m.end) for m in index.matches(text, text)] == longest_matches(text)
+    indexed = PythonText(compact(text))
+    matches = indexed.matches(indexed.tokens)
+    assert [(match.length, match.end) for match in matches] == longest_matches(text)
 
 
-@given(tokens, st.integers(1, 12))
-def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
+@in_c_and_python
+@given(text=tokens, most=st.integers(1, 12))
+def test_chain_continues_the_longest_match(native: bool, text: list[int], most: int) -> None:
     """A chain continues the latest longest match and repeats that match beyond the end."""
-    draft = proposed(NgramProposer(trees=False), sequence_of(text), most)
+    draft = proposed(NgramProposer(trees=False, native=native), sequence_of(text), most)
     found = longest_matches(text)
     assert draft.is_chain
     if found:
@@ -88,10 +95,11 @@ def test_chain_continues_the_longest_match(text: list[int], most: int) -> None:
         assert not draft
 
 
-@given(tokens, st.booleans())
-def test_agreement_is_the_weighted_share_of_equal_continuations(text: list[int], trees) -> None:
+@in_c_and_python
+@given(text=tokens, trees=st.booleans())
+def test_agreement_is_the_weighted_share_of_equal_continuations(native, text, trees) -> None:
     """A longer match has twice the weight per token, and a single match has no agreement."""
-    draft = proposed(NgramProposer(trees=trees), sequence_of(text), 1)
+    draft = proposed(NgramProposer(trees=trees, native=native), sequence_of(text), 1)
     found = longest_matches(text)
     if len(found) < 2:
         assert draft.agreement == 0
@@ -102,10 +110,11 @@ def test_agreement_is_the_weighted_share_of_equal_continuations(text: list[int],
     assert draft.agreement == round(1000 * share)
 
 
-@given(tokens, st.integers(1, 12))
-def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
+@in_c_and_python
+@given(text=tokens, most=st.integers(1, 12))
+def test_tree_consists_of_continuations(native: bool, text: list[int], most: int) -> None:
     """Each path is a prefix of a continuation, and shares follow the match lengths."""
-    draft = proposed(NgramProposer(), sequence_of(text), most)
+    draft = proposed(NgramProposer(native=native), sequence_of(text), most)
     check_draft(draft, most, 4)
     found = longest_matches(text)
     ways = [(continuation(text, end, most), 2.0 ** (length - found[0][0])) for length, end in found]
@@ -121,53 +130,175 @@ def test_tree_consists_of_continuations(text: list[int], most: int) -> None:
         assert share == pytest.approx(sum(onward) / sum(through))
 
 
-def test_different_continuations_become_branches_best_first() -> None:
+@in_c_and_python
+def test_different_continuations_become_branches_best_first(native: bool) -> None:
     """The more frequent continuation is the first of two branches."""
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
-    draft = proposed(NgramProposer(), sequence_of(text), 4)
+    draft = proposed(NgramProposer(native=native), sequence_of(text), 4)
     assert draft.token_ids[:2] == (3, 4)
     assert draft.parents[:2] == (-1, -1)
     assert draft.shares[:2] == pytest.approx((2 / 3, 1 / 3))
 
 
-@given(tokens, st.lists(tokens, max_size=5))
-def test_index_follows_tokens_added_between_calls(first, more) -> None:
+@in_c_and_python
+@given(first=tokens, more=st.lists(tokens, max_size=5))
+def test_index_follows_tokens_added_between_calls(native: bool, first, more) -> None:
     """Drafts after added tokens equal the drafts of a new proposer."""
-    proposer, sequence = NgramProposer(), sequence_of(first)
+    proposer, sequence = NgramProposer(native=native), sequence_of(first)
     proposed(proposer, sequence, 4)
     for some in more:
         sequence.token_ids.extend(some)
-        fresh = proposed(NgramProposer(), sequence_of(sequence.token_ids), 4)
+        fresh = proposed(NgramProposer(native=native), sequence_of(sequence.token_ids), 4)
         assert proposed(proposer, sequence, 4) == fresh
 
 
-def test_index_memory_is_proportional_to_the_text() -> None:
-    """The index of 100,000 varied tokens takes at most 150 bytes per token."""
+@in_c_and_python
+@given(text=tokens, removed=st.integers(0, 60))
+def test_index_of_a_shortened_text_starts_again(native: bool, text, removed) -> None:
+    """A text that became shorter gets the same draft as a new text."""
+    proposer, sequence = NgramProposer(native=native), sequence_of(text)
+    proposed(proposer, sequence, 4)
+    del sequence.token_ids[max(0, len(text) - removed) :]
+    fresh = proposed(NgramProposer(native=native), sequence_of(sequence.token_ids), 4)
+    assert proposed(proposer, sequence, 4) == fresh
+
+
+def test_python_index_memory_is_proportional_to_the_text() -> None:
+    """The index of 100,000 varied tokens in Python takes at most 150 bytes per token."""
     text = [(i * i) % 4093 for i in range(100_000)]
-    index = NgramIndex()
-    index.catch_up(text)
+    index = PythonText(compact(text))
+    index.matches(index.tokens)
     parts = (index._pairs, index._singles, index._earlier_pairs, index._earlier_singles)
     size_bytes = sum(sys.getsizeof(part) for part in parts)
     size_bytes += sum(sys.getsizeof(n) for d in parts[:2] for pair in d.items() for n in pair)
     assert size_bytes < 150 * len(text)
 
 
-def test_forgetting_drops_the_index() -> None:
+@needs_gcc
+@given(st.lists(st.integers(0, 2000), max_size=20))
+def test_native_index_memory_is_proportional_to_the_text(growth: list[int]) -> None:
+    """The index in C takes at most 48 bytes per token after any growth, and a small constant."""
+    lookup, index = native_lookup(trees=True), NativeText(compact(()))
+    assert lookup is not None
+    for some in growth:
+        index.tokens.extend(range(some))
+        lookup.drafts([(index,)], [4])
+        assert sys.getsizeof(index.memory) <= 48 * max(len(index.tokens), 64) + 200
+
+
+@in_c_and_python
+def test_forgetting_drops_the_index(native: bool) -> None:
     """A proposer without a corpus also drops the text of a finished sequence."""
-    proposer, sequence = NgramProposer(), sequence_of([1, 2, 1, 2, 1])
+    proposer, sequence = NgramProposer(native=native), sequence_of([1, 2, 1, 2, 1])
     proposed(proposer, sequence, 2)
     proposer.forget(sequence)
     proposer.forget(sequence)
-    assert not proposer._indexes
+    assert not proposer._texts
     assert not proposed(proposer, sequence_of([7, 1, 2], key=1), 2)
+
+
+@in_c_and_python
+def test_nothing_is_proposed_for_empty_texts_and_drafts(native: bool) -> None:
+    """Empty batches, empty texts, and drafts without tokens are valid requests."""
+    proposer = NgramProposer(native=native)
+    assert proposer.propose([]) == []
+    assert not proposed(proposer, sequence_of([]), 4)
+    for most in (0, -1, -(1 << 63)):
+        assert not proposed(proposer, sequence_of([1, 1, 1], key=1), most)
+
+
+@in_c_and_python
+def test_huge_draft_limit_takes_no_memory_without_a_match(native: bool) -> None:
+    """The limit of a draft reserves no memory before a match exists."""
+    assert not proposed(NgramProposer(native=native), sequence_of([1, 2, 3]), (1 << 63) - 1)
+
+
+# --- C and Python ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """A step of a batch: `key` gets `added` tokens, then some sequences get drafts."""
+
+    key: int
+    added: list[int]
+    max_tokens: dict[int, int]
+    forgotten: int | None
+
+
+any_token = st.one_of(st.integers(0, 2), st.integers(-(1 << 63), (1 << 63) - 1))
+any_step = st.builds(
+    Step,
+    st.integers(0, 3),
+    st.lists(any_token, max_size=80),
+    st.dictionaries(st.integers(0, 3), st.integers(-1, 40)),
+    st.one_of(st.none(), st.integers(0, 3)),
+)
+
+
+@needs_gcc
+@given(st.lists(any_step, max_size=20), st.booleans(), st.sampled_from((0, 8, 100)))
+def test_drafts_in_c_equal_the_drafts_in_python(steps, trees, corpus_tokens) -> None:
+    """Both lookups return equal drafts for any texts, growth, batches and finished requests."""
+    proposers = [
+        NgramProposer(corpus_tokens=corpus_tokens, trees=trees, native=native)
+        for native in (True, False)
+    ]
+    sequences = {key: sequence_of([], key, tenant=str(key // 3)) for key in range(4)}
+    for step in steps:
+        sequences[step.key].token_ids.extend(step.added)
+        requests = [DraftRequest(sequences[key], most) for key, most in step.max_tokens.items()]
+        in_c, in_python = (proposer.propose(requests) for proposer in proposers)
+        assert in_c == in_python
+        if step.forgotten is not None:
+            for proposer in proposers:
+                proposer.forget(sequences[step.forgotten])
+            tenant = str(step.forgotten // 3)
+            sequences[step.forgotten] = sequence_of([], step.forgotten, tenant)
+
+
+@needs_gcc
+def test_long_texts_get_equal_drafts_in_c_and_python() -> None:
+    """Drafts stay equal while a text of 20,000 tokens and its index grow."""
+    proposers = [NgramProposer(native=native) for native in (True, False)]
+    sequence = sequence_of([(i * i) % 251 for i in range(20_000)])
+    for count in range(200):
+        sequence.token_ids.extend((count * count % 7, count * count % 251))
+        in_c, in_python = (proposed(proposer, sequence, 8) for proposer in proposers)
+        assert in_c == in_python
+        assert in_c
+
+
+@needs_gcc
+def test_python_drafts_if_compilation_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The proposer drafts in Python if compilation fails, and the log has the reason."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-no-such-flag"))
+    compiler.compiled.cache_clear()
+    proposer = NgramProposer()
+    compiler.compiled.cache_clear()
+    assert isinstance(proposer._lookup, PythonLookup)
+    assert proposed(proposer, sequence_of([1, 2, 3, 1, 2]), 2).token_ids == (3, 1)
+    assert "ngram.c do not compile" in caplog.text
+
+
+@needs_gcc
+def test_drafts_are_in_c_where_c_compiles() -> None:
+    """A machine with a compiler uses the lookup in C."""
+    lookup = native_lookup(trees=True)
+    assert lookup is not None
+    assert isinstance(NgramProposer()._lookup, type(lookup))
 
 
 # --- corpus ---------------------------------------------------------------------------------------
 
 
-def test_corpus_serves_only_its_tenant() -> None:
+@in_c_and_python
+def test_corpus_serves_only_its_tenant(native: bool) -> None:
     """The text of a finished request appears only in drafts of the same tenant."""
-    proposer = NgramProposer(corpus_tokens=100)
+    proposer = NgramProposer(corpus_tokens=100, native=native)
     finished = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
     proposed(proposer, finished, 3)
     proposer.forget(finished)
@@ -175,13 +306,14 @@ def test_corpus_serves_only_its_tenant() -> None:
     for tenant, draft in (("a", (4, 5, 6)), ("b", ()), ("", ())):
         sequence = sequence_of([9, 2, 3], key=1, tenant=tenant)
         assert proposed(proposer, sequence, 3).token_ids == draft
-        assert proposed(NgramProposer(), sequence, 3).token_ids == ()
+        assert proposed(NgramProposer(native=native), sequence, 3).token_ids == ()
     assert len(proposer._corpora._by_tenant["a"]) == 6
 
 
-def test_long_match_in_the_sequence_precedes_the_corpus() -> None:
+@in_c_and_python
+def test_long_match_in_the_sequence_precedes_the_corpus(native: bool) -> None:
     """The proposer does not search the corpus after a long match in the sequence."""
-    proposer = NgramProposer(corpus_tokens=100)
+    proposer = NgramProposer(corpus_tokens=100, native=native)
     finished = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
     proposed(proposer, finished, 3)
     proposer.forget(finished)
@@ -192,26 +324,26 @@ def test_long_match_in_the_sequence_precedes_the_corpus() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
 def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
     """The corpus never exceeds its limit and always has the end of the last text."""
-    corpora = TenantCorpora(most)
+    corpora = TenantCorpora(PythonLookup(trees=True), most)
     for text in texts:
-        corpora.add_text("a", text)
+        corpora.add_text("a", compact(text))
     corpus = corpora._by_tenant.get("a")
     if corpus is None:
         assert not texts
         return
     assert len(corpus) <= most
     kept = texts[-1][-(most // 2) :]
-    latest = corpus._generations[0][0]
+    latest = corpus.generations[0].tokens.tolist()
     assert latest[len(latest) - len(kept) :] == kept
 
 
 def test_least_recently_used_tenant_is_dropped() -> None:
     """The proposer keeps the corpus of a bounded number of tenants."""
-    corpora = TenantCorpora(10)
+    corpora = TenantCorpora(PythonLookup(trees=True), 10)
     for number in range(MAX_TENANTS):
-        corpora.add_text(str(number), [1, 2, 3])
-    assert list(corpora.matches("0", [1, 2]))
-    corpora.add_text("new", [1, 2, 3])
-    assert list(corpora.matches("0", [1, 2]))
-    assert not list(corpora.matches("1", [1, 2]))
+        corpora.add_text(str(number), compact([1, 2, 3]))
+    assert corpora.texts("0")
+    corpora.add_text("new", compact([1, 2, 3]))
+    assert corpora.texts("0")
+    assert not corpora.texts("1")
     assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MAX_TENANTS}

@@ -1,4 +1,4 @@
-"""Compiles the C sources of this folder for this machine once, and loads them.
+"""Compiles C sources for this machine once, and loads them.
 
 The compilation requires only gcc, which Triton needs on GPUs as well. `$XDG_CACHE_HOME/draftgate`
 keeps the libraries.
@@ -61,15 +61,25 @@ def library_name() -> str:
 
 @lru_cache(maxsize=16)
 def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
-    """Return the library of these sources and definitions, or None if gcc cannot compile it."""
+    """Return the library of these sources and definitions, or None if gcc cannot compile it.
+
+    Args:
+        sources: files of this folder, or absolute paths.
+        defines: values of macros.
+    """
     if compiler_version() is None:
-        log.info("gcc not found: torch replaces the CPU kernels and takes several times as long")
+        log.info("gcc not found: slower code replaces the C code of %s", _names(sources))
         return None
     try:
         return ctypes.CDLL(str(_library(sources, defines)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels do not compile, so torch replaces them: %s", error)
+        names = _names(sources)
+        log.warning("%s do not compile, so slower code replaces them: %s", names, error)
         return None
+
+
+def _names(sources: tuple[str, ...]) -> str:
+    return ", ".join(Path(source).name for source in sources)
 
 
 def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
