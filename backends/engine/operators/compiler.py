@@ -68,13 +68,16 @@ def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
         defines: values of macros.
     """
     if compiler_version() is None:
-        log.info("gcc not found: slower code replaces the C code of %s", _names(sources))
+        names = _names(sources)
+        log.info(
+            "gcc not found: torch or Python replaces %s and takes several times as long", names
+        )
         return None
     try:
         return ctypes.CDLL(str(_library(sources, defines)))
     except (OSError, subprocess.SubprocessError) as error:
         names = _names(sources)
-        log.warning("%s do not compile, so slower code replaces them: %s", names, error)
+        log.warning("%s do not compile, so torch or Python replaces them: %s", names, error)
         return None
 
 
