@@ -58,8 +58,8 @@ NOISE_PERIOD: Final = 1 << 16
 class DeviceModel(Protocol):
     """Knows the true durations. The host works before the step to which its work belongs."""
 
-    def draft(self, proposer: str, sequences: int, depth: int) -> None:
-        """Charge one draft of `depth` tokens for each of the sequences."""
+    def draft(self, proposer: str, sequences: int, depth: int) -> float:
+        """Charge one draft of `depth` tokens for each sequence; return the seconds of a depth."""
         ...
 
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
@@ -84,12 +84,14 @@ class ProfileDevice:
         self._host = profile.host
         self._drafting_s = 0.0
 
-    def draft(self, proposer: str, sequences: int, depth: int) -> None:
+    def draft(self, proposer: str, sequences: int, depth: int) -> float:
         """See `DeviceModel`."""
         cost = self._draft.get(proposer)
-        if cost is not None:
-            self._drafting_s += cost.call_s + sequences * cost.sequence_s
-            self._drafting_s += depth * cost.depth_s(sequences)
+        if cost is None:
+            return 0.0
+        depth_s = cost.depth_s(sequences)
+        self._drafting_s += cost.call_s + sequences * cost.sequence_s + depth * depth_s
+        return depth_s
 
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
         """See `DeviceModel`."""
@@ -222,8 +224,9 @@ class ServiceTimeDevice:
         """Store the function that returns the seconds of a request."""
         self._service_s = service_s
 
-    def draft(self, proposer: str, sequences: int, depth: int) -> None:
-        """Charge nothing."""
+    def draft(self, proposer: str, sequences: int, depth: int) -> float:
+        """Charge nothing, and return 0."""
+        return 0.0
 
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
         """Return the shares of the emitted tokens."""

@@ -13,6 +13,8 @@ from draftgate.backends.sim.device_model import DeviceModel
 from draftgate.backends.sim.profile import DraftCost
 from draftgate.backends.sim.tokens import SimulatedTokens
 from draftgate.backends.types import TokenLogprob
+from draftgate.policies.costs.step_cost import StepSize
+from draftgate.policies.costs.step_cost_fit import StepCostFit
 
 
 class SimExecutor:
@@ -60,7 +62,8 @@ def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob
 class SimProposer:
     """Drafts chains with the number of right tokens that `Acceptance` determines.
 
-    `depth_s` is the worker's belief, but the device model determines the true time of drafting.
+    The device model determines the time of drafting. The proposer starts from the worker's belief
+    and fits it to the measured depths, as the engine's proposers do.
     """
 
     def __init__(
@@ -74,12 +77,12 @@ class SimProposer:
         self._name = name
         self._tokens = tokens
         self._acceptance = acceptance
-        self._believed = believed
+        self._fit = StepCostFit(believed.depths)
         self._device = device
 
     def depth_s(self, sequences: int) -> float:
         """Return the believed seconds of a depth, or 0 for lookups."""
-        return self._believed.depth_s(sequences)
+        return self._fit.cost.seconds(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
         """Return 0, because a simulated proposer has no state."""
@@ -88,7 +91,9 @@ class SimProposer:
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain for each request, up to the length for which the proposer has evidence."""
         depth = max((request.max_tokens for request in requests), default=0)
-        self._device.draft(self._name, len(requests), depth)
+        depth_s = self._device.draft(self._name, len(requests), depth)
+        for _ in range(depth):
+            self._fit.add_step(StepSize(len(requests), 0, 0, 0), depth_s)
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
 
     def agreed(self, sequence: Sequence, most: int) -> int:

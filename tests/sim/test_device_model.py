@@ -8,8 +8,10 @@ from statistics import fmean, pstdev
 import pytest
 
 from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.sim.acceptance import ConstantAcceptance
 from draftgate.backends.sim.device_model import (
     OVERLAP_LOST,
     SPREAD,
@@ -18,9 +20,12 @@ from draftgate.backends.sim.device_model import (
     RooflineDevice,
     StepNoise,
 )
+from draftgate.backends.sim.model import SimProposer
 from draftgate.backends.sim.profile import HostCost, load_profile, misjudged, profile_names
+from draftgate.backends.sim.tokens import SimulatedTokens
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PLAN = SpeculationPlan("test", SpeculationMode.AUTO, None, 0, "a test")
@@ -96,6 +101,25 @@ def test_drafting_is_charged_once() -> None:
     expected_s = 3 * profile.draft["draft_model"].depth_s(4) + ngram.call_s + 4 * ngram.sequence_s
     assert device.pop_host_s(4) == pytest.approx(expected_s)
     assert device.pop_host_s(4) == 0.0
+
+
+def test_simulated_proposer_learns_the_cost_of_a_depth() -> None:
+    """A proposer that believes twice the true cost measures its drafts and corrects the belief."""
+    true = load_profile("h100-8b").draft["draft_model"]
+    believed = replace(true, depths=StepCost((1, 4), (2 * true.depth_s(1), 2 * true.depth_s(4))))
+    tokens = SimulatedTokens(range(256))
+    proposer = SimProposer(
+        "draft_model",
+        tokens,
+        ConstantAcceptance(tokens, 0.5),
+        believed,
+        ProfileDevice(load_profile("h100-8b")),
+    )
+    requests = [DraftRequest(work(100, 1).sequence, 4) for _ in range(4)]
+    assert proposer.depth_s(4) == pytest.approx(2 * true.depth_s(4))
+    for _ in range(100):
+        proposer.propose(requests)
+    assert proposer.depth_s(4) == pytest.approx(true.depth_s(4), rel=0.05)
 
 
 def test_host_time_of_a_step_grows_with_its_sequences() -> None:
