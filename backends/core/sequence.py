@@ -171,7 +171,7 @@ class Sequence:
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:
-        """Return the hashes of the full blocks before the last token, which may be cached blocks.
+        """Return the hashes of the full blocks before the last token, to find them in the cache.
 
         The last token itself is always computed, for its logits.
         """

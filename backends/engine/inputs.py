@@ -43,8 +43,8 @@ class AttentionSpans:
     """The spans of a step as columns, because one object per sequence would cost host time.
 
     Attributes:
-        page_tokens: slots of a page.
-        rows, starts, pages: of each span.
+        page_tokens: tokens per KV page.
+        rows, starts, pages: the fields `rows`, `start` and `pages` of each span.
         tails: `tail_start` and `tail` of the spans with a tail, by the index of the span.
     """
 
@@ -105,7 +105,7 @@ class RaggedSpans(NamedTuple):
             bits.
         draft_starts: int32 [sequences], tokens before a tree, or the whole context without a tree.
         positions: int32 [rows], the position of each row in its attention span.
-        page_tokens: slots of a page.
+        page_tokens: tokens per KV page.
     """
 
     query_starts: Tensor
@@ -172,7 +172,7 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
     """Return the feeds as one ragged batch.
 
     Args:
-        page_tokens: slots of a page.
+        page_tokens: tokens per KV page.
     """
     spans = AttentionSpans(page_tokens)
     batch = StepRows(spans)
@@ -215,7 +215,7 @@ def build_inputs(
 
     Args:
         dump_slot: the slot for keys and values of padding rows.
-        page_tokens: slots of a page.
+        page_tokens: tokens per KV page.
         pooled_rows: rows whose hidden state the step returns.
     """
     batch = lay_out(feeds, page_tokens)

@@ -31,7 +31,7 @@ _LONGEST_ID: Final = 128
 
 
 def client_request_id(request: web.Request) -> str:
-    """Return the client's id of a request if it is short and printable, or a new id."""
+    """Return the request id that the client sent, or a new id if that id is long or unprintable."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
         return sent

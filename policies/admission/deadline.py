@@ -1,4 +1,4 @@
-"""`deadline`, the default: admit requests that meet their deadlines, and give the others a time."""
+"""Admission by `deadline`, the default policy. It refuses late requests with a time to return."""
 
 from __future__ import annotations
 

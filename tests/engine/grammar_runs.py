@@ -37,7 +37,7 @@ def regex_spec(pattern: str) -> GrammarSpec:
 
 
 def satisfies(schema: dict[str, Any], text: str) -> bool:
-    """Return whether a text is JSON that the schema allows, including formats."""
+    """Return whether a text is valid JSON for the schema, including the formats of strings."""
     return _CHECK(schema, format_checker=_CHECK.FORMAT_CHECKER).is_valid(json.loads(text))
 
 
@@ -51,7 +51,8 @@ def next_mask(grammar: LlGrammar) -> bytes:
 
 
 def complete(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> list[int]:
-    """Continue a grammar at random until it may end and return the added tokens."""
+    """Extend a text of the grammar with random tokens until the text may end, and return these
+    tokens."""
     ends, tokens = set(eos_ids), []
     while not ends & set(allowed := tokens_in(next_mask(grammar))):
         tokens.append(rng.choice(allowed))
@@ -118,7 +119,7 @@ def with_grammar(request: GenerationRequest, grammar: GrammarSpec) -> Generation
 
 
 def check_output(model: Model, output: GrammarOutput, schema: dict[str, Any]) -> None:
-    """Check that an output satisfies its schema or, after a cut, can be completed."""
+    """Check that a complete output satisfies its schema, and that a cut output can be completed."""
     tokenizer: Tokenizer = model.tokenizer
     grammar = grammars_of(model).start(schema_spec(schema))
     text_tokens = [token for token in output.tokens if token not in model.config.eos_ids]

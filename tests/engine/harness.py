@@ -81,7 +81,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """The batching, drafting and memory of a run, which must not change its tokens."""
+    """The batching, drafting and memory of a run. No setup may change the tokens of a run."""
 
     policy: SpeculationPolicy = field(default_factory=Off)
     proposers: Callable[[Engine], dict[str, Proposer]] = lambda engine: {"ngram": NgramProposer()}
@@ -230,7 +230,7 @@ class HostileProposer:
         return [self._spoil(d, r.max_tokens) for d, r in zip(drafts, requests, strict=True)]
 
     def _spoil(self, drafts: Draft, most: int) -> Draft:
-        """Replace a fifth of the tokens and add random branches."""
+        """Replace a fifth of the draft tokens and add random branches."""
         rng, tokens, parents = self._rng, list(drafts.token_ids), list(drafts.parents)
         parents = parents or list(range(-1, len(tokens) - 1))
         while len(tokens) < most and rng.random() < (0.5 if tokens else 0.9):
@@ -247,7 +247,7 @@ class HostileProposer:
 
 
 def _is_only(draft: Draft, place: int) -> bool:
-    """Return whether no token on the path repeats an earlier sibling."""
+    """Return whether no token on the path equals an earlier sibling."""
     while place != ROOT:
         same = (draft.parent(place), draft.token_ids[place])
         if same in {(draft.parent(i), draft.token_ids[i]) for i in range(place)}:

@@ -65,8 +65,7 @@ def _value(rng: random.Random, depth: int) -> Schema:
 
 
 def _object(rng: random.Random, depth: int, *, least: int = 0) -> Schema:
-    """Return an object schema with at least this number of properties, most of which are
-    required."""
+    """Return an object schema with at least this many properties, most of which are required."""
     names = rng.sample(_NAMES, rng.randint(max(least, 1), 4))
     required = [name for name in names if rng.random() < 0.8] or names[:least]
     return _closed({name: _value(rng, depth) for name in names}, required)

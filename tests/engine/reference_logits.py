@@ -15,7 +15,8 @@ def adjusted(
     sampling: SamplingParams,
     eos_ids: Collection[int] = (),
 ) -> list[float]:
-    """Apply bias, penalties and min_tokens to a row token by token, in double precision."""
+    """Apply bias, penalties and `min_tokens` to a row of logits token by token, in double
+    precision."""
     bias = dict(sampling.logit_bias)
     found = []
     for token, logit in enumerate(logits):
@@ -31,7 +32,7 @@ def adjusted(
 
 
 def logprobs(logits: Sequence[float]) -> list[float]:
-    """Return the log-softmax of a row, in double precision."""
+    """Return the log-softmax of a row of logits, in double precision."""
     best = max(logits)
     log_sum = best + math.log(math.fsum(math.exp(value - best) for value in logits))
     return [value - log_sum for value in logits]

@@ -48,13 +48,14 @@ def _load(directory: Path) -> Decoder:
 
 
 def blocks_of(index: int, tokens: int) -> Table:
-    """Return consecutive blocks that belong only to this index."""
+    """Return consecutive blocks that no other index uses."""
     count = -(-tokens // BLOCK_TOKENS)
     return Table(list(range(index * count, (index + 1) * count)))
 
 
 def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork:
-    """Return the step work that feeds tokens[start:stop] as drafts to compute all their logits."""
+    """Return the step work that feeds tokens[start:stop] as drafts, so that the step computes all
+    their logits."""
     first, *drafts = tokens[start:stop]
     return SequenceWork(table, start, (first,), True, Draft(tuple(drafts)))
 

@@ -94,7 +94,8 @@ async def until_free(backend: EngineBackend) -> None:
 async def test_64_streams_do_not_mix_and_100_disconnects_leak_nothing(
     backend: EngineBackend,
 ) -> None:
-    """Concurrent streams equal their solo runs, and cancelled streams free all blocks."""
+    """Concurrent streams have the same tokens as single streams, and cancelled streams free all
+    blocks."""
     free = backend.load().kv_blocks_free
     generation = requests(backend, 64, 24)
     streamed = await asyncio.gather(*(collect(backend, each) for each in generation))
@@ -109,7 +110,7 @@ async def test_64_streams_do_not_mix_and_100_disconnects_leak_nothing(
 
 
 async def disconnect(backend: EngineBackend, generation: GenerationRequest, after: int) -> None:
-    """Read `after` deltas and disconnect."""
+    """Read this number of deltas and disconnect."""
     async with aclosing(backend.generate(generation)) as deltas:
         for _ in range(after):
             if await anext(deltas, None) is None:
@@ -170,7 +171,8 @@ async def test_stopping_ends_open_streams_with_an_error(fresh_backend: EngineBac
 
 
 async def test_extreme_sampling_values_are_honoured(backend: EngineBackend) -> None:
-    """A tiny temperature is greedy, a huge top-k has no effect, and the largest seed works."""
+    """A tiny temperature gives greedy tokens, a huge top-k has no effect, and the largest seed
+    works."""
     prompt, off = held_out_prompts(backend.tokenizer, 1, most=40)[0], speculation_policy("off")
 
     async def tokens(**sampling: object) -> dict[int, list[int]]:
@@ -198,7 +200,8 @@ async def test_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
 async def test_engine_with_only_paused_requests_sleeps(
     backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine thread waits for a command instead of planning, and a resume starts it again."""
+    """The engine thread waits for a command if all requests are paused, and plans again after a
+    resume."""
     (generation,) = requests(backend, 1, 40)
     alone = await collect(backend, generation)
     asleep, sleep = threading.Event(), EngineLoop._sleep
@@ -221,7 +224,8 @@ async def test_engine_with_only_paused_requests_sleeps(
 async def test_hanging_step_does_not_block_stopping(
     fresh_backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopping waits for a hanging step for a bounded time, and its streams end with an error."""
+    """The backend stops within a bounded time during a hanging step, and open streams end with an
+    error."""
     monkeypatch.setattr("draftgate.backends.engine.backend.STOP_S", 0.05)
     release, hangs = threading.Event(), threading.Event()
     launch = Runner.launch

@@ -284,7 +284,8 @@ ABSURD = {
 def test_damaged_checkpoint_raises_an_error_naming_the_fault(
     name: str, checkpoint_copy: Path
 ) -> None:
-    """A missing, truncated or inconsistent file raises an error that names file and tensor."""
+    """A missing, truncated or inconsistent file raises an error that names the file and the
+    tensor."""
     damage, message = DAMAGE[name]
     damage(checkpoint_copy)
     with pytest.raises(CheckpointError, match=message):
@@ -345,7 +346,7 @@ def test_sharded_checkpoint_has_the_parameters_of_one_file(checkpoint_copy: Path
 
 
 def test_auto_dtype_is_float32_for_the_shipped_model() -> None:
-    """`auto` chooses float32, other dtypes are chosen by name, and unknown names are rejected."""
+    """The dtype `auto` is float32 for the shipped model, and an unknown dtype raises an error."""
     assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
     assert choose_dtype("bfloat16", SHIPPED_MODEL) is torch.bfloat16
     with pytest.raises(ValueError, match="unknown dtype 'int3'"):

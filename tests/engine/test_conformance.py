@@ -59,7 +59,8 @@ def installed_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "sparse_self"])
 def test_built_in_proposer_keeps_the_contract(name: str) -> None:
-    """A proposer gives well-formed drafts, does not change texts, and keeps no state."""
+    """A built-in proposer returns well-formed drafts, changes no text, and keeps no state of
+    finished sequences."""
     check_proposer(name)
 
 

@@ -1,4 +1,4 @@
-"""The bits of a decoder row do not depend on the rest of the step."""
+"""The bits of a decoder row do not depend on the other rows of the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_row_has_the_same_bits_in_steps_of_any_size(
 def test_row_has_the_same_bits_in_a_mixed_batch(
     runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
-    """Decodes, verify blocks and prefill chunks do not change each other's bits."""
+    """The rows of decodes, verify steps and prefill chunks have the same bits together and
+    alone."""
     sizes = [1, 3, 17, 64, 100]
     places = [0] * len(sizes)
     while any(place < 600 for place in places):
@@ -56,7 +57,8 @@ def test_row_has_the_same_bits_in_a_mixed_batch(
 def test_scattered_blocks_give_the_same_bits(
     runner: Runner, tokens: list[int], one_by_one: torch.Tensor
 ) -> None:
-    """Keys and values in scattered blocks give the bits of a contiguous view."""
+    """Logits have the same bits for keys and values in scattered blocks and in contiguous
+    memory."""
     table = Table([(7 * i) % 251 for i in range(38)])
     logits = logits_in_steps(runner, table, tokens, [*range(0, 600, 7), 600])
     assert torch.equal(logits, one_by_one)

@@ -70,8 +70,8 @@ def sequence_of(model: Model, index: int = 0, tokens: int = 60, key: int = 0) ->
 
 
 def test_draft_does_not_depend_on_earlier_drafts(shipped: Model) -> None:
-    """Drafts equal those of a new proposer after correct and wrong drafts, pauses and lost
-    pages."""
+    """After correct and wrong drafts, pauses and lost pages, a proposer drafts the same tokens as a
+    new proposer."""
     rng, drafter, sequence = random.Random(0), Drafter(shipped), sequence_of(shipped)
     for _ in range(30):
         unknown = sequence_of(shipped)
@@ -88,7 +88,8 @@ def test_draft_does_not_depend_on_earlier_drafts(shipped: Model) -> None:
 
 
 def test_batched_drafts_equal_drafts_alone(shipped: Model) -> None:
-    """Every sequence of a batch has the same draft as alone, even with interleaved pages."""
+    """Each sequence gets the same draft in a batch and alone, even if pages of sequences are
+    interleaved."""
     drafter_of_batch = Drafter(shipped)
     sequences = [sequence_of(shipped, i, 30 + 17 * i, key=i) for i in range(5)]
     for round_number in range(4):
@@ -102,7 +103,8 @@ def test_batched_drafts_equal_drafts_alone(shipped: Model) -> None:
 
 
 def test_missing_tokens_are_computed_in_bounded_steps(shipped: Model) -> None:
-    """No step computes more than its bound of missing tokens, and the draft stays the same."""
+    """The proposer computes missing tokens in steps of bounded size, and the draft stays the
+    same."""
     sequence = sequence_of(shipped, tokens=200)
     drafter = Drafter(shipped, catch_up_tokens=64)
     computed = []
@@ -122,7 +124,8 @@ def test_missing_tokens_are_computed_in_bounded_steps(shipped: Model) -> None:
 
 
 def test_tokens_out_of_reach_are_not_computed(shipped: Model) -> None:
-    """A draft model with a window computes only tokens in reach, and drafts stay the same."""
+    """A draft model with a window computes only tokens within its window, and drafts stay the
+    same."""
 
     def drafts(reach_tokens: int | None) -> list[tuple[int, ...]]:
         drafter = Drafter(shipped, window=24)
@@ -173,11 +176,8 @@ def test_forgetting_frees_the_pages(shipped: Model) -> None:
 def test_shipped_draft_model_agrees_with_its_target(
     shipped: Model, temperature: float, least: float
 ) -> None:
-    """Many more drafts are accepted on held-out code than by chance.
-
-    The 66% in the model card are per position with teacher forcing. Fewer tokens survive in a chain
-    of four.
-    """
+    """The target accepts many more drafts on held-out code than by chance. The 66% in the model
+    card are per position with teacher forcing. Fewer tokens survive in a chain of four."""
     policy = speculation_policy("fixed:4")
     prompts = held_out_prompts(shipped.tokenizer, 12)
     requests = [
@@ -212,7 +212,7 @@ def test_draft_model_proposer_needs_a_draft_model() -> None:
 
 
 def test_logits_do_not_depend_on_the_places_of_pages(shipped: Model) -> None:
-    """Scattered pages of several groups give the bits of consecutive pages."""
+    """Logits have the same bits for scattered pages of several groups and for consecutive pages."""
     draft = shipped_draft(torch.float32)
     kv = KvPool(shipped.config, 16, torch.float32).draft_layers(draft.config)
     model = DraftModel(draft, kv, shipped.config.vocab_size)
@@ -226,7 +226,8 @@ def test_logits_do_not_depend_on_the_places_of_pages(shipped: Model) -> None:
 
 
 def test_measured_drafting_updates_the_cost(shipped: Model, monkeypatch) -> None:
-    """The cost becomes 3 ms after depths of 3 ms each, regardless of the startup measurement."""
+    """After drafts that take 3 ms per depth, the cost of a depth is 3 ms, whatever the startup
+    measured."""
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 3e-3)
     drafter, sequence = Drafter(shipped), sequence_of(shipped)

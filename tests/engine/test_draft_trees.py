@@ -1,4 +1,4 @@
-"""Draft trees in the engine: logits, keys and values equal those of the accepted chain."""
+"""The engine computes a draft tree with the same logits, keys and values as the accepted chain."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def table(*, scattered: bool) -> Table:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("tokens", [1, 20, 250, 255, 256, 300])
 def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
-    """A tree row has the bits of its path, also at tile boundaries and in scattered blocks."""
+    """A row of a tree has the same bits as its path in a chain, also at tile boundaries and in
+    scattered blocks."""
     runner, known = shipped_runner(BLOCKS), context(tokens)
     draft = TREE.depth_first()
     blocks = table(scattered=scattered)
@@ -64,7 +65,7 @@ def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered:
 
 @pytest.mark.parametrize("tokens", [20, 254])
 def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
-    """A decode after an accepted branch has the bits of a decode without drafts."""
+    """A decode has the same bits after an accepted branch as without drafts."""
     known, draft = context(tokens), TREE.depth_first()
     last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
     text = known + path_to(draft, last)
@@ -91,7 +92,7 @@ def _walks(accepted: tuple[int, ...]):
 
 
 def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:
-    """Every row of a mixed step has the bits that it has alone."""
+    """Every row of a mixed step has the same bits as alone."""
     known, draft = context(40), TREE.depth_first()
     per_sequence = BLOCKS // 4
     tables = [

@@ -82,8 +82,7 @@ def generating_requests(count: int, **sampling: object) -> list[GenerationReques
 def test_embedding_bits_do_not_depend_on_the_batch(
     alone: dict[str, bytes], max_step_tokens: int
 ) -> None:
-    """An embedding has the same bits beside sampled and drafted sequences and in chunks of any
-    size."""
+    """An embedding has the same bits in any batch and in chunks of any size."""
     setup = Setup(speculation_policy("fixed:3"), max_step_tokens=max_step_tokens)
     mixed = [
         each
@@ -111,7 +110,7 @@ def test_embedding_bits_do_not_depend_on_the_prefix_cache(alone: dict[str, bytes
 
 
 def test_embedding_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
-    """A preempted text is recomputed to the same bits."""
+    """The engine recomputes a preempted text to an embedding with the same bits."""
     setup = Setup(max_step_tokens=24, num_blocks=30)
     mixed = [*generating_requests(4, max_tokens=120), *embedding_requests()]
     found, _, preemptions = embeddings(mixed, setup)
@@ -120,7 +119,7 @@ def test_embedding_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
 
 
 def test_generation_does_not_depend_on_embeddings() -> None:
-    """Pooled rows do not change the tokens of sampled rows."""
+    """Generated tokens are the same with and without embedding requests in the batch."""
 
     def tokens(other_requests: list[GenerationRequest]) -> dict[str, list[int]]:
         engine = Engine(MODEL, Setup(speculation_policy("fixed:3"), max_step_tokens=64))
@@ -190,7 +189,8 @@ def test_embeddings_of_the_shipped_model_equal_transformers(
 
 
 def test_checkpoint_without_a_head_is_the_same_model(tmp_path: Path) -> None:
-    """Tensors without the prefix `model.`, as in Qwen3-Embedding, load as decoder tensors."""
+    """The loader reads tensors without the prefix `model.`, as in Qwen3-Embedding, as decoder
+    tensors."""
     whole, bare = tmp_path / "whole", tmp_path / "bare"
     random_model("qwen3-tied").save_pretrained(whole)
     bare.mkdir()
@@ -233,7 +233,8 @@ MODULES = [
 def test_only_last_token_pooling_is_supported(
     modules: object, pooling: object, reason: str | None, tmp_path: Path
 ) -> None:
-    """The reason for rejecting a checkpoint names its pooling method."""
+    """The engine rejects a checkpoint with another pooling method, and the error names this
+    method."""
     for name, value in (("modules.json", modules), ("1_Pooling/config.json", pooling)):
         if value is not None:
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -245,7 +246,7 @@ def test_only_last_token_pooling_is_supported(
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[1]"])
 def test_damaged_modules_file_is_named(damage: str, tmp_path: Path) -> None:
-    """A module list in another format raises an error that names the file."""
+    """If the list of modules has another format, the loader raises an error that names the file."""
     (tmp_path / "modules.json").write_text(damage)
     with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
         unsupported_pooling(tmp_path)
@@ -258,7 +259,8 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
 async def test_backend_streams_an_embedding_as_one_delta(
     own_process: bool, alone: dict[str, bytes]
 ) -> None:
-    """The backend streams the same bytes from a thread and from its own process."""
+    """The backend streams an embedding with the same bytes from a thread and from a separate
+    process."""
     backend = EngineBackend(structs.replace(CONFIG, own_process=own_process))
     await backend.start()
     try:

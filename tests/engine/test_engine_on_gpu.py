@@ -92,8 +92,8 @@ def tiny_engine(
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_hidden_states_equal_the_cpu(captured: bool) -> None:
-    """Embeddings beside decodes equal those of the CPU, also when the next step reuses graph
-    memory."""
+    """Embeddings in a batch with decodes equal the CPU's embeddings, even if the next step reuses
+    graph memory."""
     requests = [
         request("generating", range(3, 20), Off(), max_tokens=12),
         *(embedding_request(f"e{length}", range(length)) for length in (1, 16, 40, 61)),
@@ -117,7 +117,8 @@ def test_hidden_states_equal_the_cpu(captured: bool) -> None:
 def test_logits_equal_the_cpu(
     captured: bool, changes: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """Chunks, decodes, chains and trees have the float32 logits of the reference operators."""
+    """Chunks, decodes, chains and trees have the same float32 logits as with the reference
+    operators."""
     engine = tiny_engine(changes, dtype)
     if captured:
         engine.runner.capture()
@@ -146,7 +147,7 @@ def test_graph_has_the_bits_of_eager_execution(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
-    """Exact products give a row the same bits alone and in a batch."""
+    """With exact products, a row has the same bits alone and in a batch."""
     together, alone = (tiny_engine({}, dtype, exact=True) for _ in range(2))
     together.runner.capture()
     for plan in mixed_plans():
@@ -240,7 +241,7 @@ def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
 
 
 def test_run_waits_only_for_results() -> None:
-    """The engine launches decodes before the previous step ends and reads results late."""
+    """The engine launches decodes before the previous step ends, and waits only to read results."""
     config, chosen = tiny_config(), Off()
     engine = gpu_engine(
         config, tiny_weights(config, torch.bfloat16, GPU), Setup(chosen, num_blocks=64)

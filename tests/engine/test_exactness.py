@@ -1,4 +1,5 @@
-"""The bits of a row do not depend on its step in float32, and in bfloat16 with `exact`.
+"""In float32, and in bfloat16 with `exact`, the bits of a row do not depend on other rows of the
+step.
 
 The terms of the test products cancel, so only rounding errors remain. Another order of additions
 changes every number. Outputs rounded to bfloat16 would hide most differences.
@@ -59,7 +60,7 @@ def cancelling(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], dtype: torch.dtype, *, pack: bool
 ) -> None:
-    """A row is equal in products of any number of tiles and at any position."""
+    """A row of a product has the same bits for any number of tiles and at any position."""
     x, weight = cancelling(512, *shape, dtype)
     bias = torch.zeros(shape[1], dtype=dtype)
     linear = Linear(weight, bias, exact=True, pack=pack)
@@ -73,7 +74,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> None:
-    """`Linear.float32` has a relative error of 2^-17 and independent rows."""
+    """`Linear.float32` has a relative error of at most 2^-17, and its rows do not depend on each
+    other."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(160, 256, generator=random).bfloat16()
     weight = torch.randn(999, 256, generator=random).bfloat16()
@@ -93,7 +95,7 @@ def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> Non
 def test_a_bfloat16_row_without_onednn_does_not_depend_on_the_number_of_rows(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, in_c: bool
 ) -> None:
-    """Products in C and torch are rounded float32 products when oneDNN lacks bfloat16."""
+    """If oneDNN lacks bfloat16, the products in C and in torch are rounded float32 products."""
     monkeypatch.setattr(linear_module, "ONEDNN_BFLOAT16", False)
     if not in_c:
         monkeypatch.setattr(linear_module, "multiplies_in_c", lambda width: False)
@@ -120,7 +122,8 @@ class Recording(Linear):
 
 
 def test_exact_bfloat16_products_have_fewer_rows_than_others() -> None:
-    """Exact bfloat16 products have up to `EXACT_ROWS` rows, others up to `MAX_ROWS`."""
+    """Exact bfloat16 products have up to `EXACT_ROWS` rows, and all other products have up to
+    `MAX_ROWS`."""
     for dtype, exact, most in (
         (torch.bfloat16, True, EXACT_ROWS),
         (torch.bfloat16, False, MAX_ROWS),
@@ -162,7 +165,7 @@ def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
 
 
 def no_rotation(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
-    """Return the rotation of position 0, because this test needs attention alone."""
+    """Return the rotation of position 0, because these tests check only attention."""
     return RotaryTables(*config.rope.tables(config.head_dim, 1, dtype))
 
 
@@ -220,7 +223,7 @@ class Attention:
 def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
     window: int | None, group: int, dtype: torch.dtype, make: str
 ) -> None:
-    """The attention of a row does not depend on its step, head group or window."""
+    """The attention of a row has the same bits in any step, head group and window."""
     attention = Attention(make, group, dtype)
     table = TABLES["one_run"]
     alone = attention.attention_output(1, window, table, CONTEXT - 176)
@@ -236,7 +239,7 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
 def test_attention_does_not_depend_on_the_block_table(
     table: str, window: int | None, dtype: torch.dtype, make: str
 ) -> None:
-    """Attention has equal bits for a single run, for several runs and for scattered blocks."""
+    """Attention has the same bits if blocks are one run, several runs or scattered."""
     attention = Attention(make, 2, dtype)
     expected = attention.attention_output(33, window, TABLES["one_run"])
     assert torch.equal(attention.attention_output(33, window, TABLES[table]), expected)
@@ -262,7 +265,7 @@ def test_attention_equals_its_formula_in_float64(make: str, width: int, window: 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 24, 48])
 def test_pieces_have_the_slots_of_the_page_table(page_tokens: int) -> None:
-    """The slot of a position belongs to its page for any table and page size."""
+    """Each position has the slot that the page table assigns, for any table and page size."""
     random = Random(page_tokens)
     for context in (1, 200, 256, 257, 600, 1100):
         pages = -(-context // page_tokens)
@@ -319,7 +322,8 @@ def one_by_one(runner: Runner) -> Tensor:
 def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
     width: int, table: str | None, runner: Runner, one_by_one: Tensor
 ) -> None:
-    """Logits have the same bits for steps of any size and blocks at any place."""
+    """The shipped model's logits have the same bits in steps of any size and with blocks at any
+    place."""
     where = blocks_of(1, 300) if table is None else Table(TABLES[table])
     logits = logits_in_steps(runner, where, TOKENS, [*range(0, 300, width), 300])
     assert logits.dtype is torch.float32
@@ -383,10 +387,8 @@ def test_products_have_few_numbers_of_rows() -> None:
 def test_steps_need_no_kernels_beyond_those_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No step needs another kernel after `compile_products`, so memory does not grow.
-
-    A kernel belongs to a weight shape and a number of rows.
-    """
+    """After `compile_products`, no step compiles another kernel, so memory does not grow. A kernel
+    belongs to a weight shape and a number of rows."""
     met = set()
     real = linear_module._product
 

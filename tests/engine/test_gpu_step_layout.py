@@ -72,7 +72,7 @@ def test_fields_written_on_the_host_are_read_on_the_device() -> None:
 
 @given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))
 def test_masks_hold_the_ancestors_of_each_row(seed: int, confirmed: int, start: int) -> None:
-    """Masks, positions and starts are correct for any tree in any blocks."""
+    """Each row's mask contains exactly its ancestors, for any tree in any blocks."""
     rng = Random(seed)
     size = rng.randrange(65)
     parents = tuple(rng.randrange(ROOT, place) if place else ROOT for place in range(size))

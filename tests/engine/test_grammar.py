@@ -93,7 +93,7 @@ def test_grammar_state_depends_only_on_its_tokens(grammars: LlGrammars, spec: Gr
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
 def test_masks_of_a_tree_equal_those_of_its_paths(grammars: LlGrammars, spec: GrammarSpec) -> None:
-    """The mask after a tree token equals the mask of a sequence with the same path."""
+    """The mask after a token of a tree equals the mask after the same path in a sequence."""
     rng = random.Random(4)
     for tokens in list(allowed_prefixes(grammars, spec, EOS, seed=4))[::5]:
         paths: list[list[int]] = [[]]
@@ -164,7 +164,7 @@ def test_any_end_of_sequence_token_ends_the_text(tokenizer: Tokenizer) -> None:
 
 
 def test_nothing_is_legal_after_an_end_token(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """No token is legal after a drafted end, and masks allow only the end."""
+    """After a drafted end token, masks allow only the end token."""
     grammar = grammars.start(regex_spec("a+"))
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     assert grammar.legal([EOS]) == 0
@@ -177,7 +177,7 @@ def test_nothing_is_legal_after_an_end_token(grammars: LlGrammars, tokenizer: To
 
 
 def test_text_outside_the_grammar_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """A text that leaves the grammar ends and is never complete."""
+    """If a text leaves the grammar, the text must end and is never complete."""
     grammar = grammars.start(regex_spec("[0-9]*"))
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     (digit,) = tokenizer.encode("1", add_special_tokens=False)
@@ -276,7 +276,7 @@ def test_min_properties_is_supported_up_to_one_optional_property(grammars: LlGra
 def test_json_has_one_layout_unless_the_schema_allows_others(
     grammars: LlGrammars, tokenizer: Tokenizer
 ) -> None:
-    """The grammar forces the layout of `json.dumps` unless `x-guidance` allows any white space."""
+    """The grammar forces the layout of `json.dumps`, unless `x-guidance` allows any white space."""
     schema = {"const": {"a": [1, 2]}}
     pretty = tokenizer.encode('{\n  "a": [1, 2]\n}', add_special_tokens=False)
     assert grammars.start(schema_spec(schema)).legal(pretty) == 1  # only the bracket is legal
@@ -285,7 +285,7 @@ def test_json_has_one_layout_unless_the_schema_allows_others(
 
 
 def test_added_tokens_are_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """An end token, a marker and a text that were added to the vocabulary keep their ids."""
+    """End tokens, markers and texts that were added to the vocabulary keep their ids."""
     more = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     more.add_special_tokens(["<|new|>", "<|eot|>"])
     more.add_tokens(["<tool_call>", "  "])
@@ -305,7 +305,7 @@ def test_added_tokens_are_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_normalising_tokenizer_spells_forced_text_unchanged(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Normalisation applies to prompts, and forced text keeps every character."""
+    """A tokenizer normalises prompts, but the grammar forces texts without normalisation."""
     composing = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     composing.normalizer = tokenizers.normalizers.NFKC()
     composing.save(str(tmp_path / "tokenizer.json"))
@@ -381,7 +381,7 @@ def test_compiled_grammars_are_cached_up_to_a_bound(tokenizer: Tokenizer) -> Non
 
 
 def test_text_beyond_the_parser_limits_ends(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
-    """A text beyond the parser limits may only end and is not complete."""
+    """If a text exceeds the parser limits, the text must end and is never complete."""
     spec = schema_spec({"type": "array", "items": NULL, "minItems": 100_000})
     for _ in range(2):  # the limits of one text do not affect the next text
         grammar = grammars.start(spec)

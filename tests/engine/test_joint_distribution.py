@@ -240,7 +240,8 @@ def p_value_of_texts(
 def test_texts_have_the_distribution_of_the_model(
     checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """Four tokens with any drafts, verification and batching have the exact joint distribution."""
+    """Texts of four tokens have the model's exact joint distribution for any drafts, verification
+    and batching."""
     assert p_value_of_texts(checkpoint, verify, proposer, name) > ALPHA
 
 
@@ -251,7 +252,7 @@ def test_texts_have_the_distribution_of_the_model(
 def test_many_texts_have_the_distribution_of_the_model(
     checkpoint: Path, verify: Verify, proposer: type, name: str
 ) -> None:
-    """40,000 texts of every kind have the exact joint distribution."""
+    """40,000 texts of every kind have the model's exact joint distribution."""
     assert p_value_of_texts(checkpoint, verify, proposer, name, MANY_REQUESTS) > ALPHA
 
 
@@ -264,7 +265,7 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("proposer", [SampledDrafts, FixedDrafts])
 def test_rejection_keeps_the_distribution_under_auto(checkpoint: Path, proposer: type) -> None:
-    """The slots that `auto` selects among 128 sequences do not depend on the sampled tokens."""
+    """Texts keep their distribution when `auto` chooses the slots of 128 sequences."""
     auto = speculation_policy("auto")
     assert p_value_of_texts(checkpoint, "rejection", proposer, "penalties", policy=auto) > ALPHA
 
@@ -291,7 +292,7 @@ def test_ranking_slots_by_their_sampled_tokens_changes_the_distribution(
 
 
 def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Path) -> None:
-    """Greedy texts and texts without drafts are the same with either verification."""
+    """Both kinds of verification give the same text if the request is greedy or has no drafts."""
 
     def requests(policy: SpeculationPolicy) -> list[GenerationRequest]:
         settings = [{"temperature": i % 2, "seed": i, "max_tokens": 12} for i in range(12)]

@@ -24,7 +24,7 @@ def draft_config(layers: int = 2, kv_heads: int = 2, head_dim: int = 32) -> Mode
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32])
 def test_draft_pages_and_target_blocks_do_not_overlap(head_dim: int) -> None:
-    """Every page and block keeps its own numbers after all of them were written."""
+    """After writes to all pages and blocks, every page and block contains its own numbers."""
     draft = draft_config(head_dim=head_dim)
     pool = KvPool(TARGET, 12, torch.float32)
     view = pool.draft_layers(draft)
@@ -51,7 +51,7 @@ def test_draft_pages_and_target_blocks_do_not_overlap(head_dim: int) -> None:
 
 
 def test_block_holds_as_many_draft_pages_as_fit() -> None:
-    """The groups of a block use all its bytes."""
+    """The draft pages in a block use all bytes of the block."""
     view = KvPool(TARGET, 4, torch.float32).draft_layers(draft_config())
     per_page = draft_config().kv_bytes_per_token(4) * view.page_tokens
     per_block = TARGET.kv_bytes_per_token(4) * BLOCK_TOKENS
@@ -63,7 +63,8 @@ def test_block_holds_as_many_draft_pages_as_fit() -> None:
     [draft_config(layers=7, kv_heads=8), draft_config(head_dim=64), draft_config(head_dim=24)],
 )
 def test_draft_model_that_does_not_fit_is_rejected(draft: ModelConfig) -> None:
-    """The error names a draft model that exceeds its target or has heads across blocks."""
+    """The loader rejects a draft model that is larger than its target or has heads across
+    blocks."""
     with pytest.raises(ValueError, match=r"draft model.* does not fit"):
         KvPool(TARGET, 4, torch.float32).draft_layers(draft)
 
@@ -83,7 +84,7 @@ def resident_bytes() -> int:
 
 
 def test_measured_kv_memory_is_a_share_of_available_memory() -> None:
-    """The cache on a CPU takes a positive share of the available memory."""
+    """On a CPU, the KV cache takes a part of the available memory."""
     cpu = torch.device("cpu")
     assert 0 < measured_kv_bytes(cpu, 0.9, 1) < available_bytes()
     assert 0 < measured_kv_bytes(cpu, 0.9, 4) < available_bytes() / 4

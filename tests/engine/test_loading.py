@@ -69,7 +69,7 @@ def test_loading_needs_little_more_memory_than_the_weights(
 
 
 def test_progress_rises_to_1(small: Path) -> None:
-    """The loaded share of bytes rises with every tensor and ends at exactly 1."""
+    """The loaded fraction of the bytes rises with every tensor and ends at exactly 1."""
     shares: list[float] = []
     config = read_model_config(small)
     load_weights(small, config, torch.float32, progress=shares.append)
@@ -106,7 +106,7 @@ def test_each_file_is_opened_at_most_once_per_layer(
 def test_missing_tensors_are_reported_before_reading(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader reports a tensor missing in the last layer before it reads any tensor."""
+    """The loader reports a missing tensor of the last layer before it reads any tensor."""
     config = read_model_config(small)
 
     def read(*_: object) -> None:
@@ -148,7 +148,8 @@ def test_a_file_truncated_during_loading_is_an_error(
 def test_a_tied_embedding_has_the_same_bits_with_and_without_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An LM head in the embedding's memory has the bits of a packed copy."""
+    """An LM head that shares the embedding's memory has the same logits, bit for bit, as a packed
+    copy."""
     tokens = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(4)).tolist()
     read = []
     for most_bytes in (0, 1 << 30):

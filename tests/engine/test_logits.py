@@ -108,7 +108,7 @@ def expected(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", range(40))
 def test_adjusted_rows_equal_the_reference(case: int) -> None:
-    """Every row of a mixed step equals a token-by-token computation, also after drafts."""
+    """Every row of a mixed step equals a token-by-token computation, with and without drafts."""
     rng = random.Random(case)
     plan = random_plan(rng, 8)
     logits = random_logits(rng, plan)
@@ -119,7 +119,7 @@ def test_adjusted_rows_equal_the_reference(case: int) -> None:
 
 @pytest.mark.parametrize("case", range(10))
 def test_row_after_drafts_has_the_bits_of_a_row_after_tokens(case: int) -> None:
-    """The bits of a row depend neither on the batch nor on whether tokens are drafts."""
+    """A row has the same bits after draft tokens as after confirmed tokens, in any batch."""
     rng = random.Random(100 + case)
     plan = random_plan(rng, 6)
     logits = random_logits(rng, plan)

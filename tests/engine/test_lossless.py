@@ -123,8 +123,8 @@ def alone(model: Model, prompts: tuple[int, ...], temperature: float, new_tokens
 def test_some_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """Every policy, batching and preemption gives the tokens of `off` for 10 prompts of 64
-    tokens."""
+    """10 prompts generate the same 64 tokens under every policy, batching and preemption as with
+    `off`."""
     prompts = random.Random(0).sample(range(PROMPTS), 10)
     check_all(shipped, prompts, 2000, record_testsuite_property, new_tokens=64)
 
@@ -133,12 +133,12 @@ def test_some_prompts_are_lossless_under_every_policy(
 def test_all_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """Every policy and batching gives the tokens of `off` for 200 prompts of 128 tokens."""
+    """200 prompts generate the same 128 tokens under every policy and batching as with `off`."""
     check_all(shipped, list(range(PROMPTS)), 2000, record_testsuite_property)
 
 
 def test_choices_of_one_seed_have_different_noise(shipped: Model) -> None:
-    """Choices of a request differ at temperature 1, and each replays to the same text."""
+    """At temperature 1, the choices of a request differ, and a second run repeats each choice."""
     prompt = held_out_prompts(shipped.tokenizer, 1)[0]
     policy = speculation_policy("auto")
     settings = {"temperature": 1.0, "seed": 9, "max_tokens": 64}
@@ -149,7 +149,7 @@ def test_choices_of_one_seed_have_different_noise(shipped: Model) -> None:
 
 
 def test_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
-    """The output excludes tokens that were accepted after a stop string."""
+    """The output ends at a stop string, even if the step accepted later tokens."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=3)
     for stop in ("\n", "):", "self."):
         outcomes = []
@@ -163,7 +163,7 @@ def test_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Mod
 
 
 def test_filters_are_lossless(shipped: Model) -> None:
-    """The filters top-k, top-p and min-p give the same tokens with and without drafts."""
+    """Requests with top-k, top-p and min-p generate the same tokens with and without drafts."""
     prompts = held_out_prompts(shipped.tokenizer, 8, seed=4)
     filters = {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "max_tokens": 64}
     outcomes = []
@@ -175,7 +175,7 @@ def test_filters_are_lossless(shipped: Model) -> None:
 
 
 def test_log_probabilities_do_not_depend_on_drafts(shipped: Model) -> None:
-    """Log probabilities of emitted tokens have equal bits with and without drafts."""
+    """Log probabilities of the output have the same bits with and without drafts."""
     prompts = held_out_prompts(shipped.tokenizer, 4, seed=5)
     found = []
     for name in ("off", "fixed:6"):

@@ -198,7 +198,7 @@ def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
 def test_half_precision_checkpoint_has_the_logits_of_float32(
     variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Weights saved in bfloat16 or float16 give the float32 logits of transformers."""
+    """Weights saved in bfloat16 or float16 give the same float32 logits as transformers."""
     random_model(variant).to(dtype).save_pretrained(tmp_path)
     check_logits(tmp_path)
 
@@ -283,7 +283,8 @@ def rotary_buffers(tensors: dict[str, torch.Tensor]) -> None:
 def test_tied_checkpoint_variants_have_the_same_logits(
     change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
 ) -> None:
-    """A tied head has the same logits if stored twice, renamed, stored alone, or beside buffers."""
+    """A model has the same logits if its tied head is stored twice, renamed, or the only stored
+    copy."""
     random_model("llama-tied").save_pretrained(tmp_path)
     rewrite_weights(tmp_path, change)
     check_logits(tmp_path)

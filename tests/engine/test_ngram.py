@@ -98,7 +98,7 @@ def test_chain_continues_the_longest_match(native: bool, text: list[int], most: 
 @in_c_and_python
 @given(text=tokens, trees=st.booleans())
 def test_agreement_is_the_weighted_share_of_equal_continuations(native, text, trees) -> None:
-    """A longer match has twice the weight per token, and a single match has no agreement."""
+    """A match has twice the weight for each further token, and a single match has no agreement."""
     draft = proposed(NgramProposer(trees=trees, native=native), sequence_of(text), 1)
     found = longest_matches(text)
     if len(found) < 2:
@@ -113,7 +113,8 @@ def test_agreement_is_the_weighted_share_of_equal_continuations(native, text, tr
 @in_c_and_python
 @given(text=tokens, most=st.integers(1, 12))
 def test_tree_consists_of_continuations(native: bool, text: list[int], most: int) -> None:
-    """Each path is a prefix of a continuation, and shares follow the match lengths."""
+    """Each path of a tree is a prefix of a continuation, and its weight follows the lengths of the
+    matches."""
     draft = proposed(NgramProposer(native=native), sequence_of(text), most)
     check_draft(draft, most, 4)
     found = longest_matches(text)
@@ -132,7 +133,7 @@ def test_tree_consists_of_continuations(native: bool, text: list[int], most: int
 
 @in_c_and_python
 def test_different_continuations_become_branches_best_first(native: bool) -> None:
-    """The more frequent continuation is the first of two branches."""
+    """If two continuations differ, the more frequent continuation becomes the first branch."""
     text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
     draft = proposed(NgramProposer(native=native), sequence_of(text), 4)
     assert draft.token_ids[:2] == (3, 4)
@@ -155,7 +156,7 @@ def test_index_follows_tokens_added_between_calls(native: bool, first, more) -> 
 @in_c_and_python
 @given(text=tokens, removed=st.integers(0, 60))
 def test_index_of_a_shortened_text_starts_again(native: bool, text, removed) -> None:
-    """A text that became shorter gets the same draft as a new text."""
+    """If a text becomes shorter, its draft equals the draft of a new text."""
     proposer, sequence = NgramProposer(native=native), sequence_of(text)
     proposed(proposer, sequence, 4)
     del sequence.token_ids[max(0, len(text) - removed) :]
@@ -188,7 +189,7 @@ def test_native_index_memory_is_proportional_to_the_text(growth: list[int]) -> N
 
 @in_c_and_python
 def test_forgetting_drops_the_index(native: bool) -> None:
-    """A proposer without a corpus also drops the text of a finished sequence."""
+    """A proposer without a corpus drops the index and the text of a finished sequence."""
     proposer, sequence = NgramProposer(native=native), sequence_of([1, 2, 1, 2, 1])
     proposed(proposer, sequence, 2)
     proposer.forget(sequence)
@@ -199,7 +200,7 @@ def test_forgetting_drops_the_index(native: bool) -> None:
 
 @in_c_and_python
 def test_nothing_is_proposed_for_empty_texts_and_drafts(native: bool) -> None:
-    """Empty batches, empty texts, and drafts without tokens are valid requests."""
+    """The proposer accepts empty batches, empty texts, and drafts of length 0."""
     proposer = NgramProposer(native=native)
     assert proposer.propose([]) == []
     assert not proposed(proposer, sequence_of([]), 4)

@@ -40,7 +40,8 @@ on_x86_64 = pytest.mark.skipif(
 
 @on_x86_64
 def test_the_variable_limits_torch_onednn_and_compiled_operators() -> None:
-    """With `avx2`, no operator uses AVX-512 or AMX, and the numerics class contains the limit."""
+    """With the variable set to `avx2`, no operator uses AVX-512 or AMX, and the numerics class
+    contains the limit."""
     environ = {**os.environ, VARIABLE: "avx2"}
     command = [sys.executable, "-c", REPORT]
     done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
@@ -89,7 +90,7 @@ def test_a_limit_set_after_torch_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_supported_dtypes_depend_on_the_device() -> None:
-    """A GPU allows float16, and its `auto` dtype is that of the checkpoint."""
+    """A GPU supports float16, and its dtype `auto` is the dtype of the checkpoint."""
     with pytest.raises(ValueError, match="float16 needs a GPU"):
         choose_dtype("float16", SHIPPED_MODEL)
     assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
@@ -119,7 +120,7 @@ def test_a_large_model_uses_bfloat16_if_that_is_faster(
 
 
 def test_auto_chooses_a_gpu_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` chooses the GPU with this index or the CPU, and a missing GPU is an error."""
+    """The device `auto` is a GPU if the machine has a GPU, and a missing GPU raises an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="GPU 0 was requested, but the number of GPUs is 0"):

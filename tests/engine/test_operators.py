@@ -68,7 +68,7 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Compare up to a few units in the last place of the dtype."""
+    """Check that tensors differ by at most a few units in the last place of the dtype."""
     tolerance = 2e-6 if found.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -141,7 +141,7 @@ def test_gates_equal_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) 
 def test_logits_of_bfloat16_weights_have_float32_precision(
     shape: tuple[int, ...], vocab: int
 ) -> None:
-    """Logits are float32 sums of the bfloat16 products, and rows are independent."""
+    """Logits of bfloat16 weights are float32 sums, and a row has the same bits in any batch."""
     width = shape[0]
     hidden, weight = (random(n, width, dtype=torch.bfloat16) for n in (ROWS, vocab))
     head = Linear(weight, pack=False)
@@ -157,7 +157,7 @@ def test_logits_of_bfloat16_weights_have_float32_precision(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads: int) -> None:
-    """A row does not depend on the number of rows or threads."""
+    """A row has the same bits for any number of rows or threads."""
     config = shaped((512, 1408, 4, 1, 256))
     _, native = torch_and_native(config, dtype)
     hidden, weight = random(300, 512, dtype=dtype), random(512, dtype=dtype)
@@ -207,7 +207,8 @@ def runner_of(decoder: Decoder, dtype: torch.dtype) -> Runner:
     [(250, 704, 8, 4, 32), (256, 700, 8, 4, 32), (256, 704, 8, 4, 24), (256, 96, 65, 1, 16)],
 )
 def test_unsupported_shapes_use_torch(shape: tuple[int, ...]) -> None:
-    """A width that is no multiple of 16, or too many heads per KV head, selects torch."""
+    """The model uses torch if a width is no multiple of 16 or a KV head has too many query
+    heads."""
     operators = operators_for(shaped(shape), torch.float32, 8)
     assert operators.name == f"torch-{torch.__version__}"
 

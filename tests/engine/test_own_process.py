@@ -54,7 +54,7 @@ async def test_texts_equal_those_of_an_engine_in_this_process() -> None:
 
 
 async def test_service_level_and_cost_error_cross_the_socket() -> None:
-    """A request with a service level runs, and the load has a finite cost error."""
+    """The engine's process runs a request with a service level, and reports a finite cost error."""
     backend = EngineBackend(CONFIG)
     await backend.start()
     try:

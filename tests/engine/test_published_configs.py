@@ -236,7 +236,8 @@ def parameters_of(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_published_config_matches_the_model_card(name: str, tmp_path: Path) -> None:
-    """Parameters, KV size, context, window and rotation equal those of the model card."""
+    """Each published config has the parameters, KV size, context, window and rotation of its model
+    card."""
     model = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(model.raw))
     config = read_model_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Slow readers: the tokens do not depend on the pace of a request."""
+"""The pace of a slow reader does not change the tokens of its request."""
 
 from __future__ import annotations
 

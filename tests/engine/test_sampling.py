@@ -96,7 +96,7 @@ def undisturbed(model: Model, name: str) -> Outcome:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_drafts_do_not_change_results(shipped: Model, sampling: str) -> None:
-    """Tokens, text and log probabilities are equal for any drafts and preemptions."""
+    """Drafts and preemptions do not change tokens, text or log probabilities."""
     alone = undisturbed(shipped, sampling)
     accepted = rejected = preemptions = 0
     for name in BATCHINGS:
@@ -114,7 +114,7 @@ def test_drafts_do_not_change_results(shipped: Model, sampling: str) -> None:
 
 @pytest.mark.parametrize("sampling", ["repetition, greedy", "frequency and presence"])
 def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None:
-    """A penalty gives more distinct tokens for the same noise."""
+    """A text with a penalty contains more distinct tokens than a text without a penalty."""
     plain = {"temperature": SAMPLINGS[sampling]["temperature"]}
     without = run(shipped, requests(shipped, Off(), plain), Setup())
     penalised = undisturbed(shipped, sampling)
@@ -141,7 +141,7 @@ def test_bias_of_100_forces_or_bans_a_token(shipped: Model) -> None:
 
 @pytest.mark.parametrize("policy", ["off", "fixed:8"])
 def test_text_does_not_end_before_min_tokens(shipped: Model, policy: str) -> None:
-    """A text has exactly `min_tokens` tokens when the end is by far the likeliest token."""
+    """A text has exactly `min_tokens` tokens if the end token is by far the likeliest token."""
     ends = tuple((token, 100.0) for token in sorted(shipped.config.eos_ids))
     for wanted in (0, 1, 13):
         chosen = speculation_policy(policy)

@@ -158,7 +158,8 @@ def slots_read(inputs: StepInputs) -> list[int]:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float) -> None:
-    """Drafts of any length change no token alone, in batches, in chunks and with preemption."""
+    """Sparse drafts of any length change no token, alone, in batches, in chunks and with
+    preemptions."""
     plain_requests = make_requests(shipped, Off(), 6, temperature=temperature)
     plain = run(shipped, plain_requests, Setup(max_num_seqs=1)).tokens
     outcomes: dict[str, Outcome] = {}
@@ -176,7 +177,8 @@ def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: float) -> None:
-    """Contexts of ten budgets and several tiles keep their text beside n-gram drafts."""
+    """Sparse and n-gram drafts do not change texts with contexts of ten budgets and several
+    tiles."""
     policy = speculation_policy("fixed:4")
     text = long_text(shipped, 900)
 
@@ -195,10 +197,8 @@ def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: fl
 
 @pytest.mark.parametrize("window", [32, 200])
 def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) -> None:
-    """Sliding windows change no text, and windows within the latest pages reject no draft.
-
-    A longer window reads sinks that are outside the window of the target.
-    """
+    """Sliding windows change no text, and the target rejects no draft if the window is within the
+    latest pages. A longer window reads sinks that are outside the window of the target."""
     config = json.loads((checkpoint_copy / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     (checkpoint_copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -217,7 +217,8 @@ def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_draft_within_the_budget_is_always_accepted(shipped: Model, temperature: float) -> None:
-    """A context within the budget gives the bits of a verify step."""
+    """If the context fits into the budget, a draft computes the same bits as a verify step, so
+    every draft is accepted."""
     policy = speculation_policy("fixed:5")
     requests = drafted_by(NAME, make_requests(shipped, policy, 8, temperature=temperature))
     outcome = run(shipped, requests, setup(policy, budget=BLOCK_TOKENS * 18))
@@ -265,7 +266,8 @@ def far_sighted(directory: Path) -> Path:
 
 
 def test_rejection_keeps_the_distribution_of_texts(tmp_path: Path) -> None:
-    """Drafts from a narrow view give texts with the distribution of the full view."""
+    """With drafts from a narrow view of the context, texts have the same distribution as without
+    drafts."""
     model = Model(far_sighted(write_checkpoint(tmp_path)), verify="rejection")
     policy = RandomSlots(random.Random(3))
     settings = {"max_tokens": NEW_TOKENS, "temperature": 1.1, "presence_penalty": -0.4}
@@ -300,7 +302,7 @@ def confirmed_kv(
 def test_confirmed_keys_and_values_equal_those_without_drafts(
     shipped: Model, temperature: float
 ) -> None:
-    """Confirmed keys and values have equal bits after accepted, rejected and unverified drafts."""
+    """Keys and values of confirmed tokens have the same bits with and without drafts."""
     plain_kv = dict(
         confirmed_kv(shipped, make_requests(shipped, Off(), 4, temperature=temperature), Setup())
     )
@@ -315,7 +317,8 @@ def test_confirmed_keys_and_values_equal_those_without_drafts(
 
 
 def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> None:
-    """Drafting leaves other bits after the sequence, and a verify step overwrites these bits."""
+    """Drafting writes keys and values after the sequence, and a verify step overwrites all of
+    them."""
     text = long_text(shipped, 400)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 5)])
@@ -330,7 +333,7 @@ def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> Non
 
 @pytest.mark.parametrize("verified", [0, 2])
 def test_unverified_drafts_leave_nothing_that_is_read(shipped: Model, verified: int) -> None:
-    """The target has the same logits after some or all drafts were not verified."""
+    """Draft tokens that were not verified do not change the target's logits."""
     text = long_text(shipped, 380)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 12)])
@@ -417,7 +420,8 @@ def test_sequence_with_several_pending_tokens_gets_no_draft(shipped: Model) -> N
 
 
 def test_depth_cost_is_a_step_that_reads_the_budget(shipped: Model) -> None:
-    """The cost of a depth is that of a step with one token and one budget per sequence."""
+    """The cost of a depth equals the cost of a step with one token and one budget of context per
+    sequence."""
     cost = StepCost((4, 16), (1e-3, 2e-3), kv_token_s=1e-6, sequence_s=1e-4)
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": cost}

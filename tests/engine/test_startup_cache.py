@@ -42,7 +42,8 @@ def test_an_equal_key_finds_the_measurements(own_cache: Path) -> None:
 
 @pytest.mark.parametrize("place", range(len(KEY)))
 def test_any_other_part_of_the_key_misses(place: int) -> None:
-    """A change of version, checkpoint, processor, libraries, threads or bounds misses the entry."""
+    """The cache has no entry for another version, checkpoint, processor, library, thread count or
+    bound."""
     written(*KEY)
     other = [*KEY]
     other[place] = f"{other[place]}1"
@@ -50,7 +51,7 @@ def test_any_other_part_of_the_key_misses(place: int) -> None:
 
 
 def test_an_entry_of_another_key_under_the_same_name_misses() -> None:
-    """The cache compares the key in the file instead of the file name."""
+    """The cache ignores a file whose name matches but whose key differs."""
     cache, other = written(*KEY), StartupCache("other")
     cache.path.rename(other.path)
     assert other.read() is None
@@ -67,8 +68,8 @@ def test_an_entry_of_another_key_under_the_same_name_misses() -> None:
     ],
 )
 def test_a_foreign_file_counts_as_missing(content: bytes) -> None:
-    """A foreign file or directory at the entry's path is ignored, and the next start
-    replaces it."""
+    """A start ignores a foreign file or directory at the entry's path, and the next start replaces
+    it."""
     cache = written(*KEY)
     cache.path.write_bytes(content)
     assert cache.read() is None

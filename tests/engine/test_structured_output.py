@@ -226,7 +226,8 @@ def test_resumed_choice_continues_its_structured_output(shipped: Model, mode: st
 
 
 def test_output_matches_the_whole_regular_expression(shipped: Model) -> None:
-    """The output matches its expression in a batch with requests without a grammar."""
+    """An output matches its whole regular expression, also in a batch with requests without a
+    grammar."""
     setup = setup_of("ngram")
     prompt = held_out_prompts(shipped.tokenizer, 1, seed=9)[0]
     free = request("free", prompt, setup.policy, max_tokens=40)
@@ -243,7 +244,8 @@ def test_output_matches_the_whole_regular_expression(shipped: Model) -> None:
 
 
 def test_parser_limits_cut_only_their_own_request(shipped: Model) -> None:
-    """The text ends with reason `length`, and other requests continue."""
+    """A text beyond the parser limits ends with reason `length`, and all other requests
+    continue."""
     setup = setup_of("ngram")
     endless = {"type": "array", "items": {"type": "null"}, "minItems": 100_000}
     cut = replace(person(shipped, "cut", setup), grammar=schema_spec(endless))

@@ -1,7 +1,7 @@
-"""Caches, batches, preemptions and moves change no token of any kind of request.
+"""Caches, batches, preemptions and changes of worker do not change the tokens of any request.
 
 `test_lossless` varies speculation on plain requests, and `test_sampling` varies the sampling. These
-tests combine several choices, shared and cached prefixes, moves and dtypes.
+tests combine several choices, shared and cached prefixes, changes of worker and dtypes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def crowded(model: Model) -> Setup:
 def test_a_batch_with_random_drafts_does_not_change_tokens(
     kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
-    """Sharing, preemption and random drafts change no token and no log probability."""
+    """Shared prefixes, preemptions and random drafts change no token and no log probability."""
     expected = undisturbed(shipped, prompts, SAMPLING[kind], n=2)
     setup = crowded(shipped)
     outcome = run(shipped, requests(prompts, SAMPLING[kind], setup.policy, n=2), setup)
@@ -102,7 +102,8 @@ def test_a_batch_with_random_drafts_does_not_change_tokens(
 def test_exact_bfloat16_does_not_change_tokens(
     kind: str, shipped_bfloat16: Model, prompts: list[list[int]]
 ) -> None:
-    """Batches, caches and moves change no bit in bfloat16 with `--exact`."""
+    """In bfloat16 with `--exact`, batches, caches and changes of worker do not change the
+    output."""
     model, sampling = shipped_bfloat16, SAMPLING[kind]
     expected = undisturbed(model, prompts, sampling)
     setup = crowded(model)

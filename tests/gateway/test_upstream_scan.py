@@ -85,7 +85,7 @@ def split_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 @example((b"\n" + DONE, [b"\n", DONE]))
 @example((TOKEN + b"\n" + DONE, [TOKEN, b"\n" + DONE]))
 def test_result_does_not_depend_on_the_pieces(split: tuple[bytes, list[bytes]]) -> None:
-    """The scan result depends only on the bytes of the stream and not on their division."""
+    """A scan of a stream gives the same result for any division of the stream into blocks."""
     stream, blocks = split
     expected = scan_blocks(stream)
     assert scan_blocks(*blocks) == expected

@@ -29,7 +29,7 @@ pytestmark = [
 def test_accept_walk_equals_the_reference(
     branching: float, eos: tuple[int, ...], budget: int, seed: int
 ) -> None:
-    """The GPU emits the tokens of the reference for chains and trees of any size."""
+    """The GPU emits the same tokens as the reference for chains and trees of any size."""
     case = walk_case(seed, branching=branching, eos=eos, budget=budget, rows=WALK_ROWS * 20)
     expected = accept_walk_ref.accept_walk(*case.arguments(), max_rows=case.max_rows)
     walked = accept_walk.accept_walk(*case.to("cuda").arguments(), max_rows=case.max_rows)
@@ -49,7 +49,7 @@ def test_accept_walk_does_not_synchronise() -> None:
 
 
 def test_accept_walk_can_be_captured() -> None:
-    """A replayed graph gives the results of a direct call for new inputs."""
+    """A replayed graph has the same results as a direct call for new inputs."""
     case = walk_case(2, branching=0.3, eos=(3,), rows=(9, 1, 65, 5, 12, 3)).to("cuda")
     # The first call compiles the kernel.
     accept_walk.accept_walk(*case.arguments(), max_rows=case.max_rows)

@@ -57,7 +57,7 @@ def test_batched_walk_equals_the_walk_of_each_draft(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_walk_stops_at_the_first_rule(seed: int) -> None:
-    """The walk ends after the first counted end token or after the remaining tokens."""
+    """The walk ends after an end token or when no tokens remain, whichever is first."""
     case = walk_case(seed, branching=0.3, eos=range(0, 50, 5), budget=8)
     sequences = len(case.cu_rows) - 1
     free = accept_walk_ref.accept_walk(

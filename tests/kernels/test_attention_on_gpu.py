@@ -68,7 +68,7 @@ def test_attention_equals_the_reference(
     window: int | None,
     parallel: bool,
 ) -> None:
-    """Mixed batches have the values of the reference with and without trees."""
+    """Attention of mixed batches equals the reference with and without trees."""
     shape = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     plain = attention_case(_QUERY_LENS, _CONTEXT_LENS, dtype=dtype, **shape)
     for case in (plain, _trees(dtype, **shape)):
@@ -87,7 +87,7 @@ def test_attention_equals_the_reference(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_verified_rows_have_the_bits_of_decodes(dtype: torch.dtype, window: int | None) -> None:
-    """A row of any branch has the bits of its token decoded alone."""
+    """A row of any branch has the same bits as a separate decode of its token."""
     plain = attention_case(
         [6, 5, 9], [1030, 21, 2050], query_heads=8, kv_heads=2, head_dim=64, dtype=dtype
     )
@@ -146,7 +146,7 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
 
 
 def test_attention_does_not_synchronise() -> None:
-    """The host does not wait for the GPU in either mode."""
+    """The host does not wait for the GPU in either mode of the loop over splits."""
     case = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     inputs, keywords = case.arguments("cuda"), case.keywords("cuda")
     for parallel in (False, True):
@@ -160,7 +160,7 @@ def test_attention_does_not_synchronise() -> None:
 
 
 def test_merge_equals_the_reference() -> None:
-    """The merge of splits has the values of the reference."""
+    """The merge of splits equals the reference."""
     generator = torch.Generator().manual_seed(1)
     weighted = torch.randn((8, 4, 6, 128), generator=generator)
     stats = torch.randn((8, 4, 6, 2), generator=generator).abs() + 1

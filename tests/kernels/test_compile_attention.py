@@ -93,13 +93,15 @@ def test_attention_in_16_bits_leaves_space_for_two_programs(
 def test_small_heads_and_float32_do_not_spill(
     dtype: torch.dtype, head_dim: int, parallel: bool, trees: bool
 ) -> None:
-    """Small heads, and float32 with its own tiles, fit the registers."""
+    """Kernels with small heads, and float32 kernels with their own tiles, do not spill
+    registers."""
     assert_lean(_launches(dtype, (8, 2, head_dim), trees=trees, parallel=parallel))
 
 
 @pytest.mark.parametrize(("trees", "parallel"), [(False, False), (False, True), (True, True)])
 def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
-    """Heads of 256 fit the registers, except for trees in a loop over splits (see `tiles`)."""
+    """Kernels with heads of 256 do not spill registers, except for trees in a loop over splits (see
+    `tiles`)."""
     assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
 
 

@@ -38,7 +38,7 @@ _DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize(("dtype", "tolerance"), _TOLERANCES)
 @pytest.mark.parametrize("hidden", [64, 576, 1001, 4096, 8192])
 def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Rows of any size equal the reference, and the residual sum has equal bits."""
+    """Norms of rows of any size equal the reference, and the residual sum has the same bits."""
     x = normal((37, hidden), 1, dtype, "cuda")
     residual = normal((37, hidden), 2, dtype, "cuda")
     weight = normal((hidden,), 3, dtype, "cuda")
@@ -75,7 +75,8 @@ def test_normed_rows_do_not_depend_on_batch_or_fusion(hidden: int, dtype: torch.
 def test_rotation_has_the_bits_of_the_reference(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    """Queries and the whole KV memory on the GPU have the bits of the CPU reference."""
+    """The rotation on the GPU writes queries and KV memory with the same bits as the reference on
+    the CPU."""
     case = rope_case(19, heads, kv_heads, head_dim, normed=False, dtype=dtype)
     arguments, expected = case.arguments("cuda"), case.arguments()
     queries = rope_kv.rope_kv(*arguments, **case.options("cuda"))

@@ -22,7 +22,8 @@ def test_rms_norm_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_rotation_has_the_bits_of_the_cpu_decoder() -> None:
-    """Float32 queries, keys and values have the bits of the decoder on a CPU."""
+    """The reference computes float32 queries, keys and values with the same bits as the decoder on
+    a CPU."""
     case = rope_case(6, 4, 2, 20, normed=False)
     arguments = case.arguments()
     queries = rope_kv_ref.rope_kv(*arguments, **case.options())
@@ -50,7 +51,8 @@ def test_heads_are_normed_before_they_are_rotated() -> None:
 
 
 def test_gate_has_the_bits_of_the_decoder() -> None:
-    """The float32 gated activation has the bits of the decoder on a CPU."""
+    """The reference computes the float32 gated activation with the same bits as the decoder on a
+    CPU."""
     gate_up = normal((5, 70), 2) * 3
     gate, up = gate_up.chunk(2, dim=-1)
     assert torch.equal(swiglu_ref.swiglu(gate_up), functional.silu(gate) * up)

@@ -88,7 +88,7 @@ def test_sampled_drafts_and_tokens_have_the_exact_joint_distribution(
 
 @pytest.mark.parametrize("filters", _FILTERS, ids=str)
 def test_acceptance_rate_is_the_highest_possible(filters: dict[str, float]) -> None:
-    """The share of accepted drafts is sum min(p, q), which is the upper bound."""
+    """The acceptance rate is sum min(p, q), the upper bound for any rule."""
     target, draft = _exact(_TARGET, filters), _exact(_DRAFT, {"temperature": 0.8})
     drafts, tokens = _drafts_and_tokens(draft, filters)
     best = sum(min(p, q) for p, q in zip(target, draft, strict=True))
@@ -180,7 +180,7 @@ _ACCEPTS = rejection_ref._accepts
 def test_wrong_rule_is_detected(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
 ) -> None:
-    """A slightly wrong rule or noise gives another distribution by a wide margin."""
+    """A slightly wrong rule or noise changes the distribution by a wide margin."""
     target, draft = _exact(_TARGET, {}), _exact(_DRAFT, {})
     monkeypatch.setattr(owner, name, wrong)
     _, tokens = _drafts_and_tokens(draft, {})

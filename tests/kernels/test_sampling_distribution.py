@@ -41,7 +41,7 @@ _LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -2.0, 1.7, 0.9, 2.6, -0.5
 def test_tokens_have_the_filtered_distribution(
     temperature: float, filters: dict[str, float]
 ) -> None:
-    """Tokens over positions have the exact distribution for every combination of filters."""
+    """Sampled tokens have the exact distribution for every combination of filters."""
     rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
     assert_follows(
@@ -178,7 +178,7 @@ def test_text_does_not_depend_on_the_drafter() -> None:
 
 
 def test_one_hot_draft_is_accepted_with_its_probability() -> None:
-    """A proposed token is accepted with its probability under the model."""
+    """The sampler accepts a proposed token with the probability of the token under the model."""
     seeds = torch.arange(_DRAWS) + 77
     positions = torch.full((_DRAWS,), _FIRST_POSITION)
     sampled = _draw(_MARKOV, seeds, positions, torch.full((_DRAWS,), _START))

@@ -40,7 +40,8 @@ def _assert_same_tokens(
 
 
 def test_noise_equals_the_reference() -> None:
-    """Words and uniforms equal those of the CPU, and Gumbel noise is equal up to rounding."""
+    """The GPU draws the same words and uniforms as the CPU, and Gumbel noise is equal up to
+    rounding."""
     rows = cases.mixed_row_sampling(7, seed=1)
     arguments = (rows.seed, rows.choice, rows.position)
     on_gpu = cases.to_device(arguments, "cuda")
@@ -56,7 +57,7 @@ def test_noise_equals_the_reference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 4096, 50_257, 151_936])
 def test_tokens_equal_the_reference(vocab: int, dtype: torch.dtype) -> None:
-    """The GPU samples the tokens of the CPU with mixed filters and ties."""
+    """The GPU samples the same tokens as the CPU with mixed filters and ties."""
     rows = cases.mixed_row_sampling(160, seed=vocab)
     logits = cases.random_logits(160, vocab, seed=vocab).to(dtype)
     expected = sample_verify_ref.sample(logits, rows).tolist()

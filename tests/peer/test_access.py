@@ -36,7 +36,8 @@ async def where(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listening]:
 
 
 async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
-    """A peer streams from the node after both ends have proved the secret."""
+    """A gateway without an API key streams from the node after both nodes have proved the
+    secret."""
     async with (
         linked_to(where.url, secret=SECRET) as backend,
         aclosing(backend.generate(make_request(backend))) as stream,
@@ -48,7 +49,8 @@ async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
 async def test_start_fails_at_once_with_another_secret(
     where: Listening, secret: SharedSecret | None
 ) -> None:
-    """The start fails immediately, because another attempt would fail as well."""
+    """With another secret, the start fails immediately, because a second attempt would fail,
+    too."""
     backend = PeerBackend(where.url, secret)
     with pytest.raises(PeerRefused, match="does not accept peers, or has another secret"):
         await backend.start()
@@ -66,7 +68,7 @@ async def test_server_without_the_secret_gets_no_request() -> None:
 
 
 async def test_peer_paths_look_missing_without_a_proof(where: Listening) -> None:
-    """A peer path responds like a missing path to any key, method and header."""
+    """Without a proof, a peer path responds like an unknown path to any key, method and header."""
     proof = OTHER.proof(PATH, 0.0)
     tries = [{}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": proof.header}]
     upgrade = {
@@ -138,7 +140,7 @@ async def test_invalid_message_ends_only_its_connection(
 
 
 def test_proof_is_bound_to_path_minute_and_secret() -> None:
-    """The checker accepts a proof only for its path, its time and its secret."""
+    """A proof is valid only for one path, one minute and one secret."""
     checker = ProofChecker(SECRET)
     proof = SECRET.proof(PATH, 1000.0)
     assert checker.answer(proof.header, "/peer/v1/workers/1", 1000.0) is None

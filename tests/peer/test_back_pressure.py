@@ -1,4 +1,4 @@
-"""Slow readers on either side of the link: bounded memory and no lost tokens."""
+"""Slow readers on either side of a connection take bounded memory and lose no tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WORDS = "word " * 200
 async def test_slow_client_pauses_its_request_at_the_peer(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remote worker slows down, pauses and resumes the request without losing a token."""
+    """If a client reads slowly, the remote worker slows down, pauses and resumes its request
+    without losing a token."""
     seconds = count()
     monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Messages of any size over a connection: complete, bounded, and interleaved."""
+"""A channel carries messages of any size, limits their size, and interleaves them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ async def test_peer_with_engine_passes_conformance_suite() -> None:
 
 
 async def test_card_and_tokenizer_are_those_of_the_worker() -> None:
-    """A linked backend has the card, checks and tokenizer of the remote worker."""
+    """A linked backend has the same card, checks and tokenizer as the remote worker."""
     messages = [{"role": "user", "content": "héllo"}]
     async with running(max_model_len=300) as where, linked_to(where.url) as backend:
         peer = where.node.fleet.workers[0].generating
@@ -68,7 +68,8 @@ async def test_card_and_tokenizer_are_those_of_the_worker() -> None:
 
 
 async def test_texts_equal_those_of_a_local_worker() -> None:
-    """The texts equal those of a local worker for several seeds and numbers of choices."""
+    """A remote worker generates the same texts as a local worker for several seeds and numbers of
+    choices."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
@@ -79,7 +80,7 @@ async def test_texts_equal_those_of_a_local_worker() -> None:
 
 
 async def test_request_begun_locally_is_resumed_by_peer() -> None:
-    """The resumed output continues the local output from every token."""
+    """A peer continues the output of a local worker from any token with the same tokens."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
@@ -97,7 +98,8 @@ async def test_request_begun_locally_is_resumed_by_peer() -> None:
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
 async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
-    """The peer frees a closed stream before and during decoding."""
+    """When the gateway closes a stream, the peer frees the request's memory, before and during
+    decoding."""
     async with running(profile=SLOW) as where, linked_to(where.url) as backend:
         async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
             if read:
@@ -108,7 +110,7 @@ async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
 
 
 async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBackend) -> None:
-    """The peer cancels all requests of a connection that ends."""
+    """When a connection ends, the peer cancels all requests of the connection."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         for _ in range(3):
             backend.generate(make_request(backend))
@@ -120,7 +122,7 @@ async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBacke
 
 
 async def test_pace_set_during_the_check_takes_effect(scripted: ScriptedBackend) -> None:
-    """The peer applies a pace that arrives while it still checks the request."""
+    """The peer applies a pace that arrives while the peer validates the request."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         generation = make_request(backend)
         async with aclosing(backend.generate(generation)):
@@ -131,7 +133,7 @@ async def test_pace_set_during_the_check_takes_effect(scripted: ScriptedBackend)
 
 
 async def test_each_worker_of_a_node_has_its_own_address() -> None:
-    """Every worker has an address, and the address after the last worker does not exist."""
+    """Every worker has its own address, and the address after the last worker does not exist."""
     async with running(devices=(0, 1)) as where:
         for number in (0, 1):
             address = f"{where.url}/peer/v1/workers/{number}"
@@ -148,7 +150,7 @@ async def test_each_worker_of_a_node_has_its_own_address() -> None:
 @pytest.mark.long
 @needs_engine
 async def test_grammars_and_texts_equal_those_of_a_local_engine() -> None:
-    """The backend checks grammars locally, and the texts equal those of a local engine."""
+    """The backend checks grammars locally, and texts are the same as from a local engine."""
     regex = GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")
     async with running(**ENGINE) as where, linked_to(where.url) as backend:
         local = where.node.fleet.workers[0].generating

@@ -43,7 +43,8 @@ LONG = 8000
 
 
 async def error_after(backend: PeerBackend, cause_failure: Callable[[], None]) -> str:
-    """Return the error that three streams share after an event, including an unread stream."""
+    """Return the error with which three streams end after an event, including a stream without a
+    reader."""
     streams = [backend.generate(make_request(backend, max_tokens=LONG)) for _ in range(3)]
     for stream in streams[:2]:
         await anext(stream)
@@ -64,7 +65,7 @@ async def error_of(stream: AsyncGenerator[Delta, None]) -> str:
 
 
 def in_the_middle_of_a_message(proxy: TcpProxy) -> None:
-    """Let five more bytes pass, which is less than any message."""
+    """Let five more bytes through, which are less than any message."""
     proxy.most_bytes = proxy.passed_bytes + 5
 
 
@@ -97,7 +98,7 @@ def with_an_oversized_frame(proxy: TcpProxy) -> None:
 async def test_broken_connection_ends_every_stream_and_is_reopened(
     cause_failure: Callable[[TcpProxy], None], reason: str
 ) -> None:
-    """A broken connection ends all streams with its reason, and the peer serves again."""
+    """When a connection breaks, all streams end with the reason, and the backend connects again."""
     async with behind_proxy(profile=SLOW) as (backend, proxy, where):
         before = await collect(backend, make_request(backend))
         assert re.search(reason, await error_after(backend, partial(cause_failure, proxy)))
@@ -118,7 +119,8 @@ async def test_streams_end_before_the_close_handshake(monkeypatch: pytest.Monkey
 
 
 async def test_unreachable_peer_is_contacted_again() -> None:
-    """An unreachable peer has a failure and takes no requests until it serves again."""
+    """An unreachable peer reports a failure and gets no requests until the gateway reaches it
+    again."""
     async with behind_proxy() as (backend, proxy, _):
         proxy.cut(refuse=True)
         await until(lambda: backend.failure is not None)
@@ -169,7 +171,7 @@ async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.Monke
 
 
 def test_silence_is_detected_after_its_limit() -> None:
-    """The silence of a peer starts with its last report, in virtual time."""
+    """The gateway measures the silence of a peer from its last report, in virtual time."""
 
     async def scenario() -> float:
         link = Link(None)
@@ -343,7 +345,8 @@ async def test_backend_without_an_epoch_uses_a_restarted_peer() -> None:
 
 @pytest.mark.parametrize("change", [{"tokenizer": "0" * 64}, {"card": a_card(model_id="other")}])
 async def test_restarted_peer_with_another_model_is_not_used(change: dict[str, object]) -> None:
-    """The backend reconnects until the peer has its former model and tokenizer."""
+    """The backend does not use a restarted peer until the peer has its former model and tokenizer
+    again."""
     async with impostor(ready_message()) as peer, linked_to(peer.url) as backend:
         peer.ready = ready_message(**change)
         await peer.connection.close()
@@ -353,7 +356,7 @@ async def test_restarted_peer_with_another_model_is_not_used(change: dict[str, o
 
 
 async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
-    """Each try of a request has its own id on a connection."""
+    """Each attempt of a request has its own id, so a late delta cannot reach a second attempt."""
     async with impostor(ready_message()) as peer, linked_to(peer.url, silence_s=60.0) as backend:
         generation = make_request(backend)
         async with aclosing(backend.generate(generation)):

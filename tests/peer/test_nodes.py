@@ -23,7 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed"
 
 
 async def test_clients_receive_the_responses_of_a_local_worker() -> None:
-    """Texts, usage, models and tokens equal those of the node with the worker."""
+    """Clients receive the same text, usage, model and tokens as from the node with the worker."""
     async with (
         running() as peer,
         running(backend="peer", upstream=(peer.url,)) as where,
@@ -67,7 +67,7 @@ async def test_disconnected_client_frees_memory_at_the_peer() -> None:
 
 
 async def test_requests_of_peers_count_against_capacity() -> None:
-    """The node's own clients wait while requests of another node fill the worker."""
+    """While requests of another node fill the worker, requests of the node's own clients wait."""
     async with (
         running(max_num_seqs=1, profile=SLOW) as peer,
         running(backend="peer", upstream=(peer.url,)) as where,

@@ -131,7 +131,8 @@ def over_socket(message: WorkerMessage, received: object) -> object:
 def test_command_arrives_whole(
     carried: Callable[[WorkerMessage, object], object], command: WorkerMessage
 ) -> None:
-    """Service level, tenant, grammar, resumed tokens, hashes and trace context arrive."""
+    """A command arrives with service level, tenant, grammar, resumed tokens, hashes and trace
+    context."""
     assert carried(command, Command) == command
 
 
@@ -140,7 +141,7 @@ def test_command_arrives_whole(
 def test_report_arrives_whole(
     carried: Callable[[WorkerMessage, object], object], report: WorkerMessage
 ) -> None:
-    """Cards, outcomes, step traces, phases, embeddings and the whole load arrive."""
+    """A report arrives with cards, outcomes, step traces, phases, embeddings and the whole load."""
     assert carried(report, Report) == report
 
 
@@ -174,7 +175,7 @@ def test_bytes_that_are_not_a_message_raise_value_error(data: bytes | str) -> No
 def test_damaged_message_decodes_or_raises_value_error(
     message: WorkerMessage, data: st.DataObject
 ) -> None:
-    """A message with a cut or a changed byte decodes or raises ValueError."""
+    """A message that is cut or has a changed byte decodes or raises ValueError."""
     kind = Command if message in COMMANDS else Report
     codec = Codec[object](kind)
     encoded = codec.encode(message)
@@ -217,7 +218,7 @@ def test_incomplete_token_id_raises_value_error() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
 def test_link_id_is_never_used_twice(events: list[tuple[str, bool]]) -> None:
-    """Every try of a request has a new id."""
+    """Every attempt of a request has a new id."""
     ids, running, given_out = LinkIds(), {}, set()
     for request_id, starts in events:
         if starts and request_id not in running:

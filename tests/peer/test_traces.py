@@ -1,4 +1,4 @@
-"""Traces over two nodes: correct parents, no duplicate spans, times of one clock."""
+"""Traces over two nodes have correct parents, no duplicate spans, and times of one clock."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_gateway_records_worker_spans_of_a_peer_without_tracing() -> None:
 
 
 async def test_unsampled_request_is_not_traced_by_the_peer() -> None:
-    """The client's sampling decision applies to every machine."""
+    """If the client's trace is not sampled, no node records spans."""
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}
     async with (
         collecting() as collector,
@@ -130,7 +130,7 @@ async def test_times_of_another_clock_lie_within_dispatch(
 
 
 async def test_cancel_ends_the_spans_of_both_nodes() -> None:
-    """A client that leaves ends the spans of both nodes without an error."""
+    """When a client disconnects, the spans of both nodes end without an error."""
     async with collecting() as collector:
         async with two_nodes(collector, peer_traces=True) as (where, peer):
             body = {**BODY, "max_tokens": 8000, "ignore_eos": True}

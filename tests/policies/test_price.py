@@ -133,7 +133,7 @@ def test_slots_use_spare_tokens_before_they_displace_prompts(
 def test_least_price_is_that_of_the_cheapest_number_of_slots(
     cost, sequences, prefill, free, most, verify_s
 ) -> None:
-    """No number of slots takes a smaller average share of the rate than the least price."""
+    """For every number of slots, the average price of a slot is at least the least price."""
     step = replace(
         beside_prompts(sequences, prefill, free, 50 * sequences),
         slot_budget=most,

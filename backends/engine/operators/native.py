@@ -72,7 +72,7 @@ class NativeStep:
 def native_operators(
     config: ModelConfig, tables: RotaryTables, dtype: torch.dtype
 ) -> NativeOperators | None:
-    """Return operators for a model, or None if C does not support it or fails to compile."""
+    """Return the model's operators in C, or None if C lacks its shapes or the compilation fails."""
     widths = (config.hidden_size, config.intermediate_size, config.head_dim)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads

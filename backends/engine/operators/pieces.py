@@ -51,7 +51,7 @@ def kv_pieces(
     Args:
         pages: pages of the sequence. Pages past the context have no effect.
         context_tokens: number of tokens, at least 1.
-        page_tokens: slots of a page, not necessarily a divisor of a tile.
+        page_tokens: tokens per KV page, not necessarily a divisor of a tile.
     """
     table = list(pages[: -(-context_tokens // page_tokens)])
     end = -(-context_tokens // KV_TILE) * KV_TILE

@@ -36,7 +36,7 @@ def multiplies_in_c(width: int) -> bool:
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x @ weight.T` in float32.
 
-    The bits of a row do not depend on the other rows.
+    A row of the product has the same bits for any other rows.
 
     Args:
         x: bfloat16 [rows, width].

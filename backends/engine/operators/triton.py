@@ -104,6 +104,6 @@ class TritonOperators:
 def triton_operators(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> TritonOperators:
-    """Return operators for a model, with rotation tables in float32."""
+    """Return the model's operators on Triton kernels, with rotation tables in float32."""
     tables = config.rope.tables(config.head_dim, max_positions, torch.float32)
     return TritonOperators(config, RotaryTables(*(table.to(device) for table in tables)))

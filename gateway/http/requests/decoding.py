@@ -97,7 +97,7 @@ def _named(message: str) -> InvalidRequest:
 
 @contextmanager
 def rename_params(params: Mapping[str, str]) -> Iterator[None]:
-    """Replace the name of the parameter in errors of the block with the client's name.
+    """Name the parameter as the client does in errors that the `with` block raises.
 
     Args:
         params: the client's names of parameters and of parts of the request, by their paths.

@@ -22,7 +22,7 @@ _EPS = 1e-5
 
 @pytest.mark.parametrize("hidden", [1, 20, 64, 576, 1001])
 def test_rms_norm_equals_the_reference(hidden: int) -> None:
-    """Rows of any size equal the reference with and without the residual."""
+    """The norm of rows of any size equals the reference with and without the residual."""
     x, residual, weight = normal((3, hidden), 1), normal((3, hidden), 2), normal((hidden,), 3)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
@@ -43,7 +43,7 @@ def test_eps_bounds_the_norm_of_small_rows(scale: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_residual_sum_changes_no_bit(dtype: torch.dtype) -> None:
-    """The fused norm has the bits of a norm of the rounded sum."""
+    """The fused norm has the same bits as the norm of the rounded sum."""
     x, weight = normal((4, 90), 6, dtype) * 1.7, normal((90,), 8, dtype)
     summed = normal((4, 90), 7, dtype)
     normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
@@ -125,7 +125,8 @@ def test_layers_of_a_pool_are_written_in_place() -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("intermediate", [1, 90, 1024, 1601])
 def test_gate_equals_the_reference(intermediate: int) -> None:
-    """Rows of any size equal the reference, also with large gates of both signs."""
+    """The gated activation equals the reference for rows of any size and large gates of both
+    signs."""
     gate_up = normal((3, 2 * intermediate), 11) * 4
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
     expected = swiglu_ref.swiglu(gate_up)

@@ -44,7 +44,7 @@ def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
     [(4, 4, 16), (6, 2, 32), (8, 2, 64), (7, 1, 80)],
 )
 def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head_dim: int) -> None:
-    """A mixed batch equals the reference for odd head sizes and groups."""
+    """Attention of a mixed batch equals the reference for odd head sizes and groups."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim
     )
@@ -53,7 +53,7 @@ def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head
 
 @pytest.mark.parametrize("window", [1, 30, 64, 1000])
 def test_windows_equal_the_reference(window: int) -> None:
-    """Windows equal the reference inside a tile, at a tile boundary, and before the sequence."""
+    """Windows that end in a tile, at a tile boundary or before the sequence equal the reference."""
     case = attention_case(
         [20, 1, 0, 5, 17], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
     )
@@ -84,7 +84,7 @@ def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_verified_rows_have_the_bits_of_decodes(parallel: bool, window: int | None) -> None:
-    """Each row of a chunk or verification has the bits of its token decoded alone."""
+    """Each row of a chunk or verify step has the same bits as a separate decode of its token."""
     case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     together = paged_attention(
         *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel

@@ -11,7 +11,8 @@ from tests.kernels import sampling_cases as cases
 
 @pytest.mark.parametrize(("vocab", "tile"), [(4096, 2048), (1001, 256), (7, 16), (511, 512)])
 def test_tokens_equal_the_reference(vocab: int, tile: int) -> None:
-    """Every row has the token of the reference with mixed filters, ties and any tiling."""
+    """The kernel samples the same tokens as the reference with mixed filters, ties and any
+    tiling."""
     rows = cases.mixed_row_sampling(14, seed=vocab)
     logits = cases.random_logits(14, vocab, seed=vocab)
     expected = sample_verify_ref.sample(logits, rows)

@@ -46,7 +46,7 @@ def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -
 
 @pytest.mark.parametrize("window", [None, 2, 30])
 def test_trees_equal_the_reference(window: int | None) -> None:
-    """Combs, stars, chains and bushes equal the reference and have the same bits in either mode."""
+    """Attention to combs, stars, chains and bushes equals the reference in both modes."""
     case = _mixed()
     expected = paged_attention_ref.paged_attention(
         *case.arguments(), **case.keywords(), window=window
@@ -59,7 +59,7 @@ def test_trees_equal_the_reference(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
-    """A row of any branch has the bits of its token decoded alone after its ancestors."""
+    """A row of any branch has the same bits as a decode of its token after its ancestors."""
     case = attention_case(
         [6, 3, 9],
         [67, 66, 70],
@@ -76,7 +76,8 @@ def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | 
 
 
 def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
-    """Bit 63, the sign of an int64, is a valid ancestor bit."""
+    """The mask of the last of 64 draft tokens uses bit 63, the sign of an int64, as an ancestor
+    bit."""
     drafts = [chain(64), comb(64)]
     case = attention_case(
         [64, 65], [80, 90], query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, seed=3
@@ -100,7 +101,7 @@ def test_chain_has_the_same_bits_with_and_without_masks(parallel: bool) -> None:
 
 
 def test_malformed_trees_are_rejected() -> None:
-    """Masks of another width and fields that end early raise ValueError."""
+    """The kernel raises ValueError for masks of another width and for fields that end early."""
     case = _mixed()
     assert case.trees is not None
     ancestors, starts, positions = case.trees

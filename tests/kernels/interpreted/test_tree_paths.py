@@ -49,7 +49,7 @@ def test_slots_equal_the_reference(path: int) -> None:
 @pytest.mark.parametrize("parents", [[], chain(64), star(9), comb(30), bushy(60, 1), bushy(33, 2)])
 @pytest.mark.parametrize("confirmed", [0, 3])
 def test_leaves_equal_the_reference(parents: list[int], confirmed: int) -> None:
-    """Rows find their leaves among confirmed tokens and padding."""
+    """The kernel finds the leaf of every row, also among confirmed tokens and padding."""
     masks = ([0] * confirmed + ancestors_of(parents))[:64]
     ancestors = torch.tensor(masks + [0] * (64 - len(masks)))
     real = torch.arange(64) < len(masks)

@@ -42,7 +42,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_decoder_on_triton_equals_the_decoder_in_torch(changes: dict[str, object]) -> None:
-    """Logits, keys and values of chunks, decodes, chains and trees equal those of torch."""
+    """The decoders on Triton and in torch compute equal logits, keys and values for all kinds of
+    steps."""
     config = tiny_config(**changes)
     weights = tiny_weights(config)
     pools = [KvPool(config, MIXED_BLOCKS, torch.float32) for _ in range(2)]
