@@ -12,6 +12,7 @@ import secrets
 from array import array
 from collections.abc import Sequence as Many
 from pathlib import Path
+from struct import Struct
 from typing import Final
 
 from draftgate.backends.core.drafts import NO_DRAFT, PER_MILLE, Draft
@@ -34,8 +35,9 @@ LEAST_CAPACITY: Final = 64
 _HEADER: Final = 2
 _NUMBERS_PER_TOKEN: Final = 6
 
-_SUMMARY: Final = 4
-"""Numbers in the struct `Summary` of `ngram.c`."""
+_SUMMARY_NUMBERS: Final = 4
+_SUMMARY: Final = Struct(f"={_SUMMARY_NUMBERS}q")
+"""The struct `Summary` of `ngram.c`: tokens, evidence, agreement, and whether it has branches."""
 
 _NO_TEXT: Final = (0, 0, 0)
 
@@ -144,7 +146,7 @@ class NativeLookup:
             if len(group) < num_texts:
                 rows += _NO_TEXT * (num_texts - len(group))
         table, lengths = array("q", rows), array("q", max_tokens)
-        if _SUMMARY * len(texts) > len(self._summaries):
+        if _SUMMARY_NUMBERS * len(texts) > len(self._summaries):
             self._reserve_summaries(len(texts))
         arguments = (
             self._rules_address,
@@ -162,7 +164,7 @@ class NativeLookup:
 
     def _reserve_summaries(self, count: int) -> None:
         """Enlarge the memory for the summaries of drafts."""
-        self._summaries = array("q", (0,)) * (_SUMMARY * count)
+        self._summaries = array("q", (0,)) * (_SUMMARY_NUMBERS * count)
         self._results.summaries = self._summaries.buffer_info()[0]
 
     def _reserve_rows(self, rows: int) -> None:
@@ -179,12 +181,10 @@ class NativeLookup:
         """Return the drafts that the results contain."""
         tokens, parents = tuple(self._tokens[:rows]), tuple(self._parents[:rows])
         shares = tuple(self._shares[:rows])
-        summaries = self._summaries[: _SUMMARY * count]
+        summaries = self._summaries[: _SUMMARY_NUMBERS * count]
         drafts: list[Draft] = []
         begin = 0
-        for size, evidence, agreement, branched in zip(
-            summaries[0::4], summaries[1::4], summaries[2::4], summaries[3::4], strict=True
-        ):
+        for size, evidence, agreement, branched in _SUMMARY.iter_unpack(summaries):
             if not size:
                 drafts.append(NO_DRAFT)
                 continue
