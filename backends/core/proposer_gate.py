@@ -39,8 +39,8 @@ up to 64, because the expected value changes slowly, over tens of drafts. A nega
 takes 0.1 to 0.5 ms per step (batches of 8 and 256, one core, Zen 4, 2026-11-21)."""
 
 PROBE_STEPS: Final = 64
-"""Steps between two probes of a single sequence while no draft can be worth a slot. A lookup takes 7
-to 10 microseconds in C, less than 1% of a step of 100 sequences (one core, Zen 4, 2026-11-22)."""
+"""Steps between two probes of a single sequence while no draft can be worth a slot. A lookup takes
+7 to 10 microseconds in C, less than 1% of a step of 100 sequences (one core, Zen 4, 2026-11-22)."""
 
 EXPLORED_SHARE: Final = 0.005
 """Share of the step time for exploring unused proposers: half of the one percent by which `auto`
