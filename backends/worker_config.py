@@ -102,6 +102,23 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     own_process: bool = False
     """Run the engine in its own process, which helps with many open streams."""
 
+    record_acceptance: str | None = None
+    """Record the drafts that were possible at each position of sampled requests to this file, which
+    draftgate simulate --recording replays. The file contains no text."""
+
+    record_acceptance_share: Share = 0.01
+    """Share of the requests to record, chosen by their ids."""
+
+    record_acceptance_proposers: Annotated[tuple[str, ...], kind("list")] = ()
+    """Proposers to record in addition to ngram, such as draft_model. Each one drafts 16 tokens at
+    every recorded position. Repeatable."""
+
+    record_acceptance_tenants: bool = False
+    """Record the tenant of each request."""
+
+    record_acceptance_bytes: Size = 64 << 20
+    """Maximum size of the recording before compression, such as 64MiB."""
+
     profile: str = "cpu-demo"
     """Step costs of the simulator: a shipped profile or a file."""
 

@@ -41,6 +41,11 @@ from draftgate.backends.engine.proposers.registry import (
     check_proposer_name,
     make_proposers,
 )
+from draftgate.backends.engine.recording import (
+    AcceptanceRecording,
+    check_recording,
+    open_recording,
+)
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.served import PHASES, ServedModel
@@ -68,6 +73,7 @@ class LoadedEngine:
     Attributes:
         proposers: by name, cheapest first.
         save_costs: stores the current step costs for the next start.
+        recording: records drafts to a file, or None.
     """
 
     worker: WorkerCore
@@ -75,6 +81,7 @@ class LoadedEngine:
     served: ServedModel
     proposers: dict[str, Proposer]
     save_costs: Callable[[], None] = lambda: None
+    recording: AcceptanceRecording | None = None
 
 
 def load_engine(
@@ -145,7 +152,9 @@ def load_engine(
             cache.write(Measurements.of(scheduler.cost, exact=exact))
 
     save_costs()
-    return LoadedEngine(worker, runner, ServedModel(card, worker.admission), proposers, save_costs)
+    served = ServedModel(card, worker.admission)
+    recording = open_recording(config, proposers, card)
+    return LoadedEngine(worker, runner, served, proposers, save_costs, recording)
 
 
 def _step_cost(
@@ -184,6 +193,7 @@ def _check(config: WorkerConfig, *, has_draft: bool) -> None:
         known = ", ".join(VERIFICATIONS)
         raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
     check_proposer_name(config.proposer, has_draft=has_draft)
+    check_recording(config)
 
 
 def _prepared_device(config: WorkerConfig) -> torch.device:

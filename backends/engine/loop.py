@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from draftgate.backends.core.pipeline import Pipeline
-from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendError
 from draftgate.backends.types import Delta, GenerationRequest, Pace
@@ -65,22 +64,34 @@ class EngineLoop(threading.Thread):
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
-        self._commands: deque[Callable[[WorkerCore], None]] = deque()
+        self._commands: deque[Callable[[LoadedEngine], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
         arrived_s = time.monotonic()
-        self._queue(lambda worker: worker.submit(request, arrived_s))
+
+        def command(engine: LoadedEngine) -> None:
+            engine.worker.submit(request, arrived_s)
+            if engine.recording is not None:
+                engine.recording.begin(request)
+
+        self._queue(command)
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step, unless the request has already ended."""
-        self._queue(lambda worker: worker.cancel(request_id))
+
+        def command(engine: LoadedEngine) -> None:
+            engine.worker.cancel(request_id)
+            if engine.recording is not None:
+                engine.recording.cancel(request_id)
+
+        self._queue(command)
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
-        self._queue(lambda worker: worker.set_pace(request_id, pace))
+        self._queue(lambda engine: engine.worker.set_pace(request_id, pace))
 
     def stop(self) -> None:
         """End the thread after the step in progress. Further calls have no effect."""
@@ -103,8 +114,11 @@ class EngineLoop(threading.Thread):
             if engine is not None or not isinstance(error, LOADING_ERRORS):
                 logger.exception("the engine failed")
             self._events.failed(error)
+        finally:
+            if engine is not None and engine.recording is not None:
+                engine.recording.close()
 
-    def _queue(self, command: Callable[[WorkerCore], None]) -> None:
+    def _queue(self, command: Callable[[LoadedEngine], None]) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -114,19 +128,21 @@ class EngineLoop(threading.Thread):
 
         def deliver(batch: list[tuple[str, Delta]]) -> None:
             self._events.stepped(batch, worker.load())
+            if engine.recording is not None:
+                engine.recording.observe(batch)
 
         pipeline = Pipeline(
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
         )
         while not self._stopping:
-            self._run_commands(worker)
+            self._run_commands(engine)
             if not pipeline.step():
                 self._events.stepped([], worker.load())
                 self._sleep()
 
-    def _run_commands(self, worker: WorkerCore) -> None:
+    def _run_commands(self, engine: LoadedEngine) -> None:
         while self._commands:
-            self._commands.popleft()(worker)
+            self._commands.popleft()(engine)
 
     def _sleep(self) -> None:
         with self._wake:

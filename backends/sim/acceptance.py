@@ -11,7 +11,8 @@ from random import Random
 from typing import Final, Protocol
 
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.sim.recording import Guess, Recording, Text
+from draftgate.backends.recording import Guess, Text
+from draftgate.backends.sim.recording import Recording
 from draftgate.backends.sim.tokens import SimulatedTokens
 
 CLASS_SEPARATOR: Final = "/"
@@ -72,9 +73,7 @@ class ReplayedAcceptance:
         if place is None:
             place = self._places[sequence.key] = self._chosen(sequence)
         text, first = place
-        guess = text.guess(proposer, (first + sequence.output_tokens) % text.length)
-        proposed = min(most, guess.proposed)
-        return Guess(guess.evidence, guess.agreement, proposed, min(proposed, guess.agreed))
+        return text.guess(proposer, (first + sequence.output_tokens) % text.length).first(most)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Acceptance`."""

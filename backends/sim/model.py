@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Final
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device_model import DeviceModel
 from draftgate.backends.sim.profile import DraftCost
@@ -59,8 +61,13 @@ def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob
     return tuple(TokenLogprob(t, 0.0, ((t, 0.0),) if asked else ()) for t in tokens)
 
 
+WRONG_TOKEN: Final = -2
+"""The first of the ids of wrong tokens in trees, which descend. No vocabulary has negative ids, and
+`steps.PENDING` is -1."""
+
+
 class SimProposer:
-    """Drafts chains with the number of right tokens that `Acceptance` determines.
+    """Drafts chains and trees with the right tokens that `Acceptance` determines.
 
     The device model determines the time of drafting. The proposer starts from the worker's belief
     and fits it to the measured depths, as the engine's proposers do.
@@ -89,7 +96,7 @@ class SimProposer:
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each request, up to the length for which the proposer has evidence."""
+        """Return a draft for each request, up to the length for which the proposer has evidence."""
         depth = max((request.max_tokens for request in requests), default=0)
         depth_s = self._device.draft(self._name, len(requests), depth)
         for _ in range(depth):
@@ -99,6 +106,11 @@ class SimProposer:
     def agreed(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a draft of `most` tokens would be accepted, for the oracle."""
         return self._acceptance.guess(self._name, sequence, most).agreed
+
+    def accepted(self, sequence: Sequence, draft: Draft) -> Draft:
+        """Return the tokens of a draft that would be accepted, for the oracle."""
+        true = self._tokens.tokens(sequence, len(sequence.token_ids), len(draft))
+        return draft.select(draft.accepted_places(true))
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
@@ -110,5 +122,18 @@ class SimProposer:
         if not guess.proposed:
             return NO_DRAFT
         first = len(sequence.token_ids)
+        if guess.tree is not None:
+            return _tree(guess, guess.tree, self._tokens.tokens(sequence, first, guess.agreed))
         tokens = self._tokens.draft(sequence, first, guess.agreed, guess.proposed)
         return Draft(tokens, evidence=guess.evidence, agreement=guess.agreement)
+
+
+def _tree(guess: Guess, tree: Tree, right: tuple[int, ...]) -> Draft:
+    """Return a draft with branches, in which only the tokens on the path are right."""
+    tokens = [WRONG_TOKEN - place for place in range(len(tree.parents))]
+    for place, token in zip(guess.path, right, strict=True):
+        tokens[place] = token
+    draft = Draft(
+        tuple(tokens), tree.parent_places(), tree.all_shares(), guess.evidence, guess.agreement
+    )
+    return draft.first(guess.proposed)

@@ -31,10 +31,15 @@ class OracleDrafting(Drafting):
         known = []
         for offer in super().offers(sequences, terms):
             proposer = cast(SimProposer, self._proposers[offer.source])
-            agreed = proposer.agreed(offer.sequence, offer.candidate.max_draft_tokens)
+            if offer.draft is None:
+                draft = None
+                agreed = proposer.agreed(offer.sequence, offer.candidate.max_draft_tokens)
+            else:
+                draft = proposer.accepted(offer.sequence, offer.draft)
+                agreed = len(draft)
             if agreed:
                 candidate = replace(offer.candidate, survivals=(1.0,) * agreed)
-                known.append(replace(offer.first(agreed), candidate=candidate))
+                known.append(replace(offer, draft=draft, candidate=candidate))
         return known
 
 

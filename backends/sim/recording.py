@@ -10,134 +10,16 @@ model, and `llama-3.1-8b`, from the texts of "Speculative Decoding: Performance 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import msgspec
 
+from draftgate.backends.recording import RecordingFile, Text
+
 RECORDINGS: Final = Path(__file__).parent / "recordings"
-
-DIGITS: Final = "0123456789abcdefg"
-"""Encodes a length of 0 to 16 tokens as one character."""
-
-LENGTHS: Final = {digit: length for length, digit in enumerate(DIGITS)}
-
-
-class Guess(NamedTuple):
-    """A proposer's draft for a position.
-
-    Attributes:
-        evidence, agreement: as in `backends.core.drafts.Draft`.
-        proposed: number of tokens; 0 if it has no proposal.
-        agreed: number of tokens, counted from the first, that are right.
-    """
-
-    evidence: int
-    agreement: int
-    proposed: int
-    agreed: int
-
-
-NO_GUESS: Final = Guess(0, 0, 0, 0)
-
-
-class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One proposer's drafts for a text, by position; see `Guess`.
-
-    An empty `agreement` is 0 everywhere. `proposed` and `agreed` hold one of `DIGITS` each.
-    """
-
-    evidence: tuple[int, ...]
-    proposed: str
-    agreed: str
-    agreement: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, guesses: Sequence[Guess]) -> Columns:
-        """Return the columns of one guess per position.
-
-        Raises:
-            IndexError: a draft is longer than 16 tokens.
-        """
-        agreement = tuple(guess.agreement for guess in guesses)
-        return cls(
-            tuple(guess.evidence for guess in guesses),
-            "".join(DIGITS[guess.proposed] for guess in guesses),
-            "".join(DIGITS[guess.agreed] for guess in guesses),
-            agreement if any(agreement) else (),
-        )
-
-
-class Text(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A recorded text.
-
-    Attributes:
-        prompt: index of its prompt in the source.
-        drafts: the drafts of each proposer.
-        held_out: whether no constant of the product was chosen with this text.
-    """
-
-    task: str
-    temperature: float
-    prompt: int
-    drafts: dict[str, Columns]
-    held_out: bool = False
-
-    @property
-    def length(self) -> int:
-        """Number of recorded positions."""
-        return len(next(iter(self.drafts.values())).evidence)
-
-    def guess(self, proposer: str, position: int) -> Guess:
-        """Return a proposer's draft for a position, or `NO_GUESS` if it was not recorded."""
-        columns = self.drafts.get(proposer)
-        if columns is None:
-            return NO_GUESS
-        return Guess(
-            columns.evidence[position],
-            columns.agreement[position] if columns.agreement else 0,
-            LENGTHS[columns.proposed[position]],
-            LENGTHS[columns.agreed[position]],
-        )
-
-    def check(self) -> None:
-        """Check the columns.
-
-        Raises:
-            ValueError: there are none, they differ in length, or a length is not one of `DIGITS`.
-        """
-        columns = self.drafts.values()
-        lengths = {len(c) for one in columns for c in (one.evidence, one.proposed, one.agreed)}
-        lengths.update(len(one.agreement) for one in columns if one.agreement)
-        if len(lengths) != 1:
-            raise ValueError(f"columns of {self.task} {self.prompt} differ in length")
-        if unknown := {*"".join(one.proposed + one.agreed for one in columns)} - LENGTHS.keys():
-            raise ValueError(f"{self.task} {self.prompt} has lengths {sorted(unknown)}")
-
-
-class RecordingFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A recording as the file has it.
-
-    Attributes:
-        source: how it was made.
-        slots: longest recorded draft.
-        classes: the task whose texts a class of requests replays. `*` stands for classes that are
-            neither named here nor the name of a task.
-    """
-
-    format: Literal["acceptance/1", "acceptance/2"] = "acceptance/1"
-    source: str
-    slots: int
-    classes: dict[str, str] = {}
-    texts: tuple[Text, ...]
-
-    def encode(self) -> bytes:
-        """Return the content of a JSON file with one text per line."""
-        head = msgspec.json.encode(msgspec.structs.replace(self, texts=()))
-        lines = b",\n".join(map(msgspec.json.encode, self.texts))
-        return head.removesuffix(b"]}") + b"\n" + lines + b"\n]}\n"
 
 
 class Recording:

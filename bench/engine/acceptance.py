@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence as Many
-from itertools import takewhile
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
 from bench.engine.speculation import loop_start
 from bench.harness.provenance import provenance
+from draftgate.backends.core.draft_recorder import DraftRecorder
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.sim.recording import Columns, Guess, RecordingFile, Text
-from draftgate.backends.token_ids import TokenIds, compact
+from draftgate.backends.recording import SLOTS, Columns, RecordingFile, Text
+from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
-
-SLOTS: Final = 16
-"""Requested draft length, the longest that `auto` plans."""
 
 POSITIONS: Final = 160
 """Recorded positions per text. Texts are longer, so that the last drafts can be checked."""
@@ -43,9 +42,6 @@ POSITIONS: Final = 160
 LEAST_POSITIONS: Final = 24
 """Minimum number of tokens before a loop. N-grams predict a loop perfectly, so texts that loop
 earlier are left out."""
-
-PROPOSERS: Final = ("ngram", "draft_model", "sparse_self")
-"""`ngram` without branches, because the simulator's drafts are chains."""
 
 SPARSE_TASKS: Final = ("long_context",)
 """Tasks whose contexts exceed the window of sparse self-speculation. In all other tasks
@@ -69,93 +65,126 @@ a replay of texts by Llama-3.1-8B (2026-11-21). Chat has 1.63 tokens per step (S
 code completion has 1.72. Retrieval has 2.5 (news: 1.56, code editing: 3.15), and quotations have
 3.7."""
 
-TextKey = tuple[str, float, int]
-"""Key of a text: task, temperature, index of the prompt."""
+NO_DRAFTS: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
 
 
-class DraftRecorder:
-    """A proposer that records the drafts of another proposer, and proposes nothing."""
+class SparseDrafts:
+    """Keeps the drafts of a proposer that needs the worker's KV cache, and proposes nothing.
+
+    Attributes:
+        drafts: by request id and number of tokens.
+    """
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self._drafts: dict[int, list[tuple[Draft, int]]] = {}  # by sequence key: draft, position
-        self.recorded: dict[str, list[Guess]] = {}  # by request id
-        self.texts: dict[str, list[int]] = {}
+        self.drafts: dict[tuple[str, int], Draft] = {}
 
     def depth_s(self, sequences: int) -> float:
-        """Return the cost per depth of the recorded proposer, in seconds."""
+        """Return the cost per depth of the kept proposer, in seconds."""
         return self._proposer.depth_s(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return the catch-up cost of the recorded proposer, in seconds."""
+        """Return the catch-up cost of the kept proposer, in seconds."""
         return self._proposer.catch_up_s(sequence)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Record the drafts of the other proposer, and return no drafts."""
+        """Keep the drafts of the proposer, and return no drafts."""
         for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
-            drafts = self._drafts.setdefault(request.sequence.key, [])
-            drafts.append((draft, len(request.sequence.token_ids)))
+            self.drafts[_place(request)] = draft
         return [NO_DRAFT] * len(requests)
 
     def forget(self, sequence: Sequence) -> None:
-        """Compare the drafts of a finished sequence with its text."""
+        """Drop the proposer's state, but not its drafts."""
         self._proposer.forget(sequence)
-        tokens, name = sequence.token_ids, sequence.request.request_id
-        drafts = self._drafts.pop(sequence.key, [])[:POSITIONS]
-        self.recorded[name] = [
-            Guess(draft.evidence, draft.agreement, len(draft), _agreed(draft, tokens[at:]))
-            for draft, at in drafts
-        ]
-        self.texts[name] = tokens[sequence.prompt_tokens :].tolist()
 
 
-def _agreed(draft: Draft, tokens: TokenIds) -> int:
-    pairs = zip(draft.token_ids, tokens, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+class KeptDrafts:
+    """Proposes the drafts that `SparseDrafts` kept."""
+
+    def __init__(self, drafts: dict[tuple[str, int], Draft]) -> None:
+        self._drafts = drafts
+
+    def depth_s(self, sequences: int) -> float:
+        """Return 0, because the drafts exist."""
+        return 0.0
+
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0, because the drafts exist."""
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        """Return the kept draft of each sequence, or an empty draft."""
+        return [self._drafts.get(_place(request), NO_DRAFT) for request in requests]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Do nothing, because the object has no state."""
+
+
+def _place(request: DraftRequest) -> tuple[str, int]:
+    return request.sequence.request.request_id, len(request.sequence.token_ids)
 
 
 def record_drafts(
-    engine: LoadedEngine, name: str, prompts: dict[str, tuple[int, ...]], temperature: float
-) -> DraftRecorder:
-    """Generate a text for every prompt, with a proposer that drafts at each position."""
-    inner = NgramProposer(trees=False) if name == "ngram" else engine.proposers[name]
-    recorder = engine.proposers[name] = DraftRecorder(inner)
-    plan = SpeculationPlan("bench", SpeculationMode.AUTO, name, SLOTS, "a benchmark")
+    engine: LoadedEngine, prompts: dict[str, tuple[int, ...]], temperature: float, *, sparse: bool
+) -> list[Text]:
+    """Generate a text for every prompt, and return the texts up to the start of a loop."""
+    inner = engine.proposers["sparse_self"]
+    kept = engine.proposers["sparse_self"] = SparseDrafts(inner)
+    plan = SpeculationPlan("bench", SpeculationMode.AUTO, "sparse_self", SLOTS, "a benchmark")
+    proposers = {
+        # Chains, because the recordings of other models contain chains as well.
+        "ngram": NgramProposer(trees=False),
+        "draft_model": engine.proposers["draft_model"],
+        **({"sparse_self": KeptDrafts(kept.drafts)} if sparse else {}),
+    }
+    recorder = DraftRecorder(proposers)
     for request_id, prompt in prompts.items():
         # The index of the prompt is its seed, as in `bench.engine.proposers`.
         sampling = SamplingParams(
             POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
         )
-        engine.worker.submit(GenerationRequest(request_id, compact(prompt), sampling, plan))
-    for _ in run_until_idle(engine.worker, engine.executor):
-        pass
-    engine.proposers[name] = inner
-    return recorder
-
-
-def record() -> dict[TextKey, dict[str, list[Guess]]]:
-    """Return the drafts of each proposer for each text, up to the start of a loop."""
-    found: dict[TextKey, dict[str, list[Guess]]] = {}
-    for proposer in PROPOSERS:
-        config = WorkerConfig(
-            proposer=proposer, speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8
+        request = GenerationRequest(
+            request_id, compact(prompt), sampling, plan if sparse else NO_DRAFTS
         )
-        engine = load_engine(config)
-        for task, prompts in tasks(engine.worker.tokenizer).items():
-            if proposer == "sparse_self" and task not in SPARSE_TASKS:
-                continue
-            held_out = {str(i): prompt for i, prompt in enumerate(prompts) if i % 2}
-            for temperature in TEMPERATURES:
-                recorder = record_drafts(engine, proposer, held_out, temperature)
-                for name, recorded_drafts in recorder.recorded.items():
-                    kept = recorded_drafts[: loop_start(recorder.texts[name])]
-                    if len(kept) >= LEAST_POSITIONS:
-                        text = (task, temperature, int(name))
-                        found.setdefault(text, {})[proposer] = kept
-    return found
+        engine.worker.submit(request)
+        recorder.begin(request)
+    # Drafts are kept during the next step, so the recorder follows after the run.
+    deltas = [step.deltas for step in run_until_idle(engine.worker, engine.executor)]
+    engine.proposers["sparse_self"] = inner
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    for request_id, delta in (pair for step in deltas for pair in step):
+        tokens[request_id].extend(delta.token_ids)
+    texts = [text for step in deltas for text in recorder.observe(step)]
+    names = tuple(prompts)  # in the order of the recorder's indexes
+    return [text for t in texts if (text := _cut(t, names[t.prompt], tokens))]
 
 
-def as_file(found: dict[TextKey, dict[str, list[Guess]]]) -> RecordingFile:
+def _cut(text: Text, name: str, tokens: dict[str, list[int]]) -> Text | None:
+    """Return a text without its first position and its loop, or None if little is left."""
+    end = min(POSITIONS, loop_start(tokens[name])) + 1
+    if end <= LEAST_POSITIONS:
+        return None
+    drafts = {
+        proposer: Columns.of([text.guess(proposer, at) for at in range(1, end)])
+        for proposer in sorted(text.drafts)
+    }
+    return replace(text, prompt=int(name), drafts=drafts)
+
+
+def record() -> list[Text]:
+    """Return the recorded texts of all tasks."""
+    config = WorkerConfig(speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8)
+    engine = load_engine(config)
+    texts = []
+    for task, prompts in tasks(engine.worker.tokenizer).items():
+        held_out = {str(i): prompt for i, prompt in enumerate(prompts) if i % 2}
+        for temperature in TEMPERATURES:
+            found = record_drafts(engine, held_out, temperature, sparse=task in SPARSE_TASKS)
+            texts += [replace(text, task=task) for text in found]
+    return sorted(texts, key=lambda text: (text.task, text.temperature, text.prompt))
+
+
+def as_file(texts: list[Text]) -> RecordingFile:
     """Return the recording in the simulator's form."""
     facts = provenance()
     keys = ("command", "commit", "device", "torch", "date")
@@ -164,10 +193,7 @@ def as_file(found: dict[TextKey, dict[str, list[Guess]]]) -> RecordingFile:
         source="; ".join(f"{key}: {facts[key]}" for key in keys),
         slots=SLOTS,
         classes=CLASSES,
-        texts=tuple(
-            Text(*key, {name: Columns.of(guesses) for name, guesses in sorted(drafts.items())})
-            for key, drafts in sorted(found.items())
-        ),
+        texts=tuple(texts),
     )
 
 

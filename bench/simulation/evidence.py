@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from draftgate.backends.sim.recording import Guess, Recording, load_recording
+from draftgate.backends.recording import Guess
+from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.policies.speculation.survival import RequestRecord, Row, SurvivalModel
 
 NAME: Final = "llama-3.1-8b"

@@ -122,8 +122,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
         """Return the configurations of this node's workers, one per upstream or device.
 
         Raises:
-            ValueError: `upstream_speculates` names a server that is not an upstream.
+            ValueError: `upstream_speculates` names a server that is not an upstream, or the backend
+                cannot record acceptance.
         """
+        if self.record_acceptance is not None and self.backend != "engine":
+            raise ValueError(
+                f"--record-acceptance needs --backend engine, not --backend {self.backend}"
+            )
         for url in self.upstream_speculates:
             if url not in self.upstream:
                 raise ValueError(f"--upstream-speculates: {url} is not one of the --upstream URLs")
@@ -174,7 +179,9 @@ _PANELS: Final = {
     "Cluster": "join pool no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_retry_share upstream_retries_per_s",
-    "Observability": "log_level log_format otlp_endpoint",
+    "Observability": "log_level log_format otlp_endpoint record_acceptance "
+    "record_acceptance_share record_acceptance_proposers record_acceptance_tenants "
+    "record_acceptance_bytes",
     "Simulator": "profile sim_service_ms sim_acceptance",
 }
 

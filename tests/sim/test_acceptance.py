@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from draftgate.backends.recording import Text
 from draftgate.backends.sim.acceptance import ReplayedAcceptance
 from draftgate.backends.sim.assembly import SimEnvironment, proposer_names
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.recording import Text, load_recording
+from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams

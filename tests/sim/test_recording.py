@@ -12,13 +12,11 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.recording import Columns, Guess, RecordingFile, Text, Tree
 from draftgate.backends.sim.profile import load_profile, profile_names
 from draftgate.backends.sim.recording import (
     RECORDINGS,
-    Columns,
-    Guess,
-    RecordingFile,
-    Text,
     load_recording,
     recording_names,
 )
@@ -88,9 +86,25 @@ def test_class_without_a_task_replays_the_default_texts() -> None:
 
 
 lengths = st.integers(0, 16)
-guesses = st.lists(
-    st.builds(Guess, st.integers(0, 1000), st.integers(0, 1000), lengths, lengths), min_size=1
-)
+per_mille = st.integers(0, 1000)
+chains = st.builds(Guess, per_mille, per_mille, lengths, lengths, tree=st.none(), path=st.just(()))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Guess:
+    """Draw the guess of a tree in which the tokens on a random path are right."""
+    count = draw(st.integers(1, 16))
+    parents = tuple(draw(st.integers(-1, place - 1)) for place in range(count))
+    shares = tuple(draw(st.floats(0, 1)) for _ in range(count))
+    draft = Draft(tuple(range(count)), parents, shares, draw(per_mille), draw(per_mille))
+    place, path = draw(st.integers(-1, count - 1)), []
+    while place >= 0:
+        path.insert(0, place)
+        place = parents[place]
+    return Guess.of(draft, path)
+
+
+guesses = st.lists(chains | trees(), min_size=1)
 
 
 @given(guesses)
@@ -102,6 +116,23 @@ def test_encoded_recording_is_decoded_unchanged(drafts: list[Guess]) -> None:
     assert read == file
     assert [read.texts[1].guess("ngram", at) for at in range(len(drafts))] == drafts
     assert read.texts[0].guess("draft_model", 0) == Guess(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("parents", "shares", "tree", "message"),
+    [
+        ("011", (), 1, "no tree 1 of 2 tokens"),
+        ("00", (), 2, "no tree 2 of 2 tokens"),
+        ("02", (), 1, "parent that follows its child"),
+        ("0!", (), 1, "parent that follows its child"),
+        ("00", ((2, 0.5),), 1, "shares of other tokens"),
+    ],
+)
+def test_damaged_tree_is_rejected(parents, shares, tree, message: str) -> None:
+    """The error names the position without a tree, or the parents of the damaged tree."""
+    columns = Columns((3,), "2", "1", tree=(tree,), trees=(Tree(parents, shares),))
+    with pytest.raises(ValueError, match=message):
+        Text("chat", 0.0, 1, {"ngram": columns}).check()
 
 
 def test_first_form_is_still_read(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""The recording of a serving worker: `--record-acceptance`.
+
+The worker's thread records drafts and encodes each finished text. Another thread writes the file,
+so that the disk never delays a step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from draftgate import __version__
+from draftgate.backends.core.draft_recorder import DraftRecorder
+from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.recording import SLOTS, RecordingFile
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.backends.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+SAVE_S: Final = 30.0
+"""Seconds between writes, which bounds the loss of a process that is killed. Encoded texts are
+joined and written in 0.1 s if they have the default maximum of 64 MiB."""
+
+LOOKUP: Final = "ngram"
+"""The proposer that is always recorded."""
+
+READS_KV: Final = frozenset({"sparse_self"})
+"""Proposers that read the target's KV cache, which the recorder's copies do not have."""
+
+
+class AcceptanceRecording:
+    """Records the drafts of a worker's requests to a file. `save` and `close` are thread-safe."""
+
+    def __init__(
+        self, path: Path, source: str, max_bytes: int, recorder: DraftRecorder, kept: list[bytes]
+    ) -> None:
+        """Start the thread that writes the file.
+
+        Args:
+            source: origin of the recording, in the file's head.
+            max_bytes: maximum size of the file before compression.
+            recorder: records the drafts.
+            kept: encoded texts that the file already has.
+        """
+        self._path = path
+        self._head = RecordingFile(format="acceptance/2", source=source, slots=SLOTS, texts=())
+        self._recorder: DraftRecorder | None = recorder
+        self._texts = dict(enumerate(kept))  # encoded, by index
+        self._bytes = len(self._head.encode_with(kept))
+        self._max_bytes = max_bytes
+        self._saved = len(kept)
+        self._saving = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._save_regularly, name="draftgate-recording", daemon=True
+        )
+        self._thread.start()
+
+    def begin(self, request: GenerationRequest) -> None:
+        """Record a new request if it is sampled."""
+        if self._recorder is not None:
+            self._recorder.begin(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop the record of a cancelled request."""
+        if self._recorder is not None:
+            self._recorder.cancel(request_id)
+
+    def observe(self, deltas: list[tuple[str, Delta]]) -> None:
+        """Record the positions of a step's tokens."""
+        for text in self._recorder.observe(deltas) if self._recorder is not None else ():
+            encoded = msgspec.json.encode(text)
+            size = self._bytes + len(encoded) + len(",\n")
+            if size > self._max_bytes:
+                self._stop_at_limit()
+                return
+            self._bytes = size
+            self._texts[text.prompt] = encoded
+
+    def save(self) -> None:
+        """Replace the file by one with all texts so far, and log an error instead of raising it."""
+        with self._saving:
+            # Requests end in an order that depends on their drafts, so sort them by their arrival.
+            texts = [encoded for _, encoded in sorted(self._texts.copy().items())]
+            if len(texts) == self._saved:
+                return
+            content = self._head.encode_with(texts)
+            if self._path.suffix == ".gz":
+                content = gzip.compress(content, mtime=0)
+            try:
+                written = self._path.with_name(self._path.name + ".tmp")
+                written.write_bytes(content)
+                written.replace(self._path)
+            except OSError as error:
+                log.warning("cannot write the recording %s: %s", self._path, error)
+            else:
+                self._saved = len(texts)
+
+    def close(self) -> None:
+        """Write the file and end the thread."""
+        self._closed.set()
+        self._thread.join()
+        self.save()
+
+    def _stop_at_limit(self) -> None:
+        self._recorder = None
+        log.warning(
+            "the recording %s has reached %d bytes and stops; see --record-acceptance-bytes",
+            self._path,
+            self._max_bytes,
+        )
+
+    def _save_regularly(self) -> None:
+        while not self._closed.wait(SAVE_S):
+            self.save()
+
+
+def check_recording(config: WorkerConfig) -> None:
+    """Check the settings of the recording, if the worker makes one.
+
+    Raises:
+        ValueError: the text or the drafts would depend on other drafts or requests, a proposer
+            cannot be recorded, or the directory of the file is not writable.
+    """
+    if config.record_acceptance is None:
+        return
+    if config.verify == "rejection":
+        raise ValueError(
+            "--record-acceptance needs --verify coupled, because the text of --verify rejection "
+            "depends on the drafts"
+        )
+    if config.ngram_corpus_tokens:
+        raise ValueError(
+            "--record-acceptance needs --ngram-corpus-tokens 0, because drafts from a corpus "
+            "depend on earlier requests"
+        )
+    for name in READS_KV.intersection(config.record_acceptance_proposers):
+        raise ValueError(
+            f"--record-acceptance-proposers: {name} reads the KV cache, so it cannot be recorded "
+            "while serving"
+        )
+    directory = Path(config.record_acceptance).parent
+    if not os.access(directory, os.W_OK):
+        raise ValueError(f"--record-acceptance: cannot write to the directory {directory}")
+
+
+def open_recording(
+    config: WorkerConfig, proposers: Mapping[str, Proposer], card: ModelCard
+) -> AcceptanceRecording | None:
+    """Return the recording of a worker, or None without `record_acceptance`.
+
+    A file of an earlier run is continued. Several workers of a node write a file each, and the
+    index of the device precedes the suffixes of its name.
+
+    Raises:
+        ValueError: a proposer is not available, or the file is not a recording of this worker.
+    """
+    if config.record_acceptance is None:
+        return None
+    for name in config.record_acceptance_proposers:
+        if name != LOOKUP and name not in proposers:
+            known = ", ".join(sorted({LOOKUP, *proposers} - READS_KV))
+            raise ValueError(f"--record-acceptance-proposers: no proposer {name!r}; known: {known}")
+    chosen = {
+        name: proposers[name] for name in config.record_acceptance_proposers if name != LOOKUP
+    }
+    path = Path(config.record_acceptance)
+    if config.num_workers > 1:
+        stem, dot, suffixes = path.name.partition(".")
+        path = path.with_name(f"{stem}-{config.device_index}{dot}{suffixes}")
+    source = f"draftgate {__version__} serve; model: {card.root}; numerics: {card.numerics_class}"
+    kept = _read_texts(path, source)
+    recorder = DraftRecorder(
+        {LOOKUP: NgramProposer()} | chosen,
+        config.record_acceptance_share,
+        tenants=config.record_acceptance_tenants,
+        first_index=len(kept),
+    )
+    return AcceptanceRecording(path, source, config.record_acceptance_bytes, recorder, kept)
+
+
+def _read_texts(path: Path, source: str) -> list[bytes]:
+    """Return the encoded texts of an earlier recording, or none without a file."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        file = msgspec.json.decode(content, type=RecordingFile)
+    except FileNotFoundError:
+        return []
+    except (OSError, EOFError, ValueError) as error:  # msgspec raises subclasses of ValueError
+        raise ValueError(f"--record-acceptance: {path} is not a recording: {error}") from error
+    if file.source != source:
+        raise ValueError(
+            f"--record-acceptance: {path} was recorded by another worker ({file.source}), not by "
+            f"this one ({source}); choose another file"
+        )
+    texts = [msgspec.structs.replace(text, prompt=at) for at, text in enumerate(file.texts)]
+    return [msgspec.json.encode(text) for text in texts]

@@ -1,0 +1,260 @@
+"""The form `acceptance/2` of recordings: what proposers would draft at each position of texts.
+
+`serve --record-acceptance` and `bench.engine.acceptance` write recordings, and the simulator
+replays them. A recording contains no tokens and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from draftgate.backends.core.drafts import ROOT, Draft
+
+SLOTS: Final = 16
+"""Length of the longest recorded draft, which is the longest that `auto` plans."""
+
+DIGITS: Final = "0123456789abcdefg"
+"""Encodes a length of 0 to 16 tokens as one character."""
+
+LENGTHS: Final = {digit: length for length, digit in enumerate(DIGITS)}
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The shape of a draft with branches; see `core.drafts.Draft`.
+
+    Attributes:
+        parents: the parent of each token, as one of `DIGITS`: 0 for the root, and i + 1 for the
+            token with the index i.
+        shares: pairs of an index and a share, for the tokens whose share is not 1 (`Draft.shares`).
+    """
+
+    parents: str
+    shares: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, draft: Draft) -> Tree | None:
+        """Return the shape of a draft, or None for a chain."""
+        parents = "".join(DIGITS[parent + 1] for parent in draft.parents)
+        shares = tuple(pair for pair in enumerate(draft.shares) if pair[1] != 1.0)
+        return None if DIGITS.startswith(parents) and not shares else cls(parents, shares)
+
+    def parent_places(self) -> tuple[int, ...]:
+        """Return the index of each token's parent, or `ROOT`, as in `Draft`."""
+        return tuple(LENGTHS[digit] - 1 for digit in self.parents)
+
+    def all_shares(self) -> tuple[float, ...]:
+        """Return the share of each token, as in `Draft`."""
+        known = dict(self.shares)
+        return tuple(known.get(place, 1.0) for place in range(len(self.parents)))
+
+    def path_to(self, place: int) -> tuple[int, ...]:
+        """Return the indices of a token and its ancestors, from the root down."""
+        parents, path = self.parent_places(), []
+        while place != ROOT:
+            path.append(place)
+            place = parents[place]
+        return tuple(reversed(path))
+
+    def check(self) -> None:
+        """Check the shape.
+
+        Raises:
+            ValueError: a parent is unknown or follows its child, or a share has no token.
+        """
+        places = [LENGTHS.get(digit, SLOTS + 1) - 1 for digit in self.parents]
+        if any(parent >= place for place, parent in enumerate(places)):
+            raise ValueError(f"the tree {self.parents!r} has a parent that follows its child")
+        if not all(0 <= place < len(places) for place, _ in self.shares):
+            raise ValueError(f"the tree {self.parents!r} has shares of other tokens")
+
+
+class Guess(NamedTuple):
+    """A proposer's draft for a position.
+
+    Attributes:
+        evidence, agreement: as in `backends.core.drafts.Draft`.
+        proposed: number of tokens; 0 if it has no proposal.
+        agreed: number of tokens, counted from the first, that are right. In a tree, these tokens
+            form a path from the root.
+        tree: shape of a draft with branches, or None for a chain.
+        path: indices of the right tokens in a tree, and empty for a chain.
+    """
+
+    evidence: int
+    agreement: int
+    proposed: int
+    agreed: int
+    tree: Tree | None = None
+    path: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, draft: Draft, tokens: Sequence[int]) -> Guess:
+        """Return the guess of a draft that these tokens followed."""
+        path, tree = draft.accepted_places(tokens), Tree.of(draft)
+        kept = () if tree is None else path
+        return cls(draft.evidence, draft.agreement, len(draft), len(path), tree, kept)
+
+    def first(self, tokens: int) -> Guess:
+        """Return the guess of the first `tokens` tokens of the draft. The tree stays whole."""
+        if tokens >= self.proposed:
+            return self
+        if self.tree is None:
+            return self._replace(proposed=tokens, agreed=min(tokens, self.agreed))
+        path = tuple(place for place in self.path if place < tokens)
+        return self._replace(proposed=tokens, agreed=len(path), path=path)
+
+    @property
+    def right_places(self) -> tuple[int, ...]:
+        """Indices of the right tokens, from the root down."""
+        return tuple(range(self.agreed)) if self.tree is None else self.path
+
+
+NO_GUESS: Final = Guess(0, 0, 0, 0)
+
+
+class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One proposer's drafts for a text, by position; see `Guess`.
+
+    Attributes:
+        evidence: a number for each position.
+        proposed: one of `DIGITS` for each position.
+        agreed: one of `DIGITS` for each position. For a tree, this is the index of the last right
+            token plus 1, which determines the whole path.
+        agreement: a number for each position, or empty if all are 0.
+        tree: 0 for a chain, or the index in `trees` plus 1. Empty if all drafts are chains.
+        trees: the different shapes of the drafts with branches.
+    """
+
+    evidence: tuple[int, ...]
+    proposed: str
+    agreed: str
+    agreement: tuple[int, ...] = ()
+    tree: tuple[int, ...] = ()
+    trees: tuple[Tree, ...] = ()
+
+    @classmethod
+    def of(cls, guesses: Sequence[Guess]) -> Columns:
+        """Return the columns of one guess per position.
+
+        Raises:
+            IndexError: a draft is longer than `SLOTS` tokens.
+        """
+        agreement = tuple(guess.agreement for guess in guesses)
+        trees = dict.fromkeys(guess.tree for guess in guesses if guess.tree is not None)
+        number = {None: 0} | {tree: index for index, tree in enumerate(trees, 1)}
+        return cls(
+            tuple(guess.evidence for guess in guesses),
+            "".join(DIGITS[guess.proposed] for guess in guesses),
+            "".join(DIGITS[_last_right(guess)] for guess in guesses),
+            agreement if any(agreement) else (),
+            tuple(number[guess.tree] for guess in guesses) if trees else (),
+            tuple(trees),
+        )
+
+    def guess(self, position: int) -> Guess:
+        """Return the draft for a position."""
+        evidence, agreed = self.evidence[position], LENGTHS[self.agreed[position]]
+        agreement = self.agreement[position] if self.agreement else 0
+        proposed = LENGTHS[self.proposed[position]]
+        number = self.tree[position] if self.tree else 0
+        if not number:
+            return Guess(evidence, agreement, proposed, agreed)
+        tree = self.trees[number - 1]
+        path = tree.path_to(agreed - 1)
+        return Guess(evidence, agreement, proposed, len(path), tree, path)
+
+    def check(self) -> None:
+        """Check the trees.
+
+        Raises:
+            ValueError: a shape is invalid, or a position names no shape of its draft's length.
+        """
+        for tree in self.trees:
+            tree.check()
+        for position, number in enumerate(self.tree):
+            length = LENGTHS[self.proposed[position]]
+            known = 0 <= number <= len(self.trees)
+            if not known or (number and len(self.trees[number - 1].parents) != length):
+                raise ValueError(f"position {position} has no tree {number} of {length} tokens")
+            if LENGTHS[self.agreed[position]] > length:
+                raise ValueError(f"position {position} has more right tokens than its draft")
+
+
+class Text(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A recorded text.
+
+    Attributes:
+        prompt: index of its prompt in the source, or of the text if it was recorded while serving.
+        drafts: the drafts of each proposer.
+        tenant: the tenant of the request, if the operator chose to record tenants.
+        held_out: whether no constant of the product was chosen with this text.
+    """
+
+    task: str
+    temperature: float
+    prompt: int
+    drafts: dict[str, Columns]
+    held_out: bool = False
+    tenant: str = ""
+
+    @property
+    def length(self) -> int:
+        """Number of recorded positions."""
+        return len(next(iter(self.drafts.values())).evidence)
+
+    def guess(self, proposer: str, position: int) -> Guess:
+        """Return a proposer's draft for a position, or `NO_GUESS` if it was not recorded."""
+        columns = self.drafts.get(proposer)
+        return NO_GUESS if columns is None else columns.guess(position)
+
+    def check(self) -> None:
+        """Check the columns.
+
+        Raises:
+            ValueError: there are none, they differ in length, a length is not one of `DIGITS`, or a
+                tree is damaged (`Columns.check`).
+        """
+        columns = self.drafts.values()
+        lengths = {len(c) for one in columns for c in (one.evidence, one.proposed, one.agreed)}
+        optional = [part for one in columns for part in (one.agreement, one.tree) if part]
+        lengths.update(map(len, optional))
+        if len(lengths) != 1:
+            raise ValueError(f"columns of {self.task} {self.prompt} differ in length")
+        if unknown := {*"".join(one.proposed + one.agreed for one in columns)} - LENGTHS.keys():
+            raise ValueError(f"{self.task} {self.prompt} has lengths {sorted(unknown)}")
+        for one in columns:
+            one.check()
+
+
+class RecordingFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A recording as the file has it.
+
+    Attributes:
+        source: how it was made.
+        slots: longest recorded draft.
+        classes: the task whose texts a class of requests replays. `*` stands for classes that are
+            neither named here nor the name of a task.
+    """
+
+    format: Literal["acceptance/1", "acceptance/2"] = "acceptance/1"
+    source: str
+    slots: int
+    classes: dict[str, str] = {}
+    texts: tuple[Text, ...]
+
+    def encode(self) -> bytes:
+        """Return the content of a JSON file with one text per line."""
+        return self.encode_with(map(msgspec.json.encode, self.texts))
+
+    def encode_with(self, texts: Iterable[bytes]) -> bytes:
+        """Return the content of the file with these encoded texts in place of its own."""
+        head = msgspec.json.encode(msgspec.structs.replace(self, texts=()))
+        return head.removesuffix(b"]}") + b"\n" + b",\n".join(texts) + b"\n]}\n"
+
+
+def _last_right(guess: Guess) -> int:
+    """Return the index of the last right token plus 1, or 0 without a right token."""
+    return guess.right_places[-1] + 1 if guess.right_places else 0
