@@ -6,7 +6,7 @@ replays them. A recording contains no tokens and no text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -247,12 +247,17 @@ class RecordingFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Return the content of a JSON file with one text per line."""
-        return self.encode_with(map(msgspec.json.encode, self.texts))
+        return b"".join(self.lines(map(msgspec.json.encode, self.texts)))
 
-    def encode_with(self, texts: Iterable[bytes]) -> bytes:
-        """Return the content of the file with these encoded texts in place of its own."""
+    def lines(self, texts: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the content of the file with these encoded texts in place of its own."""
         head = msgspec.json.encode(msgspec.structs.replace(self, texts=()))
-        return head.removesuffix(b"]}") + b"\n" + b",\n".join(texts) + b"\n]}\n"
+        yield head.removesuffix(b"]}")
+        separator = b"\n"
+        for text in texts:
+            yield separator + text
+            separator = b",\n"
+        yield b"\n]}\n"
 
 
 def _last_right(guess: Guess) -> int:

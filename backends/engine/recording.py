@@ -27,8 +27,8 @@ from draftgate.backends.worker_config import WorkerConfig
 log = logging.getLogger(__name__)
 
 SAVE_S: Final = 30.0
-"""Seconds between writes, which bounds the loss of a process that is killed. Encoded texts are
-joined and written in 0.1 s if they have the default maximum of 64 MiB."""
+"""Seconds between writes, which bounds the loss of a process that is killed. A write of 64 MiB, the
+default maximum, takes 0.4 s (a busy AMD EPYC, 2026-11-22)."""
 
 LOOKUP: Final = "ngram"
 """The proposer that is always recorded."""
@@ -55,7 +55,7 @@ class AcceptanceRecording:
         self._head = RecordingFile(format="acceptance/2", source=source, slots=SLOTS, texts=())
         self._recorder: DraftRecorder | None = recorder
         self._texts = dict(enumerate(kept))  # encoded, by index
-        self._bytes = len(self._head.encode_with(kept))
+        self._bytes = sum(map(len, self._head.lines(kept)))
         self._max_bytes = max_bytes
         self._saved = len(kept)
         self._saving = threading.Lock()
@@ -93,12 +93,12 @@ class AcceptanceRecording:
             texts = [encoded for _, encoded in sorted(self._texts.copy().items())]
             if len(texts) == self._saved:
                 return
-            content = self._head.encode_with(texts)
-            if self._path.suffix == ".gz":
-                content = gzip.compress(content, mtime=0)
+            written = self._path.with_name(self._path.name + ".tmp")
             try:
-                written = self._path.with_name(self._path.name + ".tmp")
-                written.write_bytes(content)
+                # Written line by line, because joining the lines would stop the worker's thread.
+                opener = gzip.open if self._path.suffix == ".gz" else open
+                with opener(written, "wb") as file:
+                    file.writelines(self._head.lines(texts))
                 written.replace(self._path)
             except OSError as error:
                 log.warning("cannot write the recording %s: %s", self._path, error)
