@@ -123,7 +123,7 @@ def test_cancelled_request_leaves_no_state() -> None:
     recorder.cancel("r")
     assert record(recorder, "r", [[1]]) == []
     assert not recorder._open
-    assert not proposer._indexes
+    assert not proposer._texts
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])

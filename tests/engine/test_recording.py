@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from draftgate.backends.core.draft_recorder import TASK
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.load import load_engine
-from draftgate.backends.engine.proposers.ngram_index import MAX_EVIDENCE
+from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE
 from draftgate.backends.recording import DIGITS, RecordingFile, Text
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
