@@ -122,10 +122,10 @@ def _within_s(batch: BatchView, cost: StepCost) -> float:
 
 
 def longest_wait_s(due_in_s: float, tpot_s: float) -> float:
-    """Return the seconds that a decode can wait for its next token, at most its target.
+    """Return the seconds that a decode can wait for its next token, at most its TPOT target.
 
     Args:
-        due_in_s: seconds until the token is due, negative if it is late.
+        due_in_s: seconds until the token is due, negative if the token is late.
         tpot_s: TPOT target of the sequence, in seconds.
     """
     return min(max(due_in_s, LATE_SHARE * tpot_s), tpot_s)

@@ -91,7 +91,7 @@ def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
 
 
 def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
-    """Return a worker's usage with the sequences of other gateways included.
+    """Return a worker's usage including the sequences of other gateways.
 
     Args:
         gateways: number of gateways that send requests to the worker, including this gateway.
@@ -103,8 +103,8 @@ def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
 def active_sequences(usage: WorkerUsage) -> int:
     """Return how many of this gateway's sequences run on the worker or will start soon.
 
-    Paused sequences do not count, nor do complete sequences that clients still read. Otherwise a
-    few stopped readers would block every other request.
+    The number excludes paused sequences, and complete sequences that clients still read. Otherwise
+    a few stopped readers would block every other request.
     """
     on_worker = usage.load.running + usage.load.waiting
     if usage.others:  # The load does not report whose sequences are paused.

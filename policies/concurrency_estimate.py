@@ -1,9 +1,9 @@
 """Estimate of an engine's maximum number of concurrent sequences, learned from its queue.
 
-While requests wait at the engine, the number of running sequences is its limit. The limit may be
-higher when none waits and the number of running sequences reaches the estimate. So the estimate
-follows the engine down immediately, for example when long prompts fill its memory. It rises step by
-step, like the window of a sender (AIMD: Chiu and Jain, 1989).
+While requests wait at the engine, the number of running sequences is the engine's limit. If no
+request waits although the number of running sequences reaches the estimate, the limit may be
+higher. The estimate falls immediately, for example when long prompts fill the engine's memory. It
+rises step by step, like the window of a sender (AIMD: Chiu and Jain, 1989).
 """
 
 from __future__ import annotations

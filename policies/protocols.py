@@ -44,9 +44,9 @@ class SpeculationPolicy(NamedPolicy, Protocol):
     def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Return the weight x survival that the best slot must exceed, or None for all drafts.
 
-        The worker calls this method before the step has candidates. Drafts that cannot reach the
-        value are not computed. Sequences that are unlikely to reach the value are drafted for only
-        occasionally. A policy that takes no drafts therefore costs no time.
+        The worker calls this method before the step has candidates. The worker does not compute
+        drafts that cannot reach the value. If a sequence is unlikely to reach the value, the worker
+        drafts for it only occasionally. A policy that takes no drafts therefore costs no time.
         """
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
@@ -99,7 +99,7 @@ class OrderingPolicy(NamedPolicy, Protocol):
         """
 
     def remove(self, key: int) -> Ticket | None:
-        """Remove and return a request that no longer waits, or return None if it is unknown."""
+        """Remove and return a request that no longer waits. Return None for an unknown one."""
 
     def choose(self, now_s: float) -> Ticket | None:
         """Return the next request without removing it, or None if the queue is empty."""
@@ -117,7 +117,7 @@ class OrderingPolicy(NamedPolicy, Protocol):
     def class_ahead_s(self, ticket: Ticket) -> float:
         """Return the part of `ahead_s` in the ticket's own class.
 
-        The result is `ahead_s` if classes do not count.
+        The result is `ahead_s` if the policy ignores classes.
         """
 
     def queued_of(self, tenant: str) -> int:

@@ -93,12 +93,12 @@ UNLIMITED: Final = Quota()
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The quota that a request does not fit.
+    """The quota that is too small for a request.
 
     Attributes:
         limit: the exceeded limit.
-        retry_after_s: seconds until the request fits if the tenant uses nothing else, or None if it
-            exceeds the size of the quota.
+        retry_after_s: seconds until the request fits without further requests of the tenant, or None
+            if the request exceeds the size of the quota.
         requested, most: requested amount, and the size of the quota.
     """
 
@@ -230,7 +230,7 @@ class QuotaLedger:
         self._close(request_id, used_tokens, released_requests=0)
 
     def release(self, request_id: str) -> None:
-        """Undo a reservation, so that its request does not count either."""
+        """Undo a reservation, so that the quota of requests ignores the request, too."""
         self._close(request_id, 0, released_requests=1)
 
     def totals(self, tenant: str) -> Totals:

@@ -39,7 +39,7 @@ _SERVICE = ServiceLevel(0.5, 0.01, -1)
 
 
 def check_decision(policy: SpeculationPolicy, request: RequestView, load: WorkerLoad) -> None:
-    """Check that a plan honours the request of the client and the abilities of the worker.
+    """Check that a plan respects the client's request and the worker's proposers.
 
     Raises:
         AssertionError: the policy breaks the contract of `SpeculationPolicy.decide`.
@@ -138,7 +138,7 @@ def check_batching(policy: BatchingPolicy) -> None:
 
 
 def check_ordering(build: Callable[[], OrderingPolicy]) -> None:
-    """Check an ordering policy on a queue that fills, is thinned out, and empties.
+    """Check an ordering policy on a queue that fills, loses some requests, and empties.
 
     Args:
         build: creates an empty queue.

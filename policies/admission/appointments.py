@@ -68,7 +68,7 @@ class Booking:
         return now_s >= self.due_s - EARLY_S
 
     def is_kept(self, now_s: float) -> bool:
-        """Return whether the client would be on time now."""
+        """Return whether a client that returns now would be on time."""
         return self.is_due(now_s) and now_s <= self.due_s + LATE_S
 
     @property
@@ -126,8 +126,8 @@ class Appointments:
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
         """Return the earliest booking of a request, or None.
 
-        A first attempt has no booking. An equal request of the same burst has none either. The
-        fingerprint 0 belongs to no request.
+        A first attempt has no booking. A second equal request in the same burst has no booking
+        either. The fingerprint 0 belongs to no request.
         """
         if not fingerprint or fingerprint not in self._by_fingerprint or retries == 0:
             return None
@@ -142,9 +142,9 @@ class Appointments:
     ) -> tuple[float, float]:
         """Return the work of bookings ahead of a new request.
 
-        The first value is the work in higher-priority classes. The second is the work in its own
-        class, in which tenants share the pool as in `fair`. So the bookings of one tenant do not
-        cause the refusal of new requests of another tenant.
+        The first value is the work in higher-priority classes. The second value is the work in the
+        request's own class, in which tenants share the pool as in `fair`. The bookings of one
+        tenant therefore do not cause the refusal of new requests of another tenant.
         """
         better_s = 0.0
         for level, bookings in self._classes.items():
@@ -161,7 +161,8 @@ class Appointments:
     def again_s(self, priority: int) -> tuple[float, float]:
         """Return the work of requests that were refused again.
 
-        The first value is the work in higher-priority classes, the second the work in this class.
+        The first value is the work in higher-priority classes, and the second value is the work in
+        this class.
         """
         by_class = {
             level: sum(sums.again_s for sums in bookings.values())

@@ -168,7 +168,7 @@ class Deadline:
         booking: Booking | None,
         now_s: float,
     ) -> Refused:
-        """Refuse with a time to return, and book that time unless the request is sheddable."""
+        """Refuse with a time to return, and book this time unless the request is sheddable."""
         again = booking is not None and booking.is_kept(now_s)
         retry_s = max(refused.retry_after_s, outlook.retry_s(again=again), LEAST_RETRY_S)
         if booking is not None:

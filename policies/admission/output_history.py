@@ -31,7 +31,7 @@ class _Ratio(NamedTuple):
 
 
 class OutputHistory:
-    """The mean ratio of output to `max_tokens`, for each tenant and for all."""
+    """The mean ratio of output tokens to `max_tokens`, for each tenant and for all tenants."""
 
     def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
         self._most = most_tenants

@@ -43,7 +43,7 @@ def queue_full(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
 
 
 def too_slow(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
-    """Refuse a request whose TPOT target breaks under the load but not in an idle pool."""
+    """Refuse a request whose TPOT target an idle pool meets but the current load would break."""
     target_s, speed = view.service.tpot_s, view.pool.speed
     if target_s is None:
         return None

@@ -42,16 +42,14 @@ FOUND_RATE: Final = 1 / 64
 
 @dataclass(frozen=True, slots=True)
 class DraftingCost:
-    """Host time of drafting, in seconds.
-
-    All values are 0 before the first measurement.
+    """Host time of drafting, in seconds. All values are 0 before the first measurement.
 
     Attributes:
-        look_up_s: per step with lookups, including the expected time to weigh their drafts.
-        sequence_s: per sequence with a lookup.
-        verify_s: per step that verifies drafts.
-        call_s: per step in which a proposer computes drafts, without its depths, by proposer name.
-        called_s: the same per sequence with a computed draft.
+        look_up_s: time per step with lookups, including the expected time to weigh their drafts.
+        sequence_s: time per sequence with a lookup.
+        verify_s: time per step that verifies drafts.
+        call_s: time per step in which a proposer computes drafts, without its depths, by proposer.
+        called_s: time per sequence with a computed draft, by proposer name.
     """
 
     look_up_s: float = 0.0

@@ -86,7 +86,7 @@ def test_traces_report_proposed_verified_and_accepted_tokens(branches: float, po
 
 
 def test_an_untraced_request_gets_no_traces() -> None:
-    """An untraced request beside a traced request receives only its tokens."""
+    """In a batch with a traced request, an untraced request receives only its tokens."""
     plain = request(max_tokens=12, drafts=3, ignore_eos=True)
     deltas = RecordedWorker().run(plain, traced(max_tokens=12, drafts=3))
     assert [delta.steps for delta in deltas] == [()] * len(deltas)

@@ -1,4 +1,5 @@
-"""Overlapped steps, which give the same texts and overwrite no block too early."""
+"""Overlapped steps give the same texts as sequential steps, and never overwrite a block too
+early."""
 
 from __future__ import annotations
 
@@ -270,7 +271,7 @@ def test_deltas_are_delivered_while_the_next_step_runs() -> None:
 
 
 def test_plain_decodes_are_planned_ahead() -> None:
-    """Every step but the first is planned ahead without drafts and penalties.
+    """Without drafts and penalties, the worker plans every step but the first ahead.
 
     The worker plans no step after the last token.
     """
@@ -290,7 +291,7 @@ def test_plain_decodes_are_planned_ahead() -> None:
 
 
 def test_tokens_after_the_end_are_dropped() -> None:
-    """Overlapped steps detect an end one step late, so exactly one extra step is launched."""
+    """Overlapped steps launch exactly one extra step, because they detect an end one step late."""
     first = Sequence.for_choice(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
@@ -319,7 +320,7 @@ class IdleWorker:
 
 
 def test_steps_are_planned_at_the_time_of_the_clock() -> None:
-    """Lateness follows the clock instead of step times, which omit drafting and gaps."""
+    """The lateness of a sequence follows the clock, because step times omit drafting and gaps."""
     worker = IdleWorker()
     for launcher in (None, FakeExecutor()):
         Pipeline(worker, FakeExecutor(), lambda _: None, launcher, lambda: 42.0).step()

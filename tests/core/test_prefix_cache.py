@@ -43,7 +43,7 @@ def test_tenants_have_different_hashes() -> None:
 
 
 def test_a_chain_can_be_extended_step_by_step() -> None:
-    """Hashes computed as tokens arrive equal those of the whole sequence."""
+    """Hashes that are computed as tokens arrive equal the hashes of the whole sequence."""
     tokens, growing = list(range(30)), []
     for length in range(31):
         extend_chain(growing, "t", tokens[:length], 4)
@@ -92,7 +92,8 @@ def test_a_pending_block_belongs_to_the_first_sequence() -> None:
 
 
 def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
-    """A second lookup of the same chain reflects all changes in between."""
+    """A second lookup of a chain finds blocks confirmed since the first lookup, but no evicted
+    blocks."""
     blocks = KvBlocks(4, 4)
     hashes = chain(range(16))
     table: list[int] = []

@@ -30,7 +30,7 @@ def output_after(deltas: list[Delta], tokens: int) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("stop", [(), ("\n\n\n",), (" + 2",), ("é",)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_resumed_choice_completes_the_undisturbed_text(stop, drafts) -> None:
-    """The texts of both runs add up to the text of an uninterrupted run at every cut."""
+    """For every cut, the texts of both runs add up to the text of a single run."""
     ids = encode("def f(x):  # café ☕☕\n    return x + 1\n\n\nclass C: pass")
     harness = WorkerHarness(scripted(*ids))
     plain = harness.run_one(request(max_tokens=len(ids), stop=stop))

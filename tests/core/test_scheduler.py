@@ -209,7 +209,8 @@ def test_preempted_sequences_return_in_order_of_arrival() -> None:
 
 
 def test_unverified_offers_update_acceptance() -> None:
-    """Offers that agree raise the estimate while drafting is off, so that `auto` can resume."""
+    """Correct drafts raise the estimate even if they are not verified, so that `auto` can resume
+    drafting."""
     harness = SchedulerHarness(policy=speculation_policy("off"), wrong=0.0)
     harness.add(prompt=2, max_tokens=20, drafts=3, ignore_eos=True)
     harness.run()
@@ -245,7 +246,8 @@ def test_load_reports_queue_memory_and_price() -> None:
 
 
 def test_load_reports_speed() -> None:
-    """The load has the configured limits and the speeds of the fake device's 1 ms steps."""
+    """The load reports the configured limits, and the speeds of a fake device with steps of 1
+    ms."""
     harness = SchedulerHarness(num_blocks=400, max_num_seqs=2, max_step_tokens=16)
     for _ in range(2):
         harness.add(prompt=tuple(range(480)), max_tokens=300, drafts=3, ignore_eos=True)
@@ -278,7 +280,8 @@ def test_finished_sequences_cannot_change_state() -> None:
 
 
 def test_step_costs_are_learned_from_steps() -> None:
-    """The scheduler recognises a device half as fast as its profile after some hundred steps."""
+    """After some hundred steps, the scheduler knows that a device is half as fast as its
+    profile."""
     harness = SchedulerHarness(num_blocks=400, max_num_seqs=4)
     for _ in range(4):
         harness.add(prompt=2, max_tokens=300, ignore_eos=True)

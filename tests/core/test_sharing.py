@@ -39,7 +39,7 @@ def test_next_turn_of_a_conversation_uses_cached_blocks() -> None:
 
 
 def test_tenants_share_no_blocks() -> None:
-    """A worker computes the same prompt of another tenant again."""
+    """If two tenants send the same prompt, the worker computes the prompt for each tenant."""
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=64)
     for tenant, cached in (("a", 0), ("b", 0), ("a", 8), ("b", 8)):
         generation = replace(request(prompt=12, max_tokens=1), tenant=tenant)

@@ -77,7 +77,8 @@ def text_of(deltas: list[Delta]) -> str:
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
 def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
-    """The output excludes tokens accepted after a stop string."""
+    """If a draft contains a stop string, the output ends before the stop string, as without
+    drafts."""
     ids = encode("def f(x):\n    return x + 1\n\n\nclass C: pass # and more of it")
     harness = WorkerHarness(scripted(*ids))
     plain = harness.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
@@ -199,7 +200,7 @@ def test_set_pace_applies_to_all_choices() -> None:
     ids=["output", "prompt", "pool", "unknown", "negative", "empty", "bias"],
 )
 def test_requests_beyond_the_limits_are_rejected(generation, param, words) -> None:
-    """The error names the parameter and both numbers, and requests at the limits are accepted."""
+    """The worker rejects requests beyond its limits and accepts requests at its limits."""
     harness = WorkerHarness(num_blocks=32 if "pool" in words else 64, max_model_len=200)
     with pytest.raises(RequestRejected, match=words) as refused:
         harness.worker.admission.check(generation)

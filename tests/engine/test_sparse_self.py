@@ -177,8 +177,7 @@ def test_sparse_drafts_do_not_change_the_text(shipped: Model, temperature: float
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sparse_drafts_do_not_change_a_long_text(shipped: Model, temperature: float) -> None:
-    """Sparse and n-gram drafts do not change texts with contexts of ten budgets and several
-    tiles."""
+    """Sparse and n-gram drafts do not change texts whose context is ten budgets long."""
     policy = speculation_policy("fixed:4")
     text = long_text(shipped, 900)
 
@@ -317,8 +316,7 @@ def test_confirmed_keys_and_values_equal_those_without_drafts(
 
 
 def test_verify_step_overwrites_keys_and_values_of_drafts(shipped: Model) -> None:
-    """Drafting writes keys and values after the sequence, and a verify step overwrites all of
-    them."""
+    """A verify step overwrites all keys and values that drafting wrote after the sequence."""
     text = long_text(shipped, 400)
     drafting, plain = Context(shipped, text), Context(shipped, text)
     (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 5)])

@@ -77,7 +77,7 @@ def test_least_recently_used_tenant_is_forgotten() -> None:
 
 
 def test_choice_without_drafts_changes_nothing() -> None:
-    """A request without speculation leaves the history unchanged."""
+    """A request without speculation does not change the history."""
     history = AcceptanceHistory()
     history.add_choice("a", "m", greedy=True, drafted=0, histogram=())
     assert history.counts("a", "m", greedy=True) == (UNTESTED, UNTESTED)

@@ -63,8 +63,8 @@ def test_forecast_follows_its_formula() -> None:
 
 
 def test_sure_wait_leaves_a_margin_for_chance() -> None:
-    """The sum W + z sqrt(W x grain) equals the allowed wait. With z = 0, W equals the
-    allowed wait."""
+    """The sure wait W leaves a margin of z sqrt(W x grain) to the allowed wait, and no margin for z
+    = 0."""
     predicted = forecast_wait(view(1.0))
     sure_s = predicted.within_s(2.0, 1.645)
     assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
@@ -116,7 +116,8 @@ def test_longer_target_is_never_worse_than_a_shorter_target(targets) -> None:
 
 
 def test_request_is_admitted_at_its_appointment() -> None:
-    """A returning request is admitted after the waiting requests, regardless of other bookings."""
+    """The policy admits a returning request after the waiting requests, regardless of other
+    bookings."""
     policy = admission_policy("deadline")
     first = policy.decide(view(3.0), 0.0)
     assert first.kind is RefusalKind.DEADLINE
@@ -129,7 +130,7 @@ def test_request_is_admitted_at_its_appointment() -> None:
 
 
 def test_early_return_is_given_the_remaining_delay() -> None:
-    """An early return receives the remaining delay, and its appointment does not move."""
+    """A client that returns early receives the remaining delay and keeps its appointment."""
     policy = admission_policy("deadline")
     retry_s = policy.decide(view(5.0), 0.0).retry_after_s
     for at_s in (1.0, 1.5, 2.0):
@@ -137,7 +138,7 @@ def test_early_return_is_given_the_remaining_delay() -> None:
 
 
 def test_equal_requests_have_separate_appointments() -> None:
-    """Equal requests have separate bookings, even in one burst and as first tries."""
+    """Equal requests in one burst have separate bookings."""
     for retries in (None, 0):
         policy = admission_policy("deadline")
         delays = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
@@ -146,7 +147,8 @@ def test_equal_requests_have_separate_appointments() -> None:
 
 
 def test_new_request_waits_for_bookings_except_at_low_water() -> None:
-    """A new request counts queue and bookings. It is admitted below the low-water mark."""
+    """The policy admits a new request below the low-water mark. Above the mark, it considers queue
+    and bookings."""
     policy = admission_policy("deadline")
     for number in range(40):
         policy.decide(view(3.0, fingerprint=number), 0.0)
@@ -205,7 +207,8 @@ def test_queue_drains_with_the_share_that_better_classes_leave() -> None:
 
 
 def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
-    """A missed booking expires, and bookings count less when fewer clients keep them."""
+    """A missed booking expires, and each booking has less weight if fewer clients keep their
+    bookings."""
     appointments = Appointments()
     appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
     before = appointments.kept_share
@@ -220,7 +223,7 @@ def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
 
 
 def test_bookings_are_bounded() -> None:
-    """Bookings and their index stay bounded."""
+    """The number of bookings and the size of their index are bounded."""
     appointments = Appointments(most=10)
     for number in range(1, 101):
         appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
@@ -254,7 +257,8 @@ def test_queue_is_bounded_in_total_and_per_tenant() -> None:
 
 
 def test_tpot_target_is_refused_only_if_the_load_spoils_it() -> None:
-    """The policy admits a request whose TPOT target an idle pool would also miss."""
+    """The policy refuses a TPOT target only if the load breaks a target that an idle pool would
+    meet."""
     slow = replace(BUSY, running=20, speed=WorkerSpeed(0.030, 1e-4, 1e-3))
     policy = admission_policy("deadline")
     spoilt = policy.decide(view(pool=slow, service=ServiceLevel(None, 0.020)), 0.0)
@@ -296,8 +300,8 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
 
 
 def test_output_length_is_predicted_per_tenant() -> None:
-    """The predicted share of `max_tokens` is bounded, and shrinks from the tenant's share to that
-    of all tenants."""
+    """The predicted output length of a tenant is bounded, and approaches the mean of all tenants
+    over time."""
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0
     for _ in range(200):

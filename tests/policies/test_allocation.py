@@ -133,7 +133,7 @@ def test_allocation_with_host_time_is_optimal(
 def test_nothing_is_drafted_if_the_host_takes_longer_than_it_gains(
     offered, others, budget, cost
 ) -> None:
-    """All draft lengths are 0 when the host time exceeds the gain."""
+    """The allocation drafts nothing if the host time exceeds the gain."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
@@ -179,7 +179,8 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
 @settings(max_examples=200)
 def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
-    """The allocation beats drafting for no new sequence and is close to the optimum."""
+    """With start costs, the allocation gains at least as much as no new drafts, and is close to the
+    optimum."""
     begun = [
         replace(c, start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
@@ -217,7 +218,8 @@ def test_large_batch_takes_the_likeliest_slots() -> None:
 
 
 def test_heavier_sequence_gets_the_slot() -> None:
-    """The allocation verifies the draft with the higher weight when two drafts are equal."""
+    """If two drafts are equal, the allocation verifies the draft of the sequence with the higher
+    weight."""
     fair = DraftCandidate((0.8, 0.64))
     expensive = DraftCandidate((0.8, 0.64), weight=3.0)
     step = StepView(2, 1000, 2, 2, (fair, expensive), 4.0)
@@ -225,13 +227,14 @@ def test_heavier_sequence_gets_the_slot() -> None:
 
 
 def test_ties_go_to_earlier_candidates() -> None:
-    """The allocation makes the same choice among equal slots on every machine."""
+    """Among equal slots, the allocation makes the same choice on every machine."""
     step = StepView(3, 300, 3, 4, (DraftCandidate((0.5, 0.5, 0.5)),) * 3)
     assert allocate(step, StepCost((64,), (1e-3,))) == [3, 1, 0]
 
 
 def test_no_candidates_or_no_budget_gives_no_drafts() -> None:
-    """All draft lengths are 0 without candidates, with empty candidates, and without a budget."""
+    """The allocation drafts nothing without candidates, with empty candidates, and without a
+    budget."""
     assert allocate(StepView(2, 10, 2, 8, ()), H100_8B) == []
     assert allocate(StepView(2, 10, 2, 8, (DraftCandidate(()),) * 2), H100_8B) == [0, 0]
     assert allocate(StepView(2, 10, 2, 0, (DraftCandidate((0.9,)),) * 2), H100_8B) == [0, 0]

@@ -53,7 +53,8 @@ one = st.one_of(
     st.sampled_from([0.0, 1e-3, 1e-2]),
 )
 def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
-    """No other choice is worth more at this price when one proposer computes its drafts."""
+    """If one proposer computes its drafts, no other choice of proposers is worth more at this
+    price."""
     options = [
         tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
     ]
@@ -70,7 +71,7 @@ def test_computed_draft_replaces_a_short_match_but_not_a_long_match() -> None:
 
 
 def test_many_sequences_share_the_cost_of_a_depth() -> None:
-    """Ten sequences share the cost of a depth that is too high for one sequence."""
+    """Ten sequences together use a depth whose cost is too high for one sequence."""
     options = (DraftCandidate((0.3,)), DraftCandidate((0.38,), DEPTH_S))
     assert arbitrate([options], 0.05, RATE) == [0]
     assert arbitrate([options] * 10, 0.05, RATE) == [1] * 10

@@ -48,7 +48,8 @@ def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     st.floats(1e-3, 0.1),
 )
 def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> None:
-    """The predicted step meets its target or has the minimum share of prompts."""
+    """A step ends on a stair, and either meets its target or has the minimum number of prompt
+    tokens."""
     batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(
@@ -60,7 +61,7 @@ def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> N
 
 
 def test_tighter_target_never_gives_a_longer_chunk() -> None:
-    """A tighter target gives a chunk between the minimum chunk and all waiting tokens."""
+    """A tighter target never makes the chunk longer, and the chunk is never below its minimum."""
     chunks = [
         Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s), COST)
         for within_s in (0.1, 0.03, 0.02, 0.008, 0.0)
@@ -81,7 +82,7 @@ def test_prompts_keep_their_share_under_an_impossible_target() -> None:
 
 
 def test_step_without_a_target_is_stretched_five_times() -> None:
-    """Decodes without targets do not wait for a whole prefill."""
+    """Without targets, a step with prompts takes at most five times as long as its decodes."""
     batch = BatchView(32, 16_000, 32, 100_000)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
@@ -101,7 +102,7 @@ def test_drafts_do_not_stretch_a_step() -> None:
 
 
 def test_uncertain_forecasts_leave_a_margin() -> None:
-    """One step in 200 is late instead of half of the steps when errors are normal."""
+    """With normal forecast errors, one step in 200 is late."""
     sigma, within_s = 0.04, 0.05
     error = sigma * NormalDist().inv_cdf(0.75)
     batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, error)
@@ -113,7 +114,8 @@ def test_uncertain_forecasts_leave_a_margin() -> None:
 
 @given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0))
 def test_decode_waits_between_half_and_all_of_its_target(due_in_s, tpot_s) -> None:
-    """An early decode waits for at most its target, and a late decode waits for half."""
+    """An early decode waits for at most its whole target, and a late decode waits for half of its
+    target."""
     waits_s = longest_wait_s(due_in_s, tpot_s)
     assert LATE_SHARE * tpot_s <= waits_s <= tpot_s
     assert waits_s == due_in_s or due_in_s < LATE_SHARE * tpot_s or due_in_s > tpot_s
@@ -125,8 +127,8 @@ def test_prompt_without_decodes_takes_the_whole_step() -> None:
 
 
 def test_baselines_follow_their_definitions() -> None:
-    """A fixed budget counts decodes and drafts. The other baselines put prefills or
-    decodes first."""
+    """A fixed budget includes decodes and drafts, and the other baselines put prefills or decodes
+    first."""
     busy, idle = BatchView(100, 5000, 50, 3000), BatchView(0, 0, 0, 3000)
     assert FixedBudget(512).prefill_tokens(busy, COST) == 412
     assert FixedBudget(64).prefill_tokens(busy, COST) == 0

@@ -44,7 +44,8 @@ def test_pauses_double_up_to_a_cap() -> None:
 
 
 def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
-    """The breaker stays closed because a stalled event loop causes the same burst of timeouts."""
+    """A short burst of timeouts does not open the breaker, because a stalled event loop causes such
+    bursts."""
     breaker, span_s = Breaker(PATIENCE), PATIENCE.timeouts_span_s
     for _ in range(10 * PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)
@@ -55,7 +56,8 @@ def test_short_burst_of_timeouts_does_not_open_the_breaker() -> None:
 
 
 def test_refused_connection_among_timeouts_opens_the_breaker() -> None:
-    """The breaker opens because a stalled gateway cannot cause a refused connection."""
+    """A refused connection among timeouts opens the breaker, because a stalled gateway cannot cause
+    it."""
     breaker = Breaker(PATIENCE)
     for _ in range(PATIENCE.failures):
         breaker.failed("late", 0.0, timeout=True)

@@ -69,7 +69,7 @@ needs = st.builds(CapacityNeed, st.integers(1, 4), st.integers(0, 4000), st.inte
 def test_load_without_later_leases_is_unchanged(
     report: WorkerLoad, mean_need: CapacityNeed
 ) -> None:
-    """The projected load equals the report when the report includes all leases."""
+    """If the report includes all leases, the projected load equals the report."""
     assert project_load(report, 0, mean_need) == report
 
 
@@ -138,8 +138,7 @@ def test_burst_on_an_idle_worker_raises_its_price() -> None:
 
 
 def test_mean_need_follows_placed_requests() -> None:
-    """The mean covers all requests at first and the last fifty later. It is one token without
-    requests."""
+    """The mean need covers all requests at first, and later the last fifty requests."""
     mean_need = MeanNeed()
     assert mean_need.need == CapacityNeed(1, 0, 1)
     mean_need.add_request(CapacityNeed(1, 100, 200))

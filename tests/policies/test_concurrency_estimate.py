@@ -1,4 +1,4 @@
-"""The estimated capacity of an engine."""
+"""The estimated maximum number of concurrent sequences of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftgate.policies.concurrency_estimate import GROWTH, next_estimate
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.just(0)), max_size=30))
 def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int]]) -> None:
-    """An engine without a queue has no known limit."""
+    """The estimate is unknown until a request waits at the engine."""
     estimate = 0
     for running, waiting in readings:
         estimate = next_estimate(estimate, running, waiting)
@@ -19,7 +19,8 @@ def test_capacity_is_unknown_until_a_request_waits(readings: list[tuple[int, int
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 900))
 def test_estimate_settles_at_the_engines_limit(before: int, limit: int, excess: int) -> None:
-    """Few requests wait in the engine under excess load."""
+    """Under excess load, the estimate settles at the engine's limit, and few requests wait at the
+    engine."""
     estimate, demand = before, limit + 1 + excess
     sent = []
     for _ in range(60):

@@ -89,7 +89,7 @@ def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
 def test_profile_30_percent_off_is_corrected(factor: float) -> None:
-    """The fit is within 6% after 256 steps and within 4% after 2,000 steps.
+    """A profile with an error of 30% is within 6% after 256 steps and within 4% after 2,000 steps.
 
     The steps have 5% noise, and 2% of them are 50 times too long. A table with linear terms cannot
     match the device exactly.

@@ -1,4 +1,4 @@
-"""Failover: a bystander resumes, and a poison request stops before it takes all workers."""
+"""Failover policy: which requests resume after a loss, and when a request is given up."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ def losses(*new_tokens: int) -> list[Loss]:
 
 
 def test_first_loss_resumes_on_any_worker() -> None:
-    """A request may use the last worker after one loss, with or without progress."""
+    """After one loss, a request may use any worker, including the last worker."""
     for tokens in (0, 9):
         for workers in (0, 1, 7):
             assert given_up(losses(tokens), MOST_RESUMES, workers) is None
 
 
 def test_suspect_request_never_goes_to_the_last_worker() -> None:
-    """A second loss without a token in between makes a request suspect, and a token clears it."""
+    """A request that loses two workers without a token in between is a suspect, until it gains a
+    token."""
     assert given_up(losses(9, 0), MOST_RESUMES, 1) is GivenUp.LAST_WORKER
     assert given_up(losses(9, 0), MOST_RESUMES, 2) is None
     assert given_up(losses(0, 1), MOST_RESUMES, 1) is None
@@ -31,7 +32,7 @@ def test_suspect_request_never_goes_to_the_last_worker() -> None:
 def test_request_is_given_up_after_the_most_resumes(
     new_tokens: list[int], most_resumes: int, workers: int
 ) -> None:
-    """Progress and the number of workers do not raise the limit of resumes."""
+    """The limit of resumes does not depend on progress or on the number of workers."""
     why = given_up(losses(*new_tokens), most_resumes, workers)
     assert (why is GivenUp.EXHAUSTED) == (len(new_tokens) > most_resumes)
 

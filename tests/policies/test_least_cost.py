@@ -36,7 +36,7 @@ def cheapest(*workers: Candidate, request: RouteView = REQUEST) -> int:
 
 
 def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
-    """Each factor decides between otherwise equal workers."""
+    """Backlog, batch, speed and cache each decide between otherwise equal workers."""
     assert cheapest(worker(0, prompt_tokens=4000), worker(1)) == 1
     assert cheapest(worker(0, running=8), worker(1, running=2)) == 1
     slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
@@ -76,7 +76,8 @@ def test_nearly_equal_idle_workers_take_turns() -> None:
 
 
 def test_without_known_speed_tokens_decide() -> None:
-    """The policy chooses upstreams by their tokens and gives this reason."""
+    """If no speed is known, the policy chooses the worker with the fewest tokens, and says so in
+    its reason."""
     policy, unknown = (
         routing_policy("least_cost"),
         {"speed": WorkerSpeed(0.02, 1e-4), "max_sequences": 0},

@@ -87,7 +87,8 @@ def test_silent_running_stream_is_lost_after_the_patience() -> None:
 
 
 def test_stream_that_may_wait_is_not_lost() -> None:
-    """A silent stream is not lost while requests queue on its worker or the stream is held back."""
+    """A silent stream is not lost while its worker has queued requests or the stream is slowed
+    down."""
     silence = StreamSilence()
     for load, runs in ((structs.replace(LOAD, waiting=1), True), (LOAD, False)):
         assert not any(silence.check(1, load, 1.0, runs=runs) for _ in range(1000))

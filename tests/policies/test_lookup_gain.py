@@ -8,7 +8,7 @@ from draftgate.policies.speculation.lookup_gain import FIRST_GAIN, LookupGains
 
 
 def test_first_lookups_are_expected_to_gain() -> None:
-    """The expected gain is positive without earlier lookups, after any outcome."""
+    """Before any lookup, the expected gain is positive after any outcome of the last draft."""
     gains = LookupGains()
     assert [gains.expected(row) for row in range(3)] == [FIRST_GAIN] * 3
 

@@ -161,7 +161,7 @@ def test_absent_tenant_gains_no_credit() -> None:
 
 
 def test_returning_tenant_pays_for_its_last_request() -> None:
-    """A tenant with one waiting request at a time receives exactly its share."""
+    """A tenant with only one waiting request at a time still receives exactly its share."""
     queue, key = Fair(PATIENT), 1000
     for old in range(500):
         queue.push(ticket(old, deadline_s=1e6, tenant="patient", work_s=0.1))

@@ -61,7 +61,7 @@ def test_reader_that_keeps_up_is_never_slowed(reader) -> None:
 
 @given(readers, st.sampled_from(Pace), st.integers(0, 10**5))
 def test_larger_backlog_never_speeds_up(reader, previous, more) -> None:
-    """A larger backlog never gives a faster pace."""
+    """A larger backlog never results in a faster pace."""
     worse = ReaderView(
         reader.unsent_bytes + more,
         reader.stall_s,

@@ -80,7 +80,7 @@ def test_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted
 
 @given(costs(), st.integers(1, 64), small, verifying)
 def test_fixed_time_of_verification_is_not_in_the_price(cost, sequences, kv, verify_s) -> None:
-    """The price is that of one more slot and excludes the fixed time of verification."""
+    """The price is the cost of one more slot, without the fixed time of verification."""
     step = decodes(sequences, kv)
     expensive = replace(step, verify_s=verify_s)
     assert slot_price(expensive, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)

@@ -127,7 +127,7 @@ def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s)
 
 
 def test_shortage_names_the_limit_with_the_longest_wait() -> None:
-    """A request that never fits receives the largest amount that fits."""
+    """If a request can never fit, the shortage contains the largest amount that fits."""
     ledger = QuotaLedger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
     assert (never.limit, never.retry_after_s, never.requested, never.most) == (
@@ -145,7 +145,7 @@ def test_shortage_names_the_limit_with_the_longest_wait() -> None:
 
 
 def test_released_request_counts_against_no_quota() -> None:
-    """The ledger counts a settled request and ignores a released request."""
+    """The quota of requests includes a settled request, but not a released request."""
     ledger = QuotaLedger({"a": Quota(requests_per_minute=1)})
     assert ledger.reserve("a", "1", 5, 0.0) is None
     ledger.release("1")

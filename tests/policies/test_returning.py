@@ -65,7 +65,7 @@ def test_returning_work_is_ahead_of_new_requests(spec: str, requests: list[tuple
 
 
 def test_tenant_is_charged_once() -> None:
-    """The queue charges a tenant for the first turn of a request and not for its return."""
+    """The queue charges a tenant when a request first starts, but not when the request returns."""
     queue = returning_queue("fair")
     queue.push(Ticket(0, 0.0, 9.0, tenant="a", work_s=5.0))
     queue.push(Ticket(1, 0.0, 9.0, tenant="b", work_s=5.0))
