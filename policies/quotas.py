@@ -97,7 +97,7 @@ class Shortage:
 
     Attributes:
         limit: the exceeded limit.
-        retry_after_s: seconds until the request fits without further requests of the tenant, or None
+        retry_after_s: seconds until the request fits if the tenant sends nothing else, or None
             if the request exceeds the size of the quota.
         requested, most: requested amount, and the size of the quota.
     """
