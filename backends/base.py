@@ -45,7 +45,7 @@ class WorkerHandle(Protocol):
 
     @property
     def recovers(self) -> bool:
-        """Whether the worker may recover from a failure, which it then checks in the background."""
+        """Whether a failed worker checks in the background if it can run again."""
 
 
 class Backend(WorkerHandle, Protocol):

@@ -160,7 +160,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the length of a repeated sequence, the bits of a power, or 0 for other results."""
+    """Return the length of a repeated sequence, the number of bits of a power, or 0 otherwise."""
     if operator == "**":
         both = isinstance(left, int) and isinstance(right, int)
         return left.bit_length() * right if both else 0

@@ -101,7 +101,8 @@ class Update(WorkerMessage, frozen=True):
         sent_s: time at which a peer sent the update, by the clock of the deltas' `phases`.
         refusing: reason for which a peer takes no further requests, or empty.
         watermark: number of the last lease that the `load` of a peer includes.
-        leaving: whether a peer is shutting down in order, which then is the cause of `failed`.
+        leaving: whether a peer is shutting down in order, so that requests in `failed` ended for
+            this reason.
     """
 
     deltas: list[tuple[str, Delta]]

@@ -121,9 +121,9 @@ class GrammarSpec:
 class ResumedChoice:
     """A choice that another worker began.
 
-    Its tokens suffice to resume the choice. The noise is a function of seed, choice and position.
-    The penalties follow from the tokens. So does held-back text, which is a part of a character or
-    of a stop text.
+    Its tokens suffice to resume the choice. The noise is a function of seed, choice and
+    position. The penalties and the held-back text (a part of a character or of a stop text) follow
+    from the tokens.
 
     Attributes:
         output_ids: tokens generated so far, all of which have been delivered.

@@ -1,4 +1,4 @@
-"""API keys, and the account and limits of each.
+"""API keys, with the account and the limits of each key.
 
 A node without keys accepts all requests for one account. The keys come from a YAML file
 (`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`.
@@ -77,7 +77,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Quota(self.requests_per_minute, self.tokens_per_minute)
 
     def capped(self, wanted: ServiceLevel) -> ServiceLevel:
-        """Return the service level of a request within the limits of the account."""
+        """Return a request's service level, limited to the values that the account permits."""
         first = self.first_priority
         return ServiceLevel(
             _at_least(wanted.ttft_s, self.least_ttft_ms),

@@ -165,7 +165,7 @@ class Node:
         self.dispatcher.queue.pump()  # fail the requests that still wait
 
     async def _advertise(self, join: str) -> str:
-        """Determine the URL of this node for others, and return the prefix of its workers' ids.
+        """Determine this node's URL for other nodes, and return the prefix of its workers' ids.
 
         The prefix does not change when the node restarts at the same address. The new epoch of a
         worker then immediately ends the leases of the old epoch.

@@ -56,8 +56,8 @@ class SpeculationPolicy(NamedPolicy, Protocol):
         most `step.slot_budget`.
 
         If drafts must be computed first (`DraftCandidate.depth_s`), the worker calls the policy
-        again with the computed drafts. Drafting then costs nothing more, the survivals are those of
-        the actual drafts, and each candidate may keep at most its earlier length.
+        again with the computed drafts. The second call has no further drafting cost and the
+        survivals of the actual drafts. Each candidate keeps at most its earlier length.
         """
 
 

@@ -123,7 +123,7 @@ class DraftPlan:
         self._step_work = None
 
     def price(self, cost: StepCost) -> float:
-        """Return the expected tokens that a slot of the last step had to add, at weight 1."""
+        """Return the price of a slot in the last step, in expected tokens at weight 1."""
         return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
 
     def _traces(

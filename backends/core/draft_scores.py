@@ -41,7 +41,7 @@ class DraftScores:
     def found(
         self, sequence: Sequence, source: str, draft: Draft
     ) -> tuple[Draft, tuple[float, ...]]:
-        """Return a draft, best tokens first, with its survivals.
+        """Return a draft and its survivals, with the best tokens first.
 
         A sampled token is accepted with probability p/q. Its own probability must not affect how
         many tokens are verified, so its survivals use only information from before the sampling.

@@ -84,7 +84,7 @@ class Draft:
         return tuple(survivals)
 
     def first(self, tokens: int) -> Draft:
-        """Return the draft of the first `tokens` tokens, which are the best."""
+        """Return the draft of the best `tokens` tokens, which are its first tokens."""
         if tokens >= len(self):
             return self
         return replace(
@@ -145,7 +145,7 @@ class Draft:
         return tuple(path)
 
     def was_rejected(self, accepted: tuple[int, ...], tokens: Many[int]) -> bool:
-        """Return whether another token than a proposed one followed the accepted tokens."""
+        """Return whether the token after the accepted tokens differs from all proposed tokens."""
         last = accepted[-1] if accepted else ROOT
         proposed = any(self.parent(place) == last for place in range(last + 1, len(self)))
         return proposed and len(accepted) < len(tokens)

@@ -21,7 +21,7 @@ class Grammar(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Advance by a token of the sequence, which is not an end-of-sequence token.
+        """Advance by a token of the sequence other than an end-of-sequence token.
 
         After a token that the grammar forbids, only the end is allowed, and the output is never
         complete.

@@ -1,4 +1,4 @@
-"""The allocator of KV blocks, which handles block numbers only, no tensors.
+"""The allocator of KV blocks. It handles only block numbers, and no tensors.
 
 A block is *free*, *used*, *cached* (unused, but with a known prefix) or *lent* to draft pages.
 Sequences with a common prefix share its blocks. Cached and lent blocks count as free. A sequence
@@ -20,7 +20,7 @@ from draftgate.backends.core.prefix_cache import PrefixCache
 
 
 class OutOfBlocks(Exception):
-    """Not enough blocks are free, and none was allocated."""
+    """Not enough blocks are free, and no block was allocated."""
 
 
 class KvBlocks:
@@ -56,7 +56,7 @@ class KvBlocks:
         return len(self._cache.find(hashes))
 
     def needed(self, hashes: Sequence[bytes], tokens: int) -> int:
-        """Return by how much `admit` would reduce `num_free`."""
+        """Return the number by which `admit` would reduce `num_free`."""
         cached, unused = len(self._cache.find(hashes)), self._cache.count_unused(hashes)
         return self.blocks_for(tokens) - cached + unused
 
@@ -116,7 +116,7 @@ class KvBlocks:
         self.trim(table, 0)
 
     def confirm(self, table: Sequence[int], hashes: Sequence[bytes], blocks: range) -> None:
-        """Add blocks of a table, which are full of confirmed tokens, to the prefix cache."""
+        """Add the blocks of a table that are full of confirmed tokens to the prefix cache."""
         for index in blocks:
             self._cache.insert(hashes[index], table[index])
 

@@ -29,9 +29,9 @@ LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
 
 
 class LoopEvents(Protocol):
-    """Receives the thread's reports.
+    """Receives the reports of the worker's thread.
 
-    The worker's thread calls these methods, which must return immediately.
+    The thread calls these methods, so they must return immediately.
     """
 
     def loading(self, share: float) -> None:

@@ -176,5 +176,5 @@ def _temperature(sampling: SamplingParams) -> float:
 
 
 def _as_int64(seed: int) -> int:
-    """Return the signed integer with the bits of an unsigned 64-bit integer."""
+    """Return the signed 64-bit integer that has the same bits as this unsigned integer."""
     return seed - (1 << 64) if seed & _SIGN_BIT else seed

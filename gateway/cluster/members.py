@@ -46,7 +46,7 @@ class _Model:
     digest: str = ""
 
     def mismatch(self, model_id: str, max_model_len: int) -> str | None:
-        """Return why a worker of this model cannot join, or None if it can."""
+        """Return why a worker of this model cannot join, or None if the worker can join."""
         if model_id != self.model_id:
             return f"the worker serves {model_id!r}, not {self.model_id!r}"
         if max_model_len < self.max_model_len:
@@ -159,7 +159,7 @@ class Members:
         return False
 
     def _mismatch(self, report: WorkerReport) -> str | None:
-        """Return why a worker cannot serve this node's requests, or None if it can."""
+        """Return why a worker cannot serve this node's requests, or None if the worker can."""
         serves = self._own_model()
         return None if serves is None else serves.mismatch(report.model_id, report.max_model_len)
 

@@ -165,7 +165,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """The effective settings and the origin of each."""
+    """The effective settings of a node, and the origin of each setting."""
 
     config: ServeConfig
     origins: Mapping[str, str]

@@ -148,7 +148,7 @@ class AdmissionController:
             raise
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
-        """Return a prompt of a request for the queue, with a ticket of the current time."""
+        """Return the queue entry of a prompt, with a ticket of the current time."""
         request = entry.request
         ticket = self._ticket(request, entry.predicted.work_s / len(request.needs), entry.since_s)
         return Waiting(f"{request.request_id}-{index}", ticket, request.needs[index])
@@ -163,7 +163,7 @@ class AdmissionController:
             self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
-        """Charge the used tokens of a request and release the rest.
+        """Charge the tokens that a request used, and release the other reserved tokens.
 
         The length of a completed request also improves the forecast.
         """

@@ -209,7 +209,7 @@ class Failover:
         raise BackendFailed(several) from lost.error
 
     def _given_up(self, lost: _Lost, losses: list[Loss], output: PartialOutput) -> GivenUp | None:
-        """Return why a prompt cannot continue now, or None if it can."""
+        """Return why a prompt cannot continue now, or None if the prompt can continue."""
         if not self._fleet.serving or self._fleet.ending:
             return GivenUp.NO_WORKER
         if output.tokens and not lost.placed.worker.backend.card.capabilities.resume:

@@ -76,7 +76,7 @@ class UpstreamRefusal:
     body: bytes
 
     def to_client(self, retry_after_s: int) -> UpstreamAnswer:
-        """Return a response with status 429 as the client gets it.
+        """Return the response with status 429 that the client receives.
 
         Args:
             retry_after_s: the client's retry delay, in seconds.

@@ -80,7 +80,7 @@ class _UpstreamError(UpstreamBroken):
 async def forward(
     request: web.Request, node: Node, watch: RequestWatch, *, generates: bool = True
 ) -> web.StreamResponse:
-    """Respond to a request through an upstream.
+    """Send a request to an upstream, and forward the response to the client.
 
     Args:
         generates: False for embeddings, which have a prompt and no output.

@@ -234,8 +234,8 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detached: bool) -> bool:
     """Follow new workers until a signal and drain them, and return whether all succeeded.
 
-    Detached workers keep running once all have joined. The others are stopped if a worker cannot
-    start.
+    Detached workers keep running once all workers have joined. If a worker cannot start, all
+    other workers stop.
     """
     signals = Signals()
     launcher = Launcher(actors, show)

@@ -1,1 +1,1 @@
-"""The state that the nodes of a pool share, which is worker reports and leases."""
+"""The state that the nodes of a pool share: reports of workers, and leases."""

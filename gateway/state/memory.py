@@ -199,7 +199,7 @@ class MemoryStore:
         return max(1, report.capacity_tokens // self.gateways)
 
     def _put(self, lease: Lease, until_s: float) -> None:
-        """Add the lease of a request that has none."""
+        """Add a lease for a request without a lease."""
         self._number = max(self._number, lease.number)
         self._leases[lease.request_id] = lease
         self._workers[lease.worker_id].leases[lease.request_id] = lease

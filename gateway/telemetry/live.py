@@ -52,7 +52,7 @@ class _Window(Generic[T]):
         self._values.append((self._clock(), value))
 
     def values(self) -> list[T]:
-        """Drop old values and return the others, oldest first."""
+        """Drop old values and return the remaining values, oldest first."""
         oldest_s = self._clock() - WINDOW_S
         while self._values and self._values[0][0] < oldest_s:
             self._values.popleft()

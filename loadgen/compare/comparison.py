@@ -1,15 +1,16 @@
-"""Computes the changes between two runs, with intervals, and judges regressions.
+"""Computes the changes between two runs with confidence intervals, and judges regressions.
 
-The change of each statistic s is `s(B) - s(A)`. Its standard error SE comes from stationary
-bootstrap resamples of requests (`measuring.confidence`), and its 95 % interval is `change -+ t SE`.
-t is Student's with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. If both
-runs had the same requests at the same times, a resample takes the same requests from both runs. The
-cost of a request is then in both and cancels. Otherwise each run is resampled independently.
+The change of each statistic s is `s(B) - s(A)`. Its standard error SE is estimated from stationary
+bootstrap resamples of requests (`measuring.confidence`), and its 95 % confidence interval is
+`change -+ t SE`. t is the quantile of Student's t distribution with `n/b - 1` degrees of freedom,
+for n requests in blocks of mean length b. If both runs had the same requests at the same times, a
+resample takes the same requests from both runs. Differences between requests then cancel. Otherwise
+each run is resampled independently.
 
-A statistic is *worse* if it worsened by more than its threshold, which is 0 by default. It is
-*better* if it improved. The error of either verdict is 2.5 % **over all statistics together**
-(Holm, Scandinavian Journal of Statistics 6, 1979). One comparison in forty of identical
-runs reports a regression, regardless of the number of metrics.
+A statistic is *worse* if it worsened significantly by more than its threshold, which is 0 by
+default. It is *better* if it improved significantly. The family-wise error rate of either verdict
+over all statistics is 2.5 % (Holm, Scandinavian Journal of Statistics 6, 1979). If two runs are
+identical, one comparison in forty reports a regression, regardless of the number of metrics.
 """
 
 from __future__ import annotations

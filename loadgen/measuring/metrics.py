@@ -84,7 +84,7 @@ def fluidity(record: Record) -> float | None:
 
 
 def chunk_gaps_s(record: Record) -> list[float]:
-    """Return the times between chunks with text, which a reader perceives."""
+    """Return the times between chunks with text, as a reader perceives them."""
     return [after.at_s - before.at_s for before, after in pairwise(record.chunks)]
 
 
@@ -98,9 +98,10 @@ def tokens_per_chunk(record: Record) -> list[float]:
 
 
 def itls_s(record: Record) -> list[float]:
-    """Return the inter-token latencies: each gap over the tokens that ended it, once per token.
+    """Return the inter-token latencies: the gap before each chunk, per token of the chunk.
 
-    A chunk of k tokens counts k times (rounded where k is a mean), like k chunks of one token.
+    The latency counts once for each token of the chunk (rounded if the number is a mean), as if the
+    chunk were that many chunks of one token.
     """
     itls: list[float] = []
     for gap_s, tokens in zip(chunk_gaps_s(record), tokens_per_chunk(record)[1:], strict=False):

@@ -1,9 +1,10 @@
-"""Estimates the highest rate at which a share of requests meets its SLO, from runs at some rates.
+"""Estimates the highest rate that reaches an attainment, from runs at some rates.
 
-This is DistServe's goodput (Zhong et al., OSDI 2024). The estimate assumes that attainment falls
-with the rate. Isotonic regression pools neighbours whose measured shares rise (Ayer et al., Annals
-of Mathematical Statistics 26, 1955). The estimate interpolates between the last rate that holds and
-the next rate. Only the bracket around the estimate is certain at 95 %.
+This rate is DistServe's goodput (Zhong et al., OSDI 2024). The estimate assumes that attainment
+falls with the rate. Isotonic regression pools neighbours whose measured attainments rise (Ayer et
+al., Annals of Mathematical Statistics 26, 1955). The estimate interpolates between the highest
+measured rate that reaches the attainment and the next higher rate. The bracket around the estimate
+follows from 95 % confidence intervals of the attainments.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ SHARES: Final = (0.90, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class GoodputEstimate:
-    """The goodput of one name at one share.
+    """The goodput of one name at one share of requests.
 
     Attributes:
-        rate_rps: interpolated, or None if all measured rates hold or all fail.
-        low_rps: the highest rate that certainly holds, below all that certainly fail, if any.
-        high_rps: the lowest rate that certainly fails, above all that certainly hold, if any.
-        holds_rps: the highest measured rate that holds, whether certain or not.
+        rate_rps: interpolated rate, or None if all measured rates reach the share or none does.
+        low_rps: the highest rate that significantly reaches the share, below every rate that
+            significantly misses the share, if any.
+        high_rps: the lowest rate that significantly misses the share, above every rate that
+            significantly reaches the share, if any.
+        holds_rps: the highest measured rate that reaches the share, significantly or not.
     """
 
     name: str
@@ -45,7 +48,7 @@ class GoodputEstimate:
 def estimate_goodputs(
     points: Sequence[RatePoint], shares: Sequence[float] = SHARES
 ) -> list[GoodputEstimate]:
-    """Return the goodput of each name at each share. INVALID runs do not count."""
+    """Return the goodput of each name at each share of requests, without INVALID runs."""
     valid = [point for point in points if point.rate_rps is not None and point.valid]
     names = dict.fromkeys(point.name for point in valid)
     return [
@@ -96,8 +99,8 @@ def fit_falling(values: Sequence[float], weights: Sequence[float]) -> list[float
 def attainment_bounds(point: RatePoint) -> Interval:
     """Return the 95 % Wilson interval of the attainment, for correlated requests.
 
-    Requests of one run wait for each other. N such requests carry as much information as N
-    independent requests over the variance inflation (`measuring.confidence.variance_inflation`).
+    Requests of one run wait for each other. The effective number of requests is their number
+    divided by the variance inflation (`measuring.confidence.variance_inflation`).
     """
     counted = attainment(point.records)
     trials = max(1, round(counted.requests / max(map(_inflation, point.runs))))

@@ -92,8 +92,8 @@ def warm_up_s(goal: SearchGoal, rate_rps: float) -> float:
 def expected_dispersion(goal: SearchGoal, rate_rps: float) -> float:
     """Return roughly how many requests of a queue carry the information of one independent request.
 
-    These are the requests of one relaxation time. M/D/1 at a limit of 5 services and a share of
-    0.95 has 12, and batches show 12 to 13 (2026-11-21).
+    The number is that of the requests in one relaxation time. For M/D/1 with a limit of 5 service
+    times and a share of 0.95, it is 12, and batches show 12 to 13 (2026-11-21).
     """
     return min(1.0 + rate_rps * warm_up_s(goal, rate_rps) / RELAXATION_TIMES, MOST_EXPECTED)
 
@@ -169,7 +169,7 @@ class RateSearch:
 
     @property
     def _bracket(self) -> tuple[float, float]:
-        """The highest rate that holds (or 0), below the lowest rate that fails (or infinity)."""
+        """The highest rate that meets the goal or 0, and the lowest that misses it or infinity."""
         rates = [(m.probe.rate_rps, m.verdict) for m in self._valid]
         high = min((rate for rate, verdict in rates if verdict is ProbeVerdict.FAILS), default=inf)
         below = (rate for rate, verdict in rates if verdict is ProbeVerdict.HOLDS and rate < high)

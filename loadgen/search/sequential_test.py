@@ -41,10 +41,11 @@ class SequentialTest:
 
     @property
     def met(self) -> tuple[bool, ...]:
-        """The outcomes that count, or without any, those of the later half of the warm-up.
+        """The outcomes that count.
 
-        No outcome counts if the verdict was clear during the warm-up. Later outcomes
-        carry more information while a queue grows.
+        If no outcome after the warm-up exists, the later half of the warm-up counts, because the
+        verdict was clear during the warm-up. Later outcomes carry more information while a queue
+        grows.
         """
         return tuple(self._met or self._warm_up[len(self._warm_up) // 2 :])
 

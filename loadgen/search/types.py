@@ -115,7 +115,7 @@ class ProbeResult:
 
     @property
     def cut(self) -> bool:
-        """Whether the probe ended early, which depends on its luck, too."""
+        """Whether the probe ended early. Whether a probe ends early also depends on chance."""
         return len(self.met) < self.probe.requests
 
     @property

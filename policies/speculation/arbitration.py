@@ -67,7 +67,7 @@ def _excess(candidate: DraftCandidate, price: float) -> list[float]:
 
 
 def _excess_table(candidates: Sequence[DraftCandidate], price: float) -> NDArray[np.float64]:
-    """Return `_excess` of each candidate, padded to the longest."""
+    """Return the result of `_excess` for each candidate, padded to the greatest length."""
     rows: dict[tuple[int, float], int] = {}
     distinct: list[list[float]] = []
     places = []

@@ -306,7 +306,7 @@ class SurvivalModel:
 def _logits(
     accepted: NDArray[np.float64], rejected: NDArray[np.float64], group: int
 ) -> NDArray[np.float64]:
-    """Return log odds: each position of a row starts from that of its group, and so on."""
+    """Return the log odds of each row and position, shrunk toward the estimates of its group."""
     tested, weight = accepted + rejected, PRIOR_WEIGHT
     overall = (accepted.sum() + PRIOR_ACCEPTANCE * weight) / (tested.sum() + weight)
     by_group = [counts.reshape(-1, group, POSITIONS).sum(1) for counts in (accepted, tested)]
