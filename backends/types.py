@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from draftgate.backends.token_ids import TokenIds
+from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
 
@@ -201,12 +202,14 @@ class SpeculationOutcome:
         num_spec_steps: number of steps that verified at least one draft token.
         num_drafted_tokens, num_accepted_tokens: numbers of verified and accepted draft tokens.
         acceptance_histogram: numbers of steps that accepted 0, 1, 2, ... tokens.
+        revisions: revisions of the plan, in order.
     """
 
     num_spec_steps: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
+    revisions: tuple[PlanRevision, ...] = ()
 
     def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
         """Return the sum of both outcomes."""
@@ -216,6 +219,7 @@ class SpeculationOutcome:
             self.num_drafted_tokens + other.num_drafted_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
             tuple(map(sum, zip_longest(*histograms, fillvalue=0))),
+            self.revisions + other.revisions,
         )
 
 

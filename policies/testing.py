@@ -62,6 +62,13 @@ def check_decision(policy: SpeculationPolicy, request: RequestView, load: Worker
         assert plan.proposer in {None, request.mode.value}, "the plan must use the named proposer"
     if request.max_draft_tokens is not None:
         assert plan.max_draft_tokens <= request.max_draft_tokens, "the client's cap must hold"
+        assert plan.later_draft_tokens <= request.max_draft_tokens, "the client's cap must hold"
+    assert (plan.later_proposer is None) == (plan.later_draft_tokens == 0), (
+        "a later proposer needs a cap"
+    )
+    if plan.later_proposer is not None:
+        assert plan.proposer is None, "only a plan that is off may have a later proposer"
+        assert request.mode is SpeculationMode.AUTO, "only mode auto may be revised"
     if request.mode is SpeculationMode.OFF:
         assert plan.proposer is None, "mode off must disable drafts"
 

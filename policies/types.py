@@ -202,6 +202,9 @@ class SpeculationPlan:
         reason: the decision in words, for the client, rendered from cause and figures.
         price: price at the decision, or None if the policy ignores prices.
         cause, figures: cause of the decision and the compared values (`plan_reason`).
+        later_proposer: proposer if the worker switches drafting on in a plan that is off
+            (`speculation.revision`), or None if the plan stays off.
+        later_draft_tokens: maximum number of draft tokens in that case.
     """
 
     policy: str
@@ -212,6 +215,8 @@ class SpeculationPlan:
     price: float | None = None
     cause: PlanCause = PlanCause.OTHER
     figures: PlanFigures = NO_FIGURES
+    later_proposer: str | None = None
+    later_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

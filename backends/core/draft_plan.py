@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -17,8 +18,9 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import MOST_FIXED
 from draftgate.policies.speculation.price import rate, slot_price
+from draftgate.policies.speculation.revision import PlanRevision, SlotWorth, revision_cause
 from draftgate.policies.speculation.weights import weight
-from draftgate.policies.types import StepView
+from draftgate.policies.types import SpeculationMode, StepView
 
 TERMS_STEPS: Final = 16
 """Number of steps for which the terms of drafting are reused while the batch stays the same. The
@@ -107,6 +109,34 @@ class DraftPlan:
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def review(self, decodes: Many[Sequence], now_s: float) -> None:
+        """Switch drafting on or off for the sequences of the last step, from the next step on.
+
+        Plans with a proposer that the client names are not revised. Grammars may force tokens at no
+        cost, so drafting stays on for them.
+
+        Args:
+            now_s: present time in seconds.
+        """
+        price = self._terms.least_survival
+        if price is None or not math.isfinite(price):
+            return  # the policy ignores prices, or the step has no slots
+        for sequence in decodes:
+            before = sequence.drafting
+            if sequence.request.speculation.mode is not SpeculationMode.AUTO:
+                continue
+            if before.on and sequence.grammar is not None:
+                continue
+            survival = self._drafting.best_survival(sequence)
+            if survival is None:
+                continue
+            worth = SlotWorth(price, sequence.weight, survival)
+            after = sequence.drafting = before.review(worth, self._step)
+            if after.on is not before.on:
+                cause = revision_cause(before.worth or worth, worth, on=after.on)
+                revised = PlanRevision(after.on, cause, sequence.output_tokens, worth, now_s)
+                sequence.revisions.append(revised)
 
     def observe_time(self, step_s: float, whole_s: float) -> None:
         """Learn how long the last planned step took.

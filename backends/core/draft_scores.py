@@ -38,6 +38,13 @@ class DraftScores:
         """Return the survival of a first token after the best outcome of the last draft."""
         return self._source(source).by_outcome.best_survival
 
+    def best_for(self, sequence: Sequence, source: str, *, looks_up: bool) -> float:
+        """Return the survival of a sequence's first token with the strongest evidence."""
+        model, record = self._source(source), _record(sequence, source)
+        if looks_up:
+            return model.by_evidence.best_for(record.by_evidence)
+        return model.by_outcome.best_for(record.by_outcome)
+
     def found(
         self, sequence: Sequence, source: str, draft: Draft
     ) -> tuple[Draft, tuple[float, ...]]:

@@ -61,13 +61,25 @@ class Drafting:
         return self._scores.acceptance.rate()
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Return whether a proposer may draft for a sequence, now or later."""
-        plan = sequence.request.speculation
-        if plan.max_draft_tokens < 1:
-            return False
-        if plan.proposer == ANY_PROPOSER:
+        """Return whether a proposer may draft for a sequence before the next revision."""
+        return sequence.drafting.on and self._has_proposer(sequence)
+
+    def best_survival(self, sequence: Sequence) -> float | None:
+        """Return the survival of a sequence's first draft token with the strongest evidence.
+
+        The result is None if no proposer of the worker may draft for the sequence.
+        """
+        if not self._has_proposer(sequence):
+            return None
+        wanted = sequence.proposer
+        names = self._proposers if wanted == ANY_PROPOSER else (wanted or "",)
+        looks_up, best_for = self._gate.looks_up, self._scores.best_for
+        return max([best_for(sequence, name, looks_up=looks_up[name]) for name in names])
+
+    def _has_proposer(self, sequence: Sequence) -> bool:
+        if sequence.proposer == ANY_PROPOSER:
             return bool(self._proposers)
-        return plan.proposer in self._proposers
+        return sequence.proposer in self._proposers
 
     def offers(self, sequences: Many[Sequence], terms: DraftTerms) -> list[DraftOffer]:
         """Begin a step, and return at most one offer for each decoding sequence."""
@@ -155,7 +167,7 @@ class Drafting:
 
     def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
         """Yield the proposers that may draft for a sequence."""
-        wanted = sequence.request.speculation.proposer
+        wanted = sequence.proposer
         names = self._proposers if wanted == ANY_PROPOSER else (wanted,)
         for name in names:
             if name is not None and name in self._proposers:
@@ -228,11 +240,11 @@ class Drafting:
 
 
 def _most_tokens(sequence: Sequence) -> int:
-    """Return the longest allowed draft, which is 0 for a slow reader."""
-    if sequence.pace:
+    """Return the longest allowed draft, which is 0 for a slow reader and while drafting is off."""
+    if sequence.pace or not sequence.drafting.on:
         return 0
     # The token sampled after the draft may be the last token of the output.
-    return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
+    return min(sequence.draft_cap, sequence.remaining_tokens - 1)
 
 
 def _steps_left(sequence: Sequence) -> float:

@@ -38,6 +38,7 @@ from draftgate.policies.costs.speed import SpeedMeter
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.costs.step_cost_fit import StepCostFit
 from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
+from draftgate.policies.speculation.revision import REVIEW_STEPS
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
@@ -326,6 +327,8 @@ class Scheduler:
         for sequence, draft in self._drafts.plan(decodes, spare, self.cost, now_s, traced=traced):
             step.attach_draft(sequence.key, draft)
         step.traces = self._drafts.traces
+        if not self._step % REVIEW_STEPS:
+            self._drafts.review(decodes, self._now_s)
 
     def _spare_capacity(self, decodes: Many[Sequence], step: StepBuilder) -> SpareCapacity:
         """Return the capacity that a step of these decodes leaves for drafts and prompts."""

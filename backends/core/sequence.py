@@ -25,6 +25,7 @@ from draftgate.backends.types import (
     SpeculationOutcome,
     Task,
 )
+from draftgate.policies.speculation.revision import DraftingSwitch, PlanRevision
 from draftgate.policies.speculation.survival import RequestRecord
 from draftgate.policies.speculation.weights import next_due_s
 from draftgate.policies.types import ANYTIME
@@ -81,6 +82,10 @@ class Sequence:
         embeds: whether the prompt is embedded, without sampling any token.
         is_plain: whether only the sampler uses its logits.
         has_service: whether the request has a service level.
+        proposer: proposer that may draft while drafting is on, or None.
+        draft_cap: maximum number of draft tokens in a step while drafting is on.
+        drafting: whether drafting is on, and the basis for its next revision.
+        revisions: revisions of the plan.
     """
 
     key: int
@@ -115,6 +120,10 @@ class Sequence:
     embeds: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
+    proposer: str | None = field(init=False)
+    draft_cap: int = field(init=False)
+    drafting: DraftingSwitch = field(init=False)
+    revisions: list[PlanRevision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Compute the fields that every step needs."""
@@ -124,6 +133,10 @@ class Sequence:
         self.most_tokens = len(request.prompt_ids) + output_tokens
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
+        plan = request.speculation
+        self.proposer = plan.proposer or plan.later_proposer
+        self.draft_cap = plan.max_draft_tokens or plan.later_draft_tokens
+        self.drafting = DraftingSwitch(on=plan.max_draft_tokens > 0)
 
     @classmethod
     def for_choice(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -208,5 +221,9 @@ class Sequence:
     def outcome(self) -> SpeculationOutcome:
         """Return the totals of speculation for this sequence."""
         return SpeculationOutcome(
-            sum(self.histogram), self.drafted_tokens, self.accepted_tokens, tuple(self.histogram)
+            sum(self.histogram),
+            self.drafted_tokens,
+            self.accepted_tokens,
+            tuple(self.histogram),
+            tuple(self.revisions),
         )

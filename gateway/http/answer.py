@@ -13,12 +13,14 @@ from draftgate.gateway.http.replies.shapes import (
     PromptTokensDetails,
     ResponseMetrics,
     ResumeReply,
+    RevisionReply,
     SpeculativeDecoding,
     Usage,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
+from draftgate.policies.speculation.revision import PlanRevision
 
 
 class Answer:
@@ -128,4 +130,10 @@ def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> Specula
         outcome.num_drafted_tokens,
         outcome.num_accepted_tokens,
         outcome.acceptance_histogram,
+        [_revision_reply(one) for one in outcome.revisions] or UNSET,
     )
+
+
+def _revision_reply(revision: PlanRevision) -> RevisionReply:
+    drafting = "on" if revision.on else "off"
+    return RevisionReply(drafting, revision.cause.value, revision.output_tokens, revision.reason)

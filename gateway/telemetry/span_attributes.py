@@ -10,6 +10,7 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
@@ -131,6 +132,17 @@ def resume_attributes(resume: Resume) -> Attributes:
         "draftgate.resume.to": resume.placed.worker.worker_id,
         "draftgate.resume.kept_tokens": resume.kept_tokens,
         "draftgate.resume.same_numerics_class": resume.same_numerics_class,
+    }
+
+
+def revision_attributes(revision: PlanRevision) -> Attributes:
+    """Return the attributes of a revised plan."""
+    return {
+        "draftgate.drafting": "on" if revision.on else "off",
+        "draftgate.cause": revision.cause.value,
+        "draftgate.reason": revision.reason,
+        "draftgate.output_tokens": revision.output_tokens,
+        "draftgate.price": revision.worth.price,
     }
 
 

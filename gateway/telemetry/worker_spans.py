@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.types import Delta, GenerationRequest, Phases
-from draftgate.gateway.telemetry.span_attributes import outcome_attributes
+from draftgate.gateway.telemetry.span_attributes import outcome_attributes, revision_attributes
 from draftgate.gateway.telemetry.tracing import Span
 
 MOST_CHOICES: Final = 8
@@ -66,6 +66,8 @@ class WorkerSpans:
             if decode is not None:
                 if delta.outcome is not None:
                     decode.set(outcome_attributes(delta.outcome))
+                    for revision in delta.outcome.revisions:
+                        decode.event("revision", revision_attributes(revision), revision.at_s)
                 decode.end()
 
     def end(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.allocation import allocate
@@ -47,8 +47,9 @@ class Auto:
         """Plan the slots that would be worth their price in a good draft (`draft_forecast`).
 
         A slot is worth at most the weight of its token. If the price is not less, the plan is off,
-        unless the client names a proposer. Otherwise the plan has at least one token, because the
-        request may get a better draft, and the worker decides each step separately.
+        unless the client names a proposer, and the worker may switch drafting on later. Otherwise
+        the plan has at least one token, because the request may get a better draft, and the worker
+        decides each step separately.
         """
         proposer = choose_proposer_or_any(request, load)
         if proposer is None:
@@ -58,7 +59,9 @@ class Auto:
         figures = _figures(paying, self.max_draft_tokens, expected, request, load)
         if load.price >= expected.weight and request.mode is SpeculationMode.AUTO:
             cause = PlanCause.PRICE_TOO_HIGH
-            return no_speculation(self.name, request, cause, figures, load.price)
+            off = no_speculation(self.name, request, cause, figures, load.price)
+            later = capped(self.max_draft_tokens, request)
+            return replace(off, later_proposer=proposer, later_draft_tokens=later)
         cap = capped(max(1, paying), request)
         cause = PlanCause.LONGEST_DRAFT if paying == self.max_draft_tokens else PlanCause.PRICE
         if cap < max(1, paying):

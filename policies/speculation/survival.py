@@ -221,6 +221,10 @@ class SurvivalTable:
             found = self._cache[row, level] = _row(self._logits[row] + level * SHIFT_STEP)
         return found
 
+    def best_for(self, shift: RequestShift) -> float:
+        """Return the survival of a first token in the best row at the upper end of a shift."""
+        return _logistic(self._best_logit + shift.shift + 2.0 * shift.information**-0.5)
+
     def refresh(self) -> None:
         """Apply all drafts that have been counted so far."""
         if not self._new:
@@ -239,7 +243,8 @@ class SurvivalTable:
     def _recompute(self) -> None:
         self._logits = _logits(self._accepted, self._rejected, self._group)
         self._cache.clear()
-        self.best_survival = _logistic(float(self._logits[:, 0].max()) + 2 * SHIFT_DEVIATION)
+        self._best_logit = float(self._logits[:, 0].max())
+        self.best_survival = _logistic(self._best_logit + 2 * SHIFT_DEVIATION)
 
 
 @dataclass(slots=True)

@@ -225,7 +225,7 @@ class SchedulerHarness:
             ends and sequence.embeds,
         )
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
-        most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
+        most = min(sequence.draft_cap, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
         assert sequence.pace is not Pace.PAUSED, "a paused sequence is in a step"
         assert sequence.pace is Pace.FULL or not work.num_drafts, "a draft for a slow reader"

@@ -40,6 +40,7 @@ from draftgate.backends.types import (
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import Off
+from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import (
     RequestView,
     SpeculationMode,
@@ -104,6 +105,7 @@ class Outcome:
     preemptions: int = 0
     leaked_blocks: int = 0
     cached_tokens: int = 0
+    revisions: list[PlanRevision] = field(default_factory=list)
 
 
 class Engine:
@@ -160,6 +162,7 @@ def add_delta(outcome: Outcome, request_id: str, delta: Delta) -> None:
     if delta.outcome is not None:
         outcome.accepted += delta.outcome.num_accepted_tokens
         outcome.rejected += delta.outcome.num_drafted_tokens - delta.outcome.num_accepted_tokens
+        outcome.revisions += delta.outcome.revisions
 
 
 def request(

@@ -25,6 +25,18 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class RevisionReply(Struct):
+    """A revision of the plan of a running request, after a number of output tokens of its choice.
+
+    The field `drafting` is `on` or `off`, and `cause` is `price`, `evidence` or `deadline`.
+    """
+
+    drafting: str
+    cause: str
+    output_tokens: int
+    reason: str
+
+
 class SpeculativeDecoding(Struct):
     """The speculation plan of a request and its outcome.
 
@@ -42,6 +54,7 @@ class SpeculativeDecoding(Struct):
     num_drafted_tokens: int
     num_accepted_tokens: int
     acceptance_histogram: tuple[int, ...]
+    revisions: list[RevisionReply] | UnsetType = UNSET
 
 
 class PromptMetrics(Struct):
