@@ -157,7 +157,7 @@ async def start_workers(node: Node) -> None:
 
 
 def _missing_package(backend: str, error: ImportError) -> str:
-    """Return a message that names the missing package and the extra that installs it."""
+    """Return a message with the name of the missing package and of the extra that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     reason = f"the backend {backend!r} needs {package}, which is not installed"
     extra = _EXTRAS.get(package)
@@ -225,7 +225,7 @@ async def serve(
 
 
 async def _last_worker_lost(node: Node) -> None:
-    """Wait until the last worker is lost, or without end if workers can recover."""
+    """Wait until the last worker is lost. Never return if workers can recover."""
     while node.fleet.failure is None:  # noqa: ASYNC110 - workers set no event
         await asyncio.sleep(CHECK_INTERVAL_S)
 

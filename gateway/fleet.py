@@ -233,7 +233,7 @@ class Fleet:
 
     @property
     def open(self) -> list[FleetWorker]:
-        """The serving workers that accept requests now, neither hung nor paused."""
+        """The serving workers that accept requests now. Hung and paused workers are excluded."""
         return [
             worker
             for worker in self.serving
@@ -249,7 +249,7 @@ class Fleet:
 
     @property
     def failure(self) -> str | None:
-        """The reason why no own worker of the node is left, or None.
+        """The reason why none of the node's own workers remains, or None.
 
         The result is None while a worker serves or may recover. Workers of other nodes may still
         serve running requests, but this node should restart.
@@ -346,7 +346,7 @@ class Fleet:
 
     @property
     def any(self) -> FleetWorker:
-        """A representative worker, or the last removed worker if none is left.
+        """Any worker of the fleet, or the last removed worker if the fleet is empty.
 
         Raises:
             BackendFailed: the fleet never had a worker.
@@ -358,7 +358,7 @@ class Fleet:
 
 
 def _outage(workers: Sequence[FleetWorker]) -> str | None:
-    """Return the reason why none of these workers serves, or None if one serves or none exists."""
+    """Return why none of these workers serves, or None if a worker serves or no worker exists."""
     if not workers or any(worker.backend.failure is None for worker in workers):
         return None
     reasons = (str(worker.backend.failure) for worker in workers)

@@ -46,7 +46,7 @@ class Lifecycle:
         self.failure: str | None = None
 
     def move_to(self, state: NodeState, failure: str | None = None) -> None:
-        """Change the state, unless the node already has it.
+        """Change the state, unless the node is already in this state.
 
         Raises:
             RuntimeError: the table has no such transition.

@@ -133,7 +133,7 @@ class Node:
         return self._served
 
     async def start(self) -> None:
-        """Load the model, or find a worker that has one.
+        """Load the model, or find a worker of another node.
 
         The node is ready when this method returns.
 

@@ -1,4 +1,4 @@
-"""Execution of a worker's steps, overlapped with the device or one by one.
+"""Execution of a worker's steps, either one by one or overlapped with work on the device.
 
 A device that works asynchronously gets its next step before the accounting for the last step, if
 planning does not need the last tokens (`Scheduler.plan_ahead`). Otherwise it gets the next step

@@ -31,7 +31,7 @@ hashing. A whole long prompt would keep other threads from running."""
 def extend_chain(
     hashes: list[bytes], tenant: str, token_ids: Sequence[int], block_size: int
 ) -> None:
-    """Append the hashes of those full blocks of `token_ids` that `hashes` does not cover yet."""
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
     parent = hashes[-1] if hashes else _digest(tenant.encode())
     end = len(token_ids) // block_size * block_size
     for begin in range(len(hashes) * block_size, end, ARRAY_BLOCKS * block_size):
@@ -110,7 +110,7 @@ class PrefixCache:
             self._hash_of[block] = digest
 
     def use(self, blocks: Sequence[int]) -> list[int]:
-        """Mark cached blocks as used, and return those that were in use before."""
+        """Mark cached blocks as used, and return the blocks that were already in use."""
         self._last_unused = 0, 0
         taken = list(map(self._unused.pop, blocks, repeat(USED)))
         if USED not in taken:

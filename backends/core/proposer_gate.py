@@ -1,4 +1,4 @@
-"""The choice of proposers to call: those with a higher expected gain than cost.
+"""The choice of the proposers to call: the proposers whose expected gain exceeds their cost.
 
 If no slot can be worth its price, no proposer is called. Sequences with poor drafts are tried only
 occasionally, to detect a change. If all sequences have poor drafts, a single sequence represents
@@ -112,7 +112,7 @@ class ProposerGate:
     def worthwhile_lookups(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
     ) -> list[DraftRequest]:
-        """Return the requests whose lookups are worth their time.
+        """Return the requests for which a lookup is worth its time.
 
         The expected gain of a lookup over the price must exceed its time at the step's rate. The
         remaining gain of all lookups together must exceed their common cost, or the result is
@@ -137,7 +137,7 @@ class ProposerGate:
     def observe_lookup(
         self, name: str, sequence: Sequence, survivals: Many[float], terms: DraftTerms
     ) -> None:
-        """Learn from the survivals that a lookup found, which are empty if it found no draft."""
+        """Learn from the survivals of a lookup's draft, which are empty without a draft."""
         price = terms.price / sequence.weight
         gain = sum([survival - price for survival in survivals if survival > price])
         self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), gain)
@@ -188,7 +188,7 @@ class ProposerGate:
         return min(eligible, key=lambda sequence: sequence.key, default=None)
 
     def _check_interval(self, sequences: int, terms: DraftTerms) -> int:
-        """Return in how many steps `LOOKUP_SHARE` saves the time for lookups of all sequences.
+        """Return in how many steps `LOOKUP_SHARE` saves the time of all lookups.
 
         The result is a power of two up to `PROBE_STEPS`, or `HOPELESS_STEPS` if lookups take no
         time.

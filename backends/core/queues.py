@@ -180,7 +180,7 @@ class Queues:
                 return True
 
     def publish_pending(self, sequence: Sequence) -> None:
-        """Announce the first unknown block of a running prefill, for which others may wait."""
+        """Announce the first unknown block of a running prefill, for sequences that need it."""
         size, block = self.blocks.block_size, sequence.known_blocks
         # Each sequence computes its last token itself.
         if block < (len(sequence.token_ids) - 1) // size:
@@ -189,7 +189,7 @@ class Queues:
             self._pending.drop(sequence.key)
 
     def withdraw_pending(self, sequence: Sequence) -> None:
-        """Withdraw the announced block of a sequence after its prompt, if it has one."""
+        """Withdraw the block that a sequence has announced, if any, after the end of its prompt."""
         self._pending.drop(sequence.key)
 
     def _leave_batch(self, sequence: Sequence) -> None:

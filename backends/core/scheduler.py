@@ -317,7 +317,7 @@ class Scheduler:
                 step.add(sequence, 1)
 
     def _plan_drafts(self, step: StepBuilder) -> None:
-        """Add the drafts that the policy allows. They preempt no sequence and delay no other."""
+        """Add the drafts that the policy allows, without delaying or preempting other sequences."""
         decodes = [work.sequence for work in step.work.values()]
         if not decodes:
             return
@@ -365,7 +365,7 @@ class Scheduler:
         return self._batching.prefill_tokens(view, self.cost)
 
     def _next_blocks(self) -> int:
-        """Return how many blocks the next admitted sequence needs, or 0 if none can be admitted."""
+        """Return how many blocks the next sequence needs, or 0 if no sequence can be admitted."""
         return self._queues.next_blocks() if self._free_sequences else 0
 
     @property
@@ -373,7 +373,7 @@ class Scheduler:
         return self.config.max_num_seqs - len(self._queues.running)
 
     def _plan_prefills(self, step: StepBuilder) -> None:
-        """Continue prefills with the rest of the budget, oldest first."""
+        """Continue prefills, oldest first, until the budget is used."""
         running = tuple(self._queues.running)
         if self._queues.num_sparing:
             running = tuple(sorted(running, key=attrgetter("pace")))

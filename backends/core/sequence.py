@@ -175,7 +175,7 @@ class Sequence:
 
     @property
     def stops_at_eos(self) -> bool:
-        """Whether an end-of-sequence token ends the output, which is always true with a grammar."""
+        """Whether an end-of-sequence token ends the output. With a grammar, it always does."""
         return self.grammar is not None or not self.request.sampling.ignore_eos
 
     def hash_blocks(self, block_size: int) -> list[bytes]:

@@ -180,7 +180,7 @@ class WorkerCore:
     def _last_text(
         self, sequence: Sequence, tokens: tuple[int, ...], stream: TextStream
     ) -> tuple[str, int]:
-        """Return the text of a sequence's last tokens, and how many precede a stop string.
+        """Return the text of a sequence's last tokens, and how many tokens precede a stop string.
 
         Tokens accepted after a stop string are dropped, because they would not exist without
         drafts.

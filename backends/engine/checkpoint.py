@@ -247,10 +247,7 @@ def _weight_map(directory: Path) -> dict[str, Path]:
 
 
 def _shard(index: Path, tensor: str, file: object) -> Path:
-    """Return the path of a shard.
-
-    An untrusted index must not name a file outside the directory.
-    """
+    """Return the path of a shard. An untrusted index must not name a file outside the directory."""
     if not isinstance(file, str) or file in {"", ".."} or Path(file).name != file:
         shown = reprlib.repr(file)
         raise CheckpointError(f"{index}: tensor {tensor}: {shown} is not a file of the checkpoint")

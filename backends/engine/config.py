@@ -122,11 +122,11 @@ class ModelConfig:
 
     @property
     def known_eos_ids(self) -> frozenset[int]:
-        """End tokens that are in the vocabulary. Some checkpoints also list others."""
+        """End tokens that are in the vocabulary. Some checkpoints also list unknown tokens."""
         return frozenset(token for token in self.eos_ids if 0 <= token < self.vocab_size)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that the keys and values of a token take in all layers."""
+        """Return the number of bytes of one token's keys and values in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
 

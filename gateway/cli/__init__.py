@@ -57,7 +57,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Accept the options that precede a command."""
+    """Accept the options in front of a command."""
 
 
 @app.command(cls=SettingsCommand)

@@ -124,7 +124,7 @@ def help_text(setting: Setting) -> str:
 
 
 def shown_default(setting: Setting) -> str:
-    """Return the default value as flag text, or an empty string if it is None, empty or False."""
+    """Return the default value as flag text. None, False and empty values give an empty string."""
     if setting.default in (None, ()) or setting.default is False:
         return ""
     if setting.kind == "bytes":

@@ -156,7 +156,7 @@ class AdmissionController:
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
 
-        First deltas of further prompts are ignored.
+        First deltas of further prompts have no effect.
         """
         if not entry.answered:
             entry.answered = True

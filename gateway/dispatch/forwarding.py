@@ -225,7 +225,7 @@ class Forwarder:
     async def _answer(
         self, call: UpstreamCall, limits: TokenUsage, place: _Place
     ) -> AsyncIterator[UpstreamAnswer]:
-        """Send a call to the upstream of its place, and to others if it does not respond.
+        """Send a call to the reserved upstream, or to others if that upstream does not respond.
 
         Raises:
             GatewayError, UpstreamFailed: no upstream responds.

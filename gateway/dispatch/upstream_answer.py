@@ -1,4 +1,4 @@
-"""The response of an upstream, which has either begun or is a refusal."""
+"""The response of an upstream: a begun response or a refusal."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ async def _send(
     *,
     waits: bool,
 ) -> web.StreamResponse | None:
-    """Send the response, preceded by comments while a client waits for events.
+    """Send the response. While a client waits for events, send comments first.
 
     Returns:
         The response if it was sent whole, or None if it was sent as events.

@@ -91,7 +91,7 @@ def build_app(node: Node) -> web.Application:
 
 @web.middleware
 async def _assign_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id, which appears in all its log lines."""
+    """Give the request an id. All log lines of the request contain the id."""
     request[REQUEST_ID] = client_request_id(request)
     with about_request(id=request[REQUEST_ID]):
         return await handler(request)
@@ -128,7 +128,7 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _key(authorization: str) -> str | None:
-    """Return the API key in a header, which is a bearer token or a browser's password."""
+    """Return the API key from a header: a bearer token, or the password that a browser sends."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return value.strip() or None

@@ -183,7 +183,7 @@ class _Wait(Enum):
 async def _wait_for_answer(
     call: asyncio.Task[Any], deadline_s: float, clock: Callable[[], float]
 ) -> _Wait:
-    """Wait for a call without cancelling it, even if the waiting task is cancelled.
+    """Wait for a call. The call continues even if the waiting task is cancelled.
 
     The wait is repeated once if the event loop stalls. A second stall is not the server's fault
     either.
