@@ -86,7 +86,7 @@ def _as_text(decision: Decision, replayed: SpeculationPlan | None) -> str:
         f"{_request(decision.request)}; {_load(decision)}",
         _history(decision.request),
     ]
-    return "\n  ".join([*filter(None, lines), *map(_plan, plans)])
+    return "\n  ".join([*filter(None, lines), *map(_plan, plans), *_outcome(decision)])
 
 
 def _request(request: RequestView) -> str:
@@ -125,6 +125,18 @@ def _plan(plan: SpeculationPlan) -> str:
     what = "no drafts" if plan.max_draft_tokens == 0 else f"up to {plan.max_draft_tokens}"
     by = "" if plan.proposer is None else f" by {plan.proposer}"
     return f"{plan.policy}: {what}{by}; {plan.reason}"
+
+
+def _outcome(decision: Decision) -> list[str]:
+    """Return the result of the plan and its revisions as lines, or nothing while it runs."""
+    outcome = decision.outcome
+    if outcome is None:
+        return []
+    result = (
+        f"outcome: {outcome.accepted_tokens} of {outcome.drafted_tokens} draft tokens accepted "
+        f"in {outcome.spec_steps} steps"
+    )
+    return [result, *(f"revised: {one.reason}" for one in outcome.revisions)]
 
 
 def _difference(decisions: Iterable[Decision], policy: SpeculationPolicy) -> str:

@@ -13,8 +13,10 @@ from typing import Final
 
 import msgspec
 
+from draftgate.backends.types import SpeculationOutcome
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
+from draftgate.policies.speculation.revision import RevisionCause
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
@@ -24,7 +26,46 @@ MOST_UNWRITTEN: Final = 100_000
 """Maximum decisions kept while the file cannot be written. Older decisions are dropped."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class RevisionRecord(msgspec.Struct, frozen=True):
+    """A revision of a plan, after a number of output tokens of its choice."""
+
+    drafting: bool
+    cause: RevisionCause
+    output_tokens: int
+    reason: str
+
+
+class DecisionOutcome(msgspec.Struct, frozen=True):
+    """The result of a plan, summed over the choices that have ended.
+
+    Attributes:
+        choices: number of choices that have ended.
+        spec_steps: number of steps that verified at least one draft token.
+        drafted_tokens, accepted_tokens: numbers of verified and accepted draft tokens.
+    """
+
+    choices: int = 0
+    spec_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    revisions: tuple[RevisionRecord, ...] = ()
+
+    def plus(self, outcome: SpeculationOutcome) -> DecisionOutcome:
+        """Return the sum with the outcome of another choice."""
+        revised = tuple(
+            RevisionRecord(one.on, one.cause, one.output_tokens, one.reason)
+            for one in outcome.revisions
+        )
+        return DecisionOutcome(
+            self.choices + 1,
+            self.spec_steps + outcome.num_spec_steps,
+            self.drafted_tokens + outcome.num_drafted_tokens,
+            self.accepted_tokens + outcome.num_accepted_tokens,
+            self.revisions + revised,
+        )
+
+
+class Decision(msgspec.Struct):
     """One decision.
 
     Attributes:
@@ -39,6 +80,7 @@ class Decision(msgspec.Struct, frozen=True):
         load_age_s: age of the load in seconds.
         degraded: whether the state store did not respond, so that recent requests of other gateways
             were unknown.
+        outcome: the result of the plan, or None before the first choice has ended.
     """
 
     request_id: str
@@ -50,10 +92,24 @@ class Decision(msgspec.Struct, frozen=True):
     route: Route | None = None
     load_age_s: float = 0.0
     degraded: bool = False
+    outcome: DecisionOutcome | None = None
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return the plan that a policy makes from the same inputs."""
         return policy.decide(self.request, self.load)
+
+
+class OutcomeLine(msgspec.Struct, frozen=True):
+    """A line of a decision file, after the line of its decision: the outcome so far.
+
+    Attributes:
+        outcome_of: the id of the decision's request.
+    """
+
+    outcome_of: str
+    decided_s: float
+    worker_id: str
+    outcome: DecisionOutcome
 
 
 class DecisionList(msgspec.Struct):
@@ -78,7 +134,7 @@ class Decisions:
         self._latest: deque[Decision] = deque(maxlen=KEPT)
         self._path = path
         self._now_s = now_s
-        self._unwritten: deque[Decision] = deque(maxlen=MOST_UNWRITTEN)
+        self._unwritten: deque[Decision | OutcomeLine] = deque(maxlen=MOST_UNWRITTEN)
 
     def record(
         self,
@@ -91,8 +147,8 @@ class Decisions:
         *,
         load_age_s: float = 0.0,
         degraded: bool = False,
-    ) -> None:
-        """Record a decision."""
+    ) -> Decision:
+        """Record a decision, and return it for `add_outcome`."""
         now_s = self._now_s()
         decision = Decision(
             *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
@@ -100,6 +156,16 @@ class Decisions:
         self._latest.append(decision)
         if self._path is not None:
             self._unwritten.append(decision)
+        return decision
+
+    def add_outcome(self, decision: Decision, outcome: SpeculationOutcome) -> None:
+        """Record the outcome of a choice that has ended."""
+        decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome)
+        if self._path is not None:
+            line = OutcomeLine(
+                decision.request_id, decision.decided_s, decision.worker_id, decision.outcome
+            )
+            self._unwritten.append(line)
 
     def latest(self, most: int) -> list[Decision]:
         """Return the latest decisions, newest first."""
@@ -130,16 +196,27 @@ class Decisions:
 
 
 def read_decisions(path: Path) -> Iterator[Decision]:
-    """Yield the decisions in a file.
+    """Return the decisions in a file, each with its last outcome, in the order of the file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line is not a decision. The message names the line.
     """
-    decoder = msgspec.json.Decoder(Decision)
+    decisions, outcomes = msgspec.json.Decoder(Decision), msgspec.json.Decoder(OutcomeLine)
+    found: list[Decision] = []
+    latest: dict[tuple[str, float, str], Decision] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield decoder.decode(line)
+                if line.startswith(b'{"outcome_of"'):
+                    ended = outcomes.decode(line)
+                    decided = latest.get((ended.outcome_of, ended.decided_s, ended.worker_id))
+                    if decided is not None:
+                        decided.outcome = ended.outcome
+                    continue
+                one = decisions.decode(line)
             except msgspec.MsgspecError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
+            found.append(one)
+            latest[one.request_id, one.decided_s, one.worker_id] = one
+    return iter(found)

@@ -9,7 +9,7 @@ from typing import Final
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed, RequestRejected
 from draftgate.backends.types import GenerationRequest, SpeculationOutcome, Task
-from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import InvalidRequest
@@ -51,12 +51,14 @@ class Placement:
 
     Attributes:
         view, load: the inputs of the decision.
+        decision: the recorded decision, or None for an embedding.
     """
 
     request: GenerationRequest
     worker: FleetWorker
     view: RequestView
     load: WorkerLoad
+    decision: Decision | None = None
 
 
 def need_of(request: GenerationRequest) -> CapacityNeed:
@@ -155,19 +157,21 @@ class Placer:
         self._record_size(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if job.task is Task.EMBED:
-            plan = NOTHING_TO_DRAFT
+            plan, decision = NOTHING_TO_DRAFT, None
         else:
             plan = self._policy.decide(view, load)
-            self._decisions.record(
+            decision = self._decisions.record(
                 *(job.request_id, worker.worker_id, view, load, plan, routed.route),
                 load_age_s=worker.load_age_s,
                 degraded=reservation.degraded,
             )
-        return Placement(request.planned(plan), worker, view, load)
+        return Placement(request.planned(plan), worker, view, load, decision)
 
     def record_outcome(self, placed: Placement, outcome: SpeculationOutcome) -> None:
-        """Record the acceptance of a choice's drafts, unless a grammar forced them."""
+        """Record the outcome of a choice, and its acceptance unless a grammar forced its drafts."""
         request = placed.request
+        if placed.decision is not None:
+            self._decisions.add_outcome(placed.decision, outcome)
         if request.grammar is None:
             self._history.add_choice(
                 request.tenant,

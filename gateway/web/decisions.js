@@ -34,14 +34,21 @@ async function refresh() {
     return; // the header shows the state of the node
   }
   if (only) found = found.filter((decision) => decision.request_id === last);
-  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s])]);
+  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome])]);
   if (key === shown) return;
   shown = key;
   byId("decisions").replaceChildren(...found.map(row));
   byId("no-decisions").hidden = found.length > 0;
 }
 
-function row({ request_id: id, decided_s: at, plan, load }) {
+/** What happened under a plan, or nothing while the request runs. */
+function happened(outcome) {
+  if (!outcome) return "";
+  const accepted = `${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted`;
+  return [accepted, ...outcome.revisions.map((revision) => revision.reason)].join("; ");
+}
+
+function row({ request_id: id, decided_s: at, plan, load, outcome }) {
   const time = new Date(at * 1e3);
   const used = 1 - load.kv_blocks_free / Math.max(load.kv_blocks_total, 1);
   return make(
@@ -54,6 +61,7 @@ function row({ request_id: id, decided_s: at, plan, load }) {
     make("td", { className: "number" }, String(plan.max_draft_tokens)),
     make("td", { className: "number" }, figure(plan.price)),
     make("td", { className: "reason" }, plan.reason),
+    make("td", { className: "reason" }, happened(outcome)),
     make("td", {}, `${load.running} running, ${load.waiting} waiting, KV ${percent(used)}`),
   );
 }

@@ -246,6 +246,7 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
         decision.plan.policy,
         str(decision.plan.proposer),
         decision.plan.reason,
+        f"{decision.outcome.accepted_tokens} of {decision.outcome.drafted_tokens} drafts accepted",
         "running",
     ):
         await expect(rows.first).to_contain_text(word)

@@ -24,6 +24,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation.revision import PlanRevision, RevisionCause, SlotWorth
 from draftgate.policies.types import (
     UNTESTED,
     DraftCounts,
@@ -68,6 +69,29 @@ def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> Non
     assert found == decisions.latest(60)[::-1]
     assert all(decision.under(speculation_policy("auto")) == decision.plan for decision in found)
     assert any(decision.under(speculation_policy("fixed:3")) != decision.plan for decision in found)
+
+
+def test_outcomes_of_a_plan_are_read_back_from_a_file(tmp_path: Path) -> None:
+    """A decision read from a file has the outcome of all its choices, with revisions in words."""
+    path, times = tmp_path / "decisions.jsonl", iter([7.0, 8.0])
+    decisions = Decisions(path, times.__next__)
+    view = RequestView(10, 20, 0.5)
+    plan = speculation_policy("auto").decide(view, LOAD)
+    ended, running = (decisions.record("r", "w", view, LOAD, plan) for _ in range(2))
+    revision = PlanRevision(False, RevisionCause.PRICE, 33, SlotWorth(1.2, 1.0, 0.97), 12.5)
+    decisions.add_outcome(ended, SpeculationOutcome(2, 5, 3, (1, 0, 0, 1), (revision,)))
+    decisions.write()
+    decisions.add_outcome(ended, SpeculationOutcome(1, 4, 1, (0, 1)))
+    decisions.write()
+    first, second = read_decisions(path)
+    assert (first, second) == (ended, running)
+    assert second.outcome is None
+    assert (first.outcome.choices, first.outcome.spec_steps) == (2, 3)
+    assert (first.outcome.drafted_tokens, first.outcome.accepted_tokens) == (9, 4)
+    assert [one.reason for one in first.outcome.revisions] == [revision.reason]
+    shown = draftgate("explain", str(path)).stdout
+    assert "outcome: 4 of 9 draft tokens accepted in 3 steps" in shown
+    assert f"revised: {revision.reason}" in shown
 
 
 def test_decisions_wait_for_a_failing_disk(tmp_path: Path) -> None:
