@@ -103,8 +103,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Run the engine in its own process, which helps with many open streams."""
 
     record_acceptance: str | None = None
-    """Record the drafts that were possible at each position of sampled requests to this file, which
-    draftgate simulate --recording replays. The file contains no text."""
+    """File in which to record the drafts that were possible at each position of sampled requests,
+    without their text. draftgate simulate --recording replays it."""
 
     record_acceptance_share: Share = 0.01
     """Share of the requests to record, chosen by their ids."""

@@ -188,7 +188,7 @@ class ProposerGate:
         return min(eligible, key=lambda sequence: sequence.key, default=None)
 
     def _check_interval(self, sequences: int, terms: DraftTerms) -> int:
-        """Return in how many steps `LOOKUP_SHARE` saves the time of all lookups.
+        """Return after how many steps all lookups together take `LOOKUP_SHARE` of the time.
 
         The result is a power of two up to `PROBE_STEPS`, or `HOPELESS_STEPS` if lookups take no
         time.

@@ -28,7 +28,7 @@ variable overrides the file, and the file overrides the default. Unknown keys an
 `DRAFTGATE_*` variables are errors. `draftgate config show` prints the effective values and their
 origins, with secrets masked. `draftgate config show --json` prints them as JSON.
 
-Repeat an option to give a list, or write a list in YAML or one text with commas. Sizes accept
+To give a list, repeat the option, use a YAML list, or write a comma-separated string. Sizes accept
 units (`512MiB`, `2GB`).
 
 `DRAFTGATE_CPU_ISA` exists only as a variable. The values `sse4`, `avx2` and `avx512` limit a CPU

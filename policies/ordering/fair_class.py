@@ -9,8 +9,8 @@ served request moves the tag by work / share:
 
 Tenants whose starts are within a lag of the smallest start are even. The earliest deadline among
 them is next. Without a lag, a tenant's second request would wait for the first requests of all
-other tenants, however much later these arrived. Such waits matter, because deadlines keep queues
-short.
+other tenants, however much later these arrived. Deadlines keep queues short, so such a wait could
+be most of a request's time in the queue.
 
 A tenant gains no credit by its absence, and a tenant that returns soon still pays for its earlier
 work. While two tenants both wait,

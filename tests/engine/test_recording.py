@@ -104,7 +104,7 @@ def test_recording_does_not_depend_on_drafts(recorded: Path, tmp_path: Path) -> 
 
 
 def test_recording_has_an_entry_for_each_output_position(recorded: Path) -> None:
-    """Each text has as many positions as its request has tokens, with right drafts and trees."""
+    """Each text has one position per output token, and its drafts and trees are correct."""
     texts = read(recorded)
     assert tuple(text.length for text in texts) == LENGTHS
     assert [text.temperature for text in texts] == [0.0, 1.0, 1.0, 1.0]

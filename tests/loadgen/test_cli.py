@@ -40,7 +40,7 @@ def has_intact_streams(result, summary: dict) -> bool:
 
 
 def respond_with(monkeypatch, **fields) -> None:
-    """Make the server respond by one script."""
+    """Make the server respond according to one script."""
     script = Script(**fields)
     original = Mock._stream
 

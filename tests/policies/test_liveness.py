@@ -54,7 +54,7 @@ def test_worker_without_steps_hangs_after_the_patience() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30))
 def test_worker_with_steps_or_without_requests_never_hangs(spells: list[tuple[int, bool]]) -> None:
-    """A worker does not hang if its silence is shorter than the patience or no request waits."""
+    """A worker that is silent for less than its patience, or has no requests, is not hung."""
     silence = WorkerSilence()
     for steps, (seconds, owes) in enumerate(spells):
         load = structs.replace(LOAD, steps=steps)
