@@ -33,7 +33,7 @@ from tests.gateway.tool_models import NOW, TOOLS, WEATHER
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))
 METRICS = ResponseMetrics(
-    1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "test", None, 0, 0, 0, ())
+    1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "other", "test", None, 0, 0, 0, ())
 )
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
 BODIES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
