@@ -33,11 +33,12 @@ from training.data import Ids, PackedStream, encode_documents, even_windows
 from training.losses import Teacher, output_loss
 from training.recipes import RECIPES, Phase, Recipe
 
-HERE = Path(__file__).resolve().parent
-WORK = HERE.parents[2] / ".train"
-METRICS = HERE / "metrics.json"
-CARD = HERE / "MODEL_CARD.md"
-MODELS = {"target": HERE / "target", "draft": HERE / "draft"}
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / ".train"
+DEMO = ROOT / "backends" / "engine" / "demo"
+METRICS = DEMO / "metrics.json"
+CARD = DEMO / "MODEL_CARD.md"
+MODELS = {"target": DEMO / "target", "draft": DEMO / "draft"}
 
 logger = logging.getLogger("train")
 
