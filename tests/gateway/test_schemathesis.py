@@ -177,7 +177,8 @@ def _check_events(path: str, response: Any, document: dict[str, Any]) -> None:
     kind = "".join(response.headers.get("content-type", []))
     if not kind.startswith("text/event-stream"):
         return
-    lines = response.content.decode().splitlines()
+    # Not `splitlines`, which also ends a line at U+0085 or U+2028 within a JSON string.
+    lines = response.content.decode().split("\n")
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if path == "/v1/responses":
         last = json.loads(data[-1])["type"]
