@@ -108,6 +108,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "hi", "function_call": {}}]},
+     "messages[0].function_call"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -57,7 +57,7 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         raise Unsupported(f"{where}.role", f" {message.role!r}")
     if message.role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role!r}")
-    if message.function_call:
+    if message.function_call is not None:
         raise Unsupported(f"{where}.function_call")
     text = _text(message, f"{where}.content")
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
