@@ -21,7 +21,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
-from bench.engine.speculation import loop_start
+from bench.harness.loops import loop_start
 from bench.harness.provenance import provenance
 from draftgate.backends.core.draft_recorder import DraftRecorder
 from draftgate.backends.core.drafts import NO_DRAFT, Draft

@@ -125,6 +125,7 @@ BENCHES: Final = {
     "readers": "bench.gateway.readers",
     "rag": "bench.gateway.rag",
     "store": "bench.gateway.store",
+    "speculation": "bench.gateway.speculation",
     "sweep": "bench.gateway.sweep",
     "tool-comparison": "bench.tool_comparison.command",
 }
