@@ -11,7 +11,7 @@ from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
-from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import StepTrace
 from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
 from draftgate.policies.costs.step_cost import StepCost
@@ -48,6 +48,8 @@ class DraftPlan:
     """Plans the drafts of each step. Drafts never preempt a sequence.
 
     Attributes:
+        plans_ahead: whether the worker plans steps ahead, which hides the host time of planning
+            behind the device except after drafts.
         drafting_s: predicted seconds to compute the drafts of the last step.
         traces: drafting of the last step's traced sequences, by key, without its outcome.
     """
@@ -65,6 +67,8 @@ class DraftPlan:
         self._accepted = 0.0  # weighted tokens that its drafts are expected to add
         self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
+        self.plans_ahead = False
+        self._unproposed: Many[Sequence] = ()  # decodes of a step that was planned ahead
         self._step_work: StepDrafting | None = None  # of the last step, until it is learned from
         self._meter = DraftingMeter(cost.seconds(1, 1, 1), drafting.names)
 
@@ -76,6 +80,7 @@ class DraftPlan:
         now_s: float | None,
         *,
         traced: bool = False,
+        ahead: bool = False,
     ) -> list[tuple[Sequence, Draft]]:
         """Return the drafts to verify, depth first, with blocks reserved for them.
 
@@ -85,12 +90,19 @@ class DraftPlan:
             cost: step costs.
             now_s: time if a sequence has a service level, else None.
             traced: whether a sequence may be traced.
+            ahead: whether to plan no drafts, because the last tokens are unknown (`draft_pays`).
         """
         self._step += 1
         view = self._without_drafts(decodes, spare)
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
-        offers = self._drafting.offers(decodes, self._current_terms(view, decodes, cost))
+        terms = self._current_terms(view, decodes, cost)
+        self._unproposed = decodes if ahead and self._drafting.names else ()
+        if ahead:
+            self._view, self._accepted, self.drafting_s = view, 0.0, 0.0
+            self.traces = self._traces(decodes, (), (), (), cost) if traced else {}
+            return []
+        offers = self._drafting.offers(decodes, terms)
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, spare)
         self.drafting_s = _drafting_s(offers, slots)
@@ -109,6 +121,26 @@ class DraftPlan:
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def draft_pays(self, cost: StepCost) -> bool:
+        """Look up the drafts that the last step lacks because it was planned ahead.
+
+        The tokens before that step are known now.
+
+        Returns:
+            Whether the policy would have drafted in that step, or a proposer must be explored. Then
+            the next step must not be planned ahead either.
+        """
+        decodes, self._unproposed = self._unproposed, ()
+        decodes = [s for s in decodes if s.state is SequenceState.RUNNING]
+        if not decodes or self._view is None:
+            return False
+        offers = self._drafting.offers(decodes, self._terms)
+        lengths = self._lengths(self._view, offers, cost) if offers else ()
+        if any(lengths) or self._drafting.explores:
+            return True
+        self._drafting.decline(offers)
+        return False
 
     def review(self, decodes: Many[Sequence], now_s: float) -> None:
         """Switch drafting on or off for the sequences of the last step, from the next step on.
@@ -138,19 +170,22 @@ class DraftPlan:
                 revised = PlanRevision(after.on, cause, sequence.output_tokens, worth, now_s)
                 sequence.revisions.append(revised)
 
-    def observe_time(self, step_s: float, whole_s: float) -> None:
-        """Learn how long the last planned step took.
+    def observe_time(self, step_s: float | None, whole_s: float | None) -> None:
+        """Learn how long the last step took, unless the device hid the host time of its planning.
 
         Args:
-            step_s: seconds of the device.
-            whole_s: seconds from its planning to the planning of the next step.
+            step_s: seconds of the device, or None if the step fed prompts.
+            whole_s: seconds from its beginning to the beginning of the next step, or None if
+                unknown.
         """
+        step_work, self._step_work = self._step_work, None
+        if step_work is None or step_s is None or whole_s is None:
+            return
         # With `least_survival` None, every proposer is called at any cost, so the cost does not
         # matter.
-        if self._step_work is not None and self._terms.least_survival is not None:
-            self._meter.add_step(self._step_work, step_s, whole_s)
+        if self._terms.least_survival is not None:
+            self._meter.add_step(step_work, step_s, whole_s)
             self._drafting.observe_host_time(whole_s - step_s)
-        self._step_work = None
 
     def price(self, cost: StepCost) -> float:
         """Return the price of a slot in the last step, in expected tokens at weight 1."""
@@ -180,6 +215,10 @@ class DraftPlan:
         return traces
 
     def _without_drafts(self, decodes: Many[Sequence], spare: SpareCapacity) -> StepView:
+        host = self._meter.cost
+        verify_s = host.verify_s
+        if self.plans_ahead:  # after drafts, the device waits for the planning of the next step
+            verify_s += host.planning_s(len(decodes), self._drafting.step_work.looked_up)
         return StepView(
             tokens=len(decodes) + spare.prefill_tokens,
             kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
@@ -189,7 +228,7 @@ class DraftPlan:
             acceptance=self._drafting.acceptance,
             prefill_tokens=spare.prefill_tokens,
             free_slots=spare.free_slots,
-            verify_s=self._meter.cost.verify_s,
+            verify_s=verify_s,
         )
 
     def _current_terms(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:

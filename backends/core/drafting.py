@@ -60,9 +60,10 @@ class Drafting:
         """Running probability that a draft token is accepted."""
         return self._scores.acceptance.rate()
 
-    def may_draft(self, sequence: Sequence) -> bool:
-        """Return whether a proposer may draft for a sequence before the next revision."""
-        return sequence.drafting.on and self._has_proposer(sequence)
+    @property
+    def explores(self) -> bool:
+        """Whether `compute` may explore an unused proposer in this step."""
+        return self._exploration.has_candidates
 
     def best_survival(self, sequence: Sequence) -> float | None:
         """Return the survival of a sequence's first draft token with the strongest evidence.
@@ -144,6 +145,11 @@ class Drafting:
             else offer.first(most)
             for offer, most in zip(offers, slots, strict=True)
         ]
+
+    def decline(self, offers: Many[DraftOffer]) -> None:
+        """End a step that uses none of its offers, without calling a proposer that computes."""
+        for name in dict.fromkeys(offer.source for offer in offers if offer.draft is None):
+            self._gate.rest(name)
 
     def observe_host_time(self, host_s: float) -> None:
         """Learn the host time of the last step, including drafting."""

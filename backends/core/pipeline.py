@@ -6,6 +6,10 @@ immediately afterwards. The worker renders and delivers text while the next step
 may end, by its token or at a stop string, when another step with it is already running. The tokens
 of that step are dropped, and the text is the same.
 
+A step without drafts is followed by a step that was planned while it ran, also if sequences may
+speculate. The lookups for its tokens run during the step after it. If a draft pays, the worker
+waits for the tokens of that step, and verifies a draft in the following one.
+
 The blocks of such a sequence may be reused immediately. Steps run in launch order, so a launched
 step writes to the blocks before their next owner does. No step reads a block before it is written.
 Blocks that are shared by content are full and never written again.

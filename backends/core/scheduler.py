@@ -194,51 +194,65 @@ class Scheduler:
                 times.
         """
         self._now_s = self._now_s if now_s is None else now_s
-        self._measured = None
         self._queues.park()
-        self._learn_host_time(self._speed.begin_step(self._now_s))
+        self._learn_host_time()
+        plan = self._fill_step()
+        if plan is None:
+            self._speed.record_idle()
+        return plan
+
+    def _fill_step(self, *, ahead: bool = False) -> StepPlan | None:
+        """Return the next step, or None without work.
+
+        Args:
+            ahead: whether the previous step has not ended, so its tokens are unknown.
+        """
+        self._measured = None
         self._step += 1
         step = StepBuilder(self._step, self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
         if not stalled:
             self._plan_decodes(step)
-            self._plan_drafts(step)
+            self._plan_drafts(step, ahead=ahead)
         self._limit_prefills(step)
         self._plan_prefills(step)
         self._admit(step)
         if stalled and not step.work:
             self._plan_decodes(step)
-        if not step.work:
-            self._speed.record_idle()
-            return None
-        return step.build()
+        return step.build() if step.work else None
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step after a step that was planned last and is not applied yet.
 
         The scheduler assumes that every sequence continues with its next token, `PENDING`. If a
-        sequence ends instead, `apply` drops its tokens of the next step.
+        sequence ends instead, `apply` drops its tokens of the next step. The new step has no
+        drafts, because they would follow unknown tokens. If the running step was planned ahead too,
+        its lookups run now. So a draft that pays is verified at most one step late.
 
         Returns:
-            None if the result must be known first. A proposer, a grammar or a penalty may read its
-            tokens, or a sequence may be preempted or paused. None also if the worker has no other
-            work.
+            None if the result must be known first: the step verifies drafts, a draft pays, a
+            grammar or a penalty reads its tokens, or a sequence may be preempted or paused. None
+            also if the worker has no other work.
         """
+        self._drafts.plans_ahead = True
         if self._queues.leaving:
             return None
         continuing = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
         # A decode takes one block at most, and precedes all other work that takes blocks. So no
         # decode is preempted if each running sequence has a free block.
         if self.blocks.num_free < len(self._queues.running) or not all(
-            map(self._continues_blindly, continuing)
+            map(_continues_blindly, continuing)
         ):
+            return None
+        if self._drafts.draft_pays(self.cost):
             return None
         self._assumed = plan
         for work in continuing:
             work.sequence.num_computed = work.confirmed_end
             if work.samples:
                 work.sequence.token_ids.append(PENDING)
-        return self.plan(now_s)
+        self._now_s = self._now_s if now_s is None else now_s
+        return self._fill_step(ahead=True)
 
     def apply(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
@@ -268,6 +282,8 @@ class Scheduler:
             emissions.append((sequence, kept, logprobs[: len(kept)], details))
         emissions += self._accounting.finish_embeddings(plan, result)
         self._learn_costs(plan, result)
+        if assumed:
+            self._learn_host_time()  # the device begins the step that was planned ahead
         return emissions
 
     def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
@@ -283,20 +299,10 @@ class Scheduler:
         if decodes:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences
 
-    def _learn_host_time(self, whole_s: float | None) -> None:
-        """Learn the host's share of the last step, which began `whole_s` before this step."""
-        if whole_s is not None and self._ran_s is not None:
-            self._drafts.observe_time(self._ran_s, whole_s)
+    def _learn_host_time(self) -> None:
+        """Learn the host's share of the last step, which ends as the next step begins."""
+        self._drafts.observe_time(self._ran_s, self._speed.begin_step(self._now_s))
         self._ran_s = None
-
-    def _continues_blindly(self, work: SequenceWork) -> bool:
-        """Return whether the next step can be planned whatever token this work samples.
-
-        Such work has no draft, because only proposers and grammars make drafts.
-        """
-        sequence = work.sequence
-        reads_tokens = sequence.grammar is not None or sequence.request.sampling.counts_tokens
-        return not reads_tokens and not self._drafting.may_draft(sequence)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
         """Feed one token to every decode, starting with the longest wait."""
@@ -316,15 +322,21 @@ class Scheduler:
             ):
                 step.add(sequence, 1)
 
-    def _plan_drafts(self, step: StepBuilder) -> None:
-        """Add the drafts that the policy allows, without delaying or preempting other sequences."""
+    def _plan_drafts(self, step: StepBuilder, *, ahead: bool) -> None:
+        """Add the drafts that the policy allows, without delaying or preempting other sequences.
+
+        Args:
+            ahead: whether to plan without drafts, because the last tokens are unknown.
+        """
         decodes = [work.sequence for work in step.work.values()]
         if not decodes:
             return
         spare = self._spare_capacity(decodes, step)
         now_s = self._now_s if self._with_service else None
         traced = self._traced > 0
-        for sequence, draft in self._drafts.plan(decodes, spare, self.cost, now_s, traced=traced):
+        for sequence, draft in self._drafts.plan(
+            decodes, spare, self.cost, now_s, traced=traced, ahead=ahead
+        ):
             step.attach_draft(sequence.key, draft)
         step.traces = self._drafts.traces
         if not self._step % REVIEW_STEPS:
@@ -407,3 +419,12 @@ class Scheduler:
 
     def _feed(self, step: StepBuilder, sequence: Sequence) -> None:
         self._queues.note_fed(sequence, step.add_chunk(sequence))
+
+
+def _continues_blindly(work: SequenceWork) -> bool:
+    """Return whether the next step can be planned whatever token this work samples."""
+    # The number of accepted draft tokens determines the positions of the next step.
+    if work.draft.token_ids:
+        return False
+    sequence = work.sequence
+    return sequence.grammar is None and not sequence.request.sampling.counts_tokens

@@ -13,6 +13,10 @@ The time from the planning of a step to the planning of the next step is
 with 1 for a part that occurs. `step` and `depths` are known. All other coefficients are learned and
 start at 0. The host of a simulated device takes no time, so only the times of its proposers are
 learned.
+
+A device that launches ahead hides this time for steps that are planned while another step runs.
+Nothing is learned from these steps. A step that verifies drafts prevents the next step from being
+planned ahead. So it costs the time of planning and lookups in addition to its own parts.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ class DraftingCost:
         verify_s: time per step that verifies drafts.
         call_s: time per step in which a proposer computes drafts, without its depths, by proposer.
         called_s: time per sequence with a computed draft, by proposer name.
+        host_s: time per step of all other host work: planning, launch and accounting.
+        host_sequence_s: time per sequence of that work.
     """
 
     look_up_s: float = 0.0
@@ -57,6 +63,18 @@ class DraftingCost:
     verify_s: float = 0.0
     call_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     called_s: float = 0.0
+    host_s: float = 0.0
+    host_sequence_s: float = 0.0
+
+    def planning_s(self, sequences: int, looked_up: int) -> float:
+        """Return the host seconds of a step that verifies no drafts.
+
+        Args:
+            sequences: number of sequences of the step.
+            looked_up: number of these with lookups.
+        """
+        lookups_s = self.look_up_s + self.sequence_s * looked_up if looked_up else 0.0
+        return self.host_s + self.host_sequence_s * sequences + lookups_s
 
     def calling_s(self, proposer: str, sequences: int) -> float:
         """Return the seconds to compute drafts for some sequences, without the depths."""
@@ -136,7 +154,8 @@ class DraftingMeter:
         rows = np.array([self._parts(step_work) for step_work in done], dtype=np.float64)
         self._regression.learn(rows, np.array(whole_s), np.array(known_s))
         learned = self._regression.coefficients.tolist()
-        _, _, look_up_s, sequence_s, weigh_s, verify_s, called_s, *call_s = learned
+        host_s, host_sequence_s, look_up_s, sequence_s, weigh_s, verify_s, *called = learned
+        called_s, *call_s = called
         for step_work in done:
             if step_work.looked_up:
                 self._found_share += FOUND_RATE * ((step_work.weighed > 0) - self._found_share)
@@ -146,6 +165,8 @@ class DraftingMeter:
             verify_s,
             dict(zip(self._proposers, call_s, strict=True)),
             called_s,
+            host_s,
+            host_sequence_s,
         )
 
     def _parts(self, step_work: StepDrafting) -> list[int]:

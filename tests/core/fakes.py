@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from itertools import count
 from random import Random
 
-from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
@@ -67,7 +67,8 @@ class FakeExecutor:
 class FakeProposer:
     """A proposer of true tokens, or of wrong tokens where `is_wrong(key, position)` is true.
 
-    `branches` is the probability that a token has a wrong sibling before or after itself.
+    `branches` is the probability that a token has a wrong sibling before or after itself. The
+    proposer finds no draft where `finds(key, position)` is false for the first position.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class FakeProposer:
         *,
         depth_s: float = 0.0,
         branches: float = 0.0,
+        finds: Callable[[int, int], bool] = lambda key, position: True,
     ) -> None:
+        self._finds = finds
         self._true_token = true_token
         self._is_wrong = is_wrong
         self._depth_s = depth_s
@@ -95,6 +98,8 @@ class FakeProposer:
 
     def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
         assert max_tokens >= 1
+        if not self._finds(sequence.key, len(sequence.token_ids)):
+            return NO_DRAFT
         random, at = Random(sequence.key + len(sequence.token_ids)), ROOT
         tokens: list[int] = []
         parents: list[int] = []
@@ -111,6 +116,25 @@ class FakeProposer:
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence.key)
+
+
+class ForcingGrammar:
+    """A grammar that sometimes forces two tokens."""
+
+    is_complete = True
+
+    def __init__(self, sequence) -> None:
+        self._sequence = sequence
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        at = len(self._sequence.token_ids)
+        return tuple(hashed_token(self._sequence, at + place) for place in range(min(most, 2)))
+
+    def legal(self, tokens) -> int:
+        return len(tokens)
 
 
 def drafting(max_draft_tokens: int, proposer: str | None = "ngram") -> SpeculationPlan:

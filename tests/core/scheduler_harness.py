@@ -45,9 +45,9 @@ class RandomPicker:
 class WatchedScheduler(Scheduler):
     """A scheduler that checks that drafts preempt no sequence."""
 
-    def _plan_drafts(self, step):
+    def _plan_drafts(self, step, *, ahead):
         running = self.running
-        super()._plan_drafts(step)
+        super()._plan_drafts(step, ahead=ahead)
         assert self.running == running
 
 

@@ -13,8 +13,15 @@ from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
-from tests.core.test_pipeline import LETTERS, LetterTokenizer
+from tests.core.fakes import (
+    FakeExecutor,
+    FakeProposer,
+    ForcingGrammar,
+    hashed_token,
+    request,
+    scripted,
+)
+from tests.core.pipeline_harness import LETTERS, LetterTokenizer
 
 STEP_S = 1e-3
 """The duration of each step of the fake device."""
@@ -109,25 +116,6 @@ def test_traces_leave_out_tokens_after_a_stop_string() -> None:
     (step,) = last.steps
     assert len(step.draft_ids) == 4
     assert step.tokens == len(last.token_ids) == step.accepted < 5
-
-
-class ForcingGrammar:
-    """A grammar that sometimes forces two tokens."""
-
-    is_complete = True
-
-    def __init__(self, sequence) -> None:
-        self._sequence = sequence
-
-    def accept(self, token: int) -> None:
-        pass
-
-    def forced(self, most: int) -> tuple[int, ...]:
-        at = len(self._sequence.token_ids)
-        return tuple(hashed_token(self._sequence, at + place) for place in range(min(most, 2)))
-
-    def legal(self, tokens) -> int:
-        return len(tokens)
 
 
 def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
