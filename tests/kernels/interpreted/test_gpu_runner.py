@@ -67,7 +67,6 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert found.tokens == expected.tokens
     assert found.text == expected.text
     assert found.finish_reasons == expected.finish_reasons
-    assert (found.accepted, found.rejected) == (expected.accepted, expected.rejected)
     assert found.leaked_blocks == expected.leaked_blocks == 0
     for key, entries in expected.logprobs.items():
         for one, other in zip(found.logprobs[key], entries, strict=True):
@@ -93,7 +92,9 @@ def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
     expected, found = outcome(cpu_engine), outcome(gpu_engine)
     assert_equal(found, expected)
     assert min(expected.preemptions, found.preemptions) > 0
-    assert min(expected.accepted, expected.rejected) > 0
+    # Steps that are planned ahead have no drafts, so the runners verify different drafts.
+    for each in (expected, found):
+        assert min(each.accepted, each.rejected) > 0
 
 
 def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> None:
