@@ -65,6 +65,7 @@ class DraftPlan:
         self._terms_key: tuple[float, ...] = ()  # the batch of the current terms
         self._view: StepView | None = None  # of the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to add
+        self._slots = 0  # of its drafts
         self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
         self.plans_ahead = False
@@ -99,7 +100,7 @@ class DraftPlan:
         terms = self._current_terms(view, decodes, cost)
         self._unproposed = decodes if ahead and self._drafting.names else ()
         if ahead:
-            self._view, self._accepted, self.drafting_s = view, 0.0, 0.0
+            self._view, self._accepted, self._slots, self.drafting_s = view, 0.0, 0, 0.0
             self.traces = self._traces(decodes, (), (), (), cost) if traced else {}
             return []
         offers = self._drafting.offers(decodes, terms)
@@ -112,6 +113,7 @@ class DraftPlan:
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
+        self._slots = sum([len(offer.draft) for offer in drafted if offer.draft])
         self._step_work = self._drafting.step_work
         self._step_work.sequences = len(decodes)
         self._step_work.verified = sum([1 for offer in drafted if offer.draft])
@@ -189,7 +191,9 @@ class DraftPlan:
 
     def price(self, cost: StepCost) -> float:
         """Return the price of a slot in the last step, in expected tokens at weight 1."""
-        return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
+        if self._view is None:
+            return 0.0
+        return slot_price(self._view, cost, self._accepted, self._slots, self.drafting_s)
 
     def _traces(
         self,

@@ -127,7 +127,8 @@ class ProposerGate:
         paying, total, gains = [], 0.0, self._gains[name]
         for request in requests:
             sequence = request.sequence
-            expected = gains.expected(self._scores.last_outcome(sequence, name))
+            row = self._scores.last_outcome(sequence, name)
+            expected = gains.expected(row, terms.price / sequence.weight)
             gain = sequence.weight * expected - each
             if gain > 0.0:
                 paying.append(request)
@@ -140,7 +141,7 @@ class ProposerGate:
         """Learn from the survivals of a lookup's draft, which are empty without a draft."""
         price = terms.price / sequence.weight
         gain = sum([survival - price for survival in survivals if survival > price])
-        self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), gain)
+        self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), price, gain)
 
     def may_pay(
         self, name: str, requests: list[DraftRequest], depth_s: float, terms: DraftTerms

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from bench.harness.servers import Server, run_server
+from bench.harness.servers import Server, fresh_cache, run_server
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.confidence import Z_95
@@ -195,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     Path(scratch),
                     server_core,
                     backend="engine",
+                    variables=fresh_cache(Path(scratch)),
                 )
             )
             for policy in POLICIES

@@ -53,7 +53,7 @@ from bench.gateway.speculation_report import JUDGED, Run, Turns, summary, table
 from bench.harness.loops import loop_start
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import BUSY_LIMIT, busy_share, simulated_provenance
-from bench.harness.servers import Server, run_server
+from bench.harness.servers import Server, fresh_cache, run_server
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import completion_tokens, latency_s, ttft_s
@@ -97,7 +97,7 @@ def serving(policies: Sequence[str], scratch: Path) -> Iterator[dict[str, Server
         for policy in policies:
             flags = [*FLAGS, "--speculation", policy]
             servers[policy] = stack.enter_context(
-                run_server(flags, scratch, core, backend="engine")
+                run_server(flags, scratch, core, backend="engine", variables=fresh_cache(scratch))
             )
             print(f"{policy} serves at {servers[policy].url}", flush=True)
         yield servers

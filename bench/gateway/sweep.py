@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance
-from bench.harness.servers import run_server
+from bench.harness.servers import fresh_cache, run_server
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.cli.commands import report_sweep, write_json
 from draftgate.loadgen.measuring.metrics import intact
@@ -83,7 +83,10 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTar
             folder = scratch / policy.replace(":", "-")
             folder.mkdir()
             flags = [*FLAGS, "--speculation", policy]
-            server = stack.enter_context(run_server(flags, folder, core, backend="engine"))
+            cache = fresh_cache(scratch)
+            server = stack.enter_context(
+                run_server(flags, folder, core, backend="engine", variables=cache)
+            )
             found.append(SweepTarget(policy, server.url))
         yield found
 

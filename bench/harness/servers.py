@@ -7,11 +7,12 @@ import json
 import resource
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final
 
 from bench.harness.processes import cpu_s, free_port, start, stop, wait_until_up
@@ -50,13 +51,19 @@ class Server:
 
 @contextmanager
 def run_server(
-    flags: Sequence[str], folder: Path, core: int | None = None, *, backend: str = "sim"
+    flags: Sequence[str],
+    folder: Path,
+    core: int | None = None,
+    *,
+    backend: str = "sim",
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """Run `draftgate serve` on a free port, by default with the simulator.
 
     Args:
         flags: options of `draftgate serve`.
         folder: folder for the log, whose name contains the port.
+        variables: environment variables besides those of this process.
 
     Raises:
         RuntimeError: the server does not start. The message contains the log.
@@ -64,7 +71,7 @@ def run_server(
     port = free_port()
     log = folder / f"server-{port}.log"
     command = [*_SERVE, "--backend", backend, "--port", str(port), "--log-level", "error", *flags]
-    process = start(command, core, log, {})
+    process = start(command, core, log, variables)
     try:
         try:
             wait_until_up(process, f"http://127.0.0.1:{port}/v1/completions", _BEGUN)
@@ -73,6 +80,15 @@ def run_server(
         yield Server(process.pid, port)
     finally:
         stop(process)
+
+
+def fresh_cache(folder: Path) -> dict[str, str]:
+    """Return the variable that places the start-up cache of servers into a folder.
+
+    The first server then measures its steps, and the others use its measurements. Measurements of
+    an earlier start may come from a busy machine.
+    """
+    return {"XDG_CACHE_HOME": str(folder / "cache")}
 
 
 def allow_many_files(wanted: int) -> None:

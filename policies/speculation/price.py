@@ -96,20 +96,32 @@ def _deferred_s(step: StepView, cost: StepCost) -> float:
     return max(share_s, prompts_s(step, cost) / step.prefill_tokens)
 
 
-def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
-    """Return the price of a draft slot in weighted tokens, which is 0 on an idle worker.
+def slot_price(
+    step: StepView,
+    cost: StepCost,
+    accepted: float = 0.0,
+    slots: int = 0,
+    drafting_s: float = 0.0,
+) -> float:
+    """Return the price of one more draft slot in weighted tokens, which is 0 on an idle worker.
 
-    `price = rate x average extra seconds per slot up to the next cost step`.
+    `price = rate x average extra seconds per slot up to the next cost step`, at the rate of the
+    step with its drafts. The best slots that `allocation` omits have at most this mean survival, up
+    to the next cost step.
 
     Args:
         accepted: weighted tokens that drafts are expected to add to the step.
+        slots: draft slots of the step.
+        drafting_s: seconds to compute these drafts.
     """
     if step.sequences <= 0:
         return 0.0
-    slots = cost.next_edge(step.tokens) - step.tokens
-    without_s = step_s(step, cost)
-    extra_s = step_s(step, cost, slots) - without_s - step.verify_s
-    return (step.total_weight + accepted) / without_s * max(extra_s, 0.0) / slots
+    displaced = min(max(slots - step.free_slots, 0), step.prefill_tokens)
+    fed = step.tokens + slots - displaced
+    more = cost.next_edge(fed) - fed
+    present_s = step_s(step, cost, slots)
+    extra_s = step_s(step, cost, slots + more) - present_s - (0.0 if slots else step.verify_s)
+    return (step.total_weight + accepted) / (present_s + drafting_s) * max(extra_s, 0.0) / more
 
 
 def least_slot_price(step: StepView, cost: StepCost) -> float:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 
 from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.allocation import allocate
 from draftgate.policies.speculation.price import (
     LEAST_S,
     few_slots_s,
@@ -19,7 +20,7 @@ from draftgate.policies.speculation.price import (
     slots_s,
     step_s,
 )
-from draftgate.policies.types import StepView
+from draftgate.policies.types import DraftCandidate, StepView
 from tests.policies.costs import H100_8B, costs
 
 small = st.integers(0, 800)
@@ -84,6 +85,39 @@ def test_fixed_time_of_verification_is_not_in_the_price(cost, sequences, kv, ver
     step = decodes(sequences, kv)
     expensive = replace(step, verify_s=verify_s)
     assert slot_price(expensive, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
+
+
+def test_price_counts_the_time_of_the_present_drafts() -> None:
+    """The tokens that drafts add are divided by the time that the drafts take."""
+    cost = StepCost(tuple(range(1, 257)), tuple(1e-3 + 1e-5 * n for n in range(1, 257)))
+    drafted = slot_price(decodes(10), cost, accepted=15.0, slots=20, drafting_s=1e-3)
+    assert drafted == pytest.approx((10 + 15) / (1e-3 + 30e-5 + 1e-3) * 1e-5)
+    expensive = replace(decodes(10), verify_s=7e-4)
+    verified = slot_price(expensive, cost, accepted=15.0, slots=20)
+    assert verified == pytest.approx((10 + 15) / (1e-3 + 30e-5 + 7e-4) * 1e-5)
+
+
+@given(
+    *(costs(), st.integers(1, 24), st.integers(0, 60), st.integers(0, 40)),
+    st.lists(st.lists(st.floats(0.0, 1.0), max_size=8), max_size=24),
+)
+def test_omitted_slots_are_worth_at_most_the_price(cost, sequences, prefill, free, drafts) -> None:
+    """The best omitted slots have a mean survival up to the price, to the end of the next stair."""
+    survivals = [tuple(sorted(draft, reverse=True)) for draft in drafts[:sequences]]
+    step = replace(
+        beside_prompts(sequences, prefill, free, 50 * sequences),
+        slot_budget=1000,
+        candidates=tuple(map(DraftCandidate, survivals)),
+    )
+    assume(step_s(step, cost) > 1e-6)
+    lengths = allocate(step, cost)
+    chosen = [v for draft, n in zip(survivals, lengths, strict=True) for v in draft[:n]]
+    omitted = [v for draft, n in zip(survivals, lengths, strict=True) for v in draft[n:]]
+    price = slot_price(step, cost, sum(chosen), len(chosen))
+    fed = step.tokens + len(chosen) - min(max(len(chosen) - free, 0), prefill)
+    more = cost.next_edge(fed) - fed
+    best = sorted(omitted, reverse=True)[:more]
+    assert sum(best) <= price * more * (1 + 1e-6) + 1e-9
 
 
 def test_prompts_raise_the_price_of_slots() -> None:
