@@ -29,7 +29,7 @@ class LaunchedStep:
         tokens: int64 [sampling rows], the token of each row.
         logprobs: one entry for each part of the plan, None for parts that request none. None if no
             part requests any.
-        started_s: `time.perf_counter` at the launch.
+        started_s: `time.perf_counter` after the host has packed the inputs.
         pooled: the pooled rows of the plan (`pooling.select_pooled`).
     """
 
@@ -88,9 +88,9 @@ class Runner:
 
         The method does not wait for results.
         """
-        started_s = time.perf_counter()
         feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_to_pool(plan)
         inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
+        started_s = time.perf_counter()
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
         pooled = pooling.select_pooled(hidden, inputs.num_samples, inputs.num_pooled)

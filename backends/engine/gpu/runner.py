@@ -113,11 +113,10 @@ class GpuRunner:
         """
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
-        began.record()
         pooled_rows = pooling.rows_to_pool(plan)
         packed = pack_feeds(map(feed_of, plan.work), pooled_rows=pooled_rows)
         walks = pack_walks(plan)
-        shape, fields = self._place(plan, packed, walks, previous)
+        shape, fields = self._place(plan, packed, walks, previous, began)
         num_samples, num_pooled = len(packed.rows.sample_rows), len(pooled_rows)
         logits, pooled = self._forward.run(shape, fields, num_samples, num_pooled)
         pooled = None if pooled is None else to_host(pooled)
@@ -156,14 +155,19 @@ class GpuRunner:
         packed: PackedFeeds,
         walks: PackedWalks,
         previous: LaunchedGpuStep | None,
+        began: torch.cuda.Event,
     ) -> tuple[StepShape, StepFields]:
-        """Copy a step to the device, and insert the tokens that only the device knows."""
+        """Copy a step to the device, and insert the tokens that only the device knows.
+
+        `began` is recorded just before the copy, because packing is work of the host.
+        """
         pending = _pending(plan, previous) if previous is not None else ([], [])
 
         def write(host: HostFields) -> None:
             walks.write(plan, host)
             for name, places in zip(_PENDING, pending, strict=True):
                 host.write(name, places)
+            began.record()
 
         shape, fields = self._forward.place(packed, write)
         if previous is not None and pending[0]:

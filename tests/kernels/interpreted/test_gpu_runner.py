@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from draftgate.backends.engine import runner as cpu_module
+from draftgate.backends.engine import transfer
+from draftgate.backends.engine.gpu import runner as gpu_module
 from draftgate.backends.types import GenerationRequest, TokenLogprob
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
@@ -131,3 +135,36 @@ def test_step_can_be_fetched_after_later_launches() -> None:
     torch.testing.assert_close(
         torch.cat(late._pool.layers)[:, :64], torch.cat(at_once._pool.layers)[:, :64]
     )
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_step_time_excludes_packing(monkeypatch: pytest.MonkeyPatch, *, is_gpu: bool) -> None:
+    """The time of a step begins after the host has packed its input."""
+    now_s = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+
+    def taking(module: object, name: str, seconds: float) -> None:
+        work = getattr(module, name)
+
+        def take(*args: object, **more: object) -> object:
+            now_s[0] += seconds
+            return work(*args, **more)
+
+        monkeypatch.setattr(module, name, take)
+
+    engine = (gpu_engine if is_gpu else cpu_engine)(
+        tiny_config(**ONE_LAYER),
+        tiny_weights(tiny_config(**ONE_LAYER)),
+        setup(speculation_policy("off")),
+    )
+    engine.worker.submit(requests(speculation_policy("off"), n=1)[0])
+    module, packing, device_work = (
+        (gpu_module, "pack_walks", "accept_walk")
+        if is_gpu
+        else (cpu_module, "build_inputs", "draw_tokens")
+    )
+    monkeypatch.setattr(cpu_module, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
+    taking(module, packing, 5.0)
+    taking(module, device_work, 2.0)
+    assert engine.runner.execute(engine.worker.plan()).step_s == pytest.approx(2.0)
