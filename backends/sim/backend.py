@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 from msgspec import structs
 
+from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
@@ -116,8 +117,10 @@ class SimBackend:
     async def _step_forever(self) -> None:
         worker, executor = self._worker, self._executor
         due_s = loop_time_s()
+        ahead: StepPlan | None = None  # the next step, planned while the last step ran
+        overlapped_s = 0.0  # seconds of the last step, which hide the host's work for `ahead`
         while True:
-            plan = worker.plan(loop_time_s())
+            plan = ahead or worker.plan(loop_time_s())
             if plan is None:
                 self._wake.clear()
                 await self._wake.wait()
@@ -127,7 +130,10 @@ class SimBackend:
             # Each step is due a step time after the due time of the last step, so late timers do
             # not add up. But no device compensates for a host that delayed it by more than a step.
             now_s = loop_time_s()
-            due_s = max(due_s, now_s - result.step_s) + executor.host_s + result.step_s
+            waited_s = executor.host_s if ahead is None else executor.host_s - overlapped_s
+            due_s = max(due_s, now_s - result.step_s) + max(waited_s, 0.0) + result.step_s
+            ahead = worker.plan_ahead(plan, now_s) if executor.launches_ahead else None
+            overlapped_s = result.step_s
             await self._sleep(due_s - now_s)
             self._streams.deliver(worker.complete(plan, result, loop_time_s()))
 

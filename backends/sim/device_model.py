@@ -56,7 +56,13 @@ NOISE_PERIOD: Final = 1 << 16
 
 
 class DeviceModel(Protocol):
-    """Knows the true durations. The host works before the step to which its work belongs."""
+    """Knows the true durations. The host works before the step to which its work belongs.
+
+    Attributes:
+        launches_ahead: whether a step may be launched while the previous step runs.
+    """
+
+    launches_ahead: bool
 
     def draft(self, proposer: str, sequences: int, depth: int) -> float:
         """Charge one draft of `depth` tokens for each sequence; return the seconds of a depth."""
@@ -82,6 +88,7 @@ class ProfileDevice:
         self._cost = profile.cost
         self._draft = profile.draft
         self._host = profile.host
+        self.launches_ahead = profile.host.launches_ahead
         self._drafting_s = 0.0
 
     def draft(self, proposer: str, sequences: int, depth: int) -> float:
@@ -219,6 +226,8 @@ class ServiceTimeDevice:
     request that is cancelled, or ends at a stop string, has used the shares of its tokens. The
     scheduler serves one sequence at a time (`max_num_seqs = 1`).
     """
+
+    launches_ahead = False
 
     def __init__(self, service_s: Callable[[GenerationRequest], float]) -> None:
         """Store the function that returns the seconds of a request."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.proposer import DraftRequest
-from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
 from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
@@ -23,14 +23,18 @@ class SimExecutor:
     """An `Executor` that takes no real time and reports how long a step would have taken.
 
     Attributes:
-        drafting_s: seconds of drafting before the last step. `StepResult.step_s` omits them,
-            because drafts are made while the step is planned.
+        host_s: seconds of the host's work for the last step, which `StepResult.step_s` omits.
     """
 
     def __init__(self, tokens: SimulatedTokens, device: DeviceModel) -> None:
         self._tokens = tokens
         self._device = device
         self.host_s = 0.0
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether a step may be launched while the previous step runs."""
+        return self._device.launches_ahead
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: the agreeing part of each draft and the next token."""
@@ -45,7 +49,8 @@ class SimExecutor:
         return StepResult(emitted, logprobs, self._device.step_s(plan, emitted))
 
     def _emit(self, work: SequenceWork) -> tuple[int, ...]:
-        if not work.samples:
+        # A step that was planned ahead may contain sequences that have ended since then.
+        if not work.samples or work.sequence.state is SequenceState.FINISHED:
             return ()
         true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)
         if not work.draft.token_ids:  # the usual case

@@ -36,15 +36,18 @@ class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class HostCost(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Time of the host for which the device waits, without drafting.
+    """Time of the host to plan, launch and account for a step, without drafting.
 
     Attributes:
         step_s: seconds per step.
         sequence_s: seconds per sequence of a step.
+        launches_ahead: whether a step may be launched while the previous step runs, which hides
+            this time. Otherwise the device always waits for the host.
     """
 
     step_s: _Seconds = 0.0
     sequence_s: _Seconds = 0.0
+    launches_ahead: bool = False
 
 
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -200,7 +203,10 @@ def _scaled(profile: Profile, factor: Callable[[], float]) -> Profile:
         name: DraftCost(cost(true.depths), true.call_s * factor(), true.sequence_s * factor())
         for name, true in sorted(profile.draft.items())
     }
-    host = HostCost(profile.host.step_s * factor(), profile.host.sequence_s * factor())
+    true_host = profile.host
+    host = HostCost(
+        true_host.step_s * factor(), true_host.sequence_s * factor(), true_host.launches_ahead
+    )
     return replace(profile, cost=scaled, draft=draft, host=host)
 
 

@@ -78,13 +78,23 @@ class TextlessWorker(WorkerCore):
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """See `WorkerCore`."""
         plan = super().plan(now_s)
+        self._log_scheduled(plan, now_s)
+        return plan
+
+    def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
+        """See `WorkerCore`."""
+        following = super().plan_ahead(plan, now_s)
+        self._log_scheduled(following, now_s)
+        return following
+
+    def _log_scheduled(self, plan: StepPlan | None, now_s: float | None) -> None:
+        """Record the first step of each request."""
         if plan is not None and self._unscheduled:
             for work in plan.work:
                 request_id = work.sequence.request.request_id
                 if request_id in self._unscheduled:
                     self._unscheduled.remove(request_id)
                     self._log.deliveries[request_id].scheduled_s = now_s
-        return plan
 
     def complete(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None

@@ -134,7 +134,11 @@ def measure() -> dict[str, Any]:
         "kv_token_s": round(cost.kv_token_s, 12),
         "sequence_s": round(cost.sequence_s, 9),
         "prefill_attention_s": round(cost.pair_s, 13),
-        "host": {"step_s": round(host_step_s, 7), "sequence_s": round(host_sequence_s, 9)},
+        "host": {
+            "step_s": round(host_step_s, 7),
+            "sequence_s": round(host_sequence_s, 9),
+            "launches_ahead": runner.launcher is not None,
+        },
         "draft": {"ngram": {"call_s": round(call_s, 8), "sequence_s": round(lookup_s, 9)}},
         "kv_token_bytes": config.kv_bytes_per_token(4),
     }

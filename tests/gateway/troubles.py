@@ -95,6 +95,10 @@ class FaultyExecutor:
     def host_s(self) -> float:
         return self._device.host_s
 
+    @property
+    def launches_ahead(self) -> bool:
+        return self._device.launches_ahead
+
     def execute(self, plan: StepPlan) -> StepResult:
         self._broken = self._broken or self._fault.breaks(plan)
         if self._broken:
