@@ -85,8 +85,13 @@ class Contender(NamedTuple):
 
 
 @contextmanager
-def serving(policies: Sequence[str], scratch: Path) -> Iterator[dict[str, Server]]:
+def serving(
+    policies: Sequence[str], proposer: str | None, scratch: Path
+) -> Iterator[dict[str, Server]]:
     """Run a server for each policy while the context lasts.
+
+    Args:
+        proposer: the only proposer of all servers, or None for all proposers.
 
     Raises:
         RuntimeError: a server does not start.
@@ -95,7 +100,8 @@ def serving(policies: Sequence[str], scratch: Path) -> Iterator[dict[str, Server
     with ExitStack() as stack:
         servers = {}
         for policy in policies:
-            flags = [*FLAGS, "--speculation", policy]
+            only = [] if proposer is None else ["--proposer", proposer]
+            flags = [*FLAGS, "--speculation", policy, *only]
             servers[policy] = stack.enter_context(
                 run_server(flags, scratch, core, backend="engine", variables=fresh_cache(scratch))
             )
@@ -299,7 +305,7 @@ def read_runs(path: Path | None, head: Mapping[str, Any]) -> list[Run]:
     if path is None or not path.exists():
         return []
     before = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("format", "policies", "prompts", "seed", "commit", "device"):
+    for name in ("format", "policies", "proposer", "prompts", "seed", "commit", "device"):
         if before.get(name) != head[name]:
             raise SystemExit(
                 f"{path} has {name} {before.get(name)}, not {head[name]}: choose another file"
@@ -316,6 +322,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", type=Path, help="write the results to this file, or continue it")
     add("--policies", default=POLICIES, help=f"comma-separated policies, including {JUDGED}")
+    add("--proposer", help="the only proposer of all servers (default: all proposers)")
     add("--outputs", nargs="+", choices=OUTPUTS, default=OUTPUTS)
     add("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     add("--streams", nargs="+", type=int, default=STREAMS)
@@ -345,13 +352,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "disturbed": busy > BUSY_LIMIT,
         "load_before": os.getloadavg()[0],
         "policies": policies,
+        "proposer": args.proposer,
         "prompts": args.prompts,
         "seed": args.seed,
     }
     runs = read_runs(args.json, head)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        serving(policies, Path(scratch)) as servers,
+        serving(policies, args.proposer, Path(scratch)) as servers,
         on_core(two_cores().clients),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):

@@ -55,7 +55,7 @@ def run(number: int, policy: str, rate: float, cell: Cell = CELL) -> Run:
 
 def head(**fields) -> dict:
     """Return the settings of a measurement."""
-    values = {"format": FORMAT, "policies": POLICIES, "prompts": 2, "seed": 0}
+    values = {"format": FORMAT, "policies": POLICIES, "proposer": None, "prompts": 2, "seed": 0}
     return {**values, "commit": "c", "device": "d", **fields}
 
 
