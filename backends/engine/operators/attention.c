@@ -15,6 +15,13 @@ enum { ROWS = 4, MAX_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANE
 /* Vectors per row of one pass over the values. The sums of ROWS rows fit into the registers. */
 enum { SUMMED = LANES == 8 ? 2 : 4 };
 
+/* Vectors of transposed keys that ROWS rows read together. */
+enum { COLUMNS = 2, BLOCK = COLUMNS * LANES };
+
+/* Minimum rows for which transposed keys pay. With vectors of 4 lanes, they never pay. With 64 rows
+ * and heads of 32, they save 18% of the time with AVX-512, and 8% with AVX2 (Zen 4, 2026-11-22). */
+enum { MANY_ROWS = LANES > 4 ? 16 : MAX_ROWS + 1 };
+
 /* Tokens `row` to `row + tokens` of the step, the first at `position`. Keys before `tail_start` are
  * in pages of `page_tokens` slots, later keys in the slots of `tail`. */
 typedef struct {
@@ -32,26 +39,94 @@ typedef struct {
     int64_t num_chunks;
 } Step;
 
+/* Keys of a tile: begin <= key < end. */
+typedef struct {
+    int begin, end;
+} Keys;
+
 /* Running maximum and sum of a row, and its visible keys of the tile: begin <= key < end. */
 typedef struct {
     float most, total;
     int begin, end;
 } Row;
 
-/* Computes the scores of `count` rows with LANES keys. query: [count][VECTORS]. */
+/* All rows of a chunk that share a KV head. */
+typedef struct {
+    int count;
+    Row rows[MAX_ROWS];
+    Vec query[MAX_ROWS][VECTORS], sums[MAX_ROWS][VECTORS], scores[MAX_ROWS][GROUPS];
+} Rows;
+
+/* Returns the first product of a partial sum. Of two products, gcc may fuse either with the sum.
+ * Adding 0 leaves no choice, so that `score` and `score_columns` round alike. */
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define FIRST(product) ((product) + 0.0f)
+#else
+#define FIRST(product) (product)
+#endif
+
+/* Computes the scores of `count` rows with LANES keys. query: [count][VECTORS].
+ *
+ * A score is the sum of LANES partial sums along the head, added as a binary tree of neighbours. */
 INLINE void score(
     Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {
     Vec parts[ROWS][LANES];
     for (int key = 0; key < LANES; key++) {
         Vec part[ROWS];
-        for (int v = 0; v < VECTORS; v++) {
-            Vec k = load(keys + at[key] + v * LANES);
-            for (int r = 0; r < count; r++)
-                part[r] = v ? part[r] + k * query[r * VECTORS + v] : k * query[r * VECTORS];
+        Vec k = load(keys + at[key]);
+        for (int r = 0; r < count; r++) part[r] = FIRST(k * query[r * VECTORS]);
+        for (int v = 1; v < VECTORS; v++) {
+            k = load(keys + at[key] + v * LANES);
+            for (int r = 0; r < count; r++) part[r] = part[r] + k * query[r * VECTORS + v];
         }
         for (int r = 0; r < count; r++) parts[r][key] = part[r];
     }
     for (int r = 0; r < count; r++) scores[r][0] = sums_of(parts[r]);
+}
+
+/* Copies COLUMNS * LANES keys so that `to[i]` holds element i of every key. */
+INLINE void transpose_keys(Vec (*to)[COLUMNS], const Number *keys, const int64_t *at) {
+    for (int c = 0; c < COLUMNS; c++)
+        for (int v = 0; v < VECTORS; v++) {
+            Vec block[LANES];
+            for (int i = 0; i < LANES; i++) block[i] = load(keys + at[c * LANES + i] + v * LANES);
+            transpose(block);
+            for (int i = 0; i < LANES; i++) to[v * LANES + i][c] = block[i];
+        }
+}
+
+/* Computes the partial sums of `count` rows with COLUMNS * LANES keys. */
+INLINE void add_products(
+    Vec (*part)[COLUMNS], const float *query, const Vec (*columns)[COLUMNS], int lane, int count) {
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < COLUMNS; c++)
+            part[r][c] = FIRST(columns[lane][c] * query[r * HEAD_DIM + lane]);
+    for (int i = lane + LANES; i < HEAD_DIM; i += LANES)
+        for (int r = 0; r < count; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                part[r][c] = part[r][c] + columns[i][c] * query[r * HEAD_DIM + i];
+}
+
+/* Computes the same scores as `score`, with the same operations, for COLUMNS * LANES keys. */
+INLINE void score_columns(
+    Vec (*scores)[GROUPS], const float *query, const Vec (*columns)[COLUMNS], int count) {
+    enum { LEVELS = LANES == 16 ? 4 : LANES == 8 ? 3 : 2 };
+    Vec trees[LEVELS][ROWS][COLUMNS]; /* sums of 2, 4, ... neighbouring partial sums */
+    for (int pair = 0; pair < LANES / 2; pair++) {
+        Vec part[ROWS][COLUMNS], odd[ROWS][COLUMNS];
+        add_products(part, query, columns, 2 * pair, count);
+        add_products(odd, query, columns, 2 * pair + 1, count);
+        for (int r = 0; r < count; r++)
+            for (int c = 0; c < COLUMNS; c++) part[r][c] = part[r][c] + odd[r][c];
+        int level = 0;
+        for (; pair >> level & 1; level++)
+            for (int r = 0; r < count; r++)
+                for (int c = 0; c < COLUMNS; c++) part[r][c] = trees[level][r][c] + part[r][c];
+        for (int r = 0; r < count; r++)
+            for (int c = 0; c < COLUMNS; c++) trees[level][r][c] = part[r][c];
+    }
+    for (int r = 0; r < count; r++)
+        for (int c = 0; c < COLUMNS; c++) scores[r][c] = trees[LEVELS - 1][r][c];
 }
 
 /* Replaces a row's scores by weights, and rescales its sums to the new maximum. */
@@ -97,25 +172,6 @@ INLINE void add_values(
     }
 }
 
-/* Attends `count` rows to one tile. `at` holds the offsets of the tile's keys in a strip. */
-INLINE void attend_tile(
-    Row *rows, Vec *sums, const Vec *query, const Number *keys, const Number *values,
-    const int64_t *at, int count) {
-    Vec scores[ROWS][GROUPS];
-    int begin = TILE, end = 0;
-    for (int r = 0; r < count; r++) {
-        if (rows[r].end <= rows[r].begin) continue;
-        begin = rows[r].begin < begin ? rows[r].begin : begin;
-        end = rows[r].end > end ? rows[r].end : end;
-    }
-    int first = begin / LANES, last = (end + LANES - 1) / LANES;
-    for (int group = first; group < last; group++)
-        score((Vec(*)[GROUPS])&scores[0][group], query, keys, at + group * LANES, count);
-    if (end <= begin) return;
-    for (int r = 0; r < count; r++) weigh(rows + r, sums + r * VECTORS, scores[r], first, last);
-    add_values(sums, (const float(*)[TILE])scores, values, at, begin, end, count);
-}
-
 /* Writes the offsets of a tile's keys in a strip, and 0 for keys past the context. */
 INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
     int64_t begin = tile * TILE, end = chunk->position + chunk->tokens, i = 0;
@@ -142,19 +198,90 @@ INLINE void set_visible_keys(
     }
 }
 
+/* Returns the keys of a tile that at least one of `count` rows attends to. */
+INLINE Keys visible_keys(const Row *rows, int count) {
+    Keys keys = {TILE, 0};
+    for (int r = 0; r < count; r++) {
+        if (rows[r].end <= rows[r].begin) continue;
+        keys.begin = rows[r].begin < keys.begin ? rows[r].begin : keys.begin;
+        keys.end = rows[r].end > keys.end ? rows[r].end : keys.end;
+    }
+    return keys;
+}
+
+/* Computes the scores of `count` rows from `r` on with the keys of a tile. */
+INLINE void score_tile(Rows *rows, int r, const Number *keys, const int64_t *at, int count) {
+    Keys visible = visible_keys(rows->rows + r, count);
+    for (int key = visible.begin / LANES * LANES; key < visible.end; key += LANES)
+        score((Vec(*)[GROUPS])&rows->scores[r][key / LANES], rows->query[r], keys, at + key, count);
+}
+
+/* Computes the scores of `count` rows from `r` on with a block of transposed keys. */
+INLINE void score_block(
+    Rows *rows, int r, const Vec (*columns)[COLUMNS], int block, int count) {
+    Keys visible = visible_keys(rows->rows + r, count);
+    if (visible.begin >= block + BLOCK || visible.end <= block) return;
+    score_columns(
+        (Vec(*)[GROUPS])&rows->scores[r][block / LANES], (const float *)rows->query[r], columns,
+        count);
+}
+
+/* Adds the values of a tile to the sums of `count` rows from `r` on, by their scores. */
+INLINE void add_tile(Rows *rows, int r, const Number *values, const int64_t *at, int count) {
+    Keys visible = visible_keys(rows->rows + r, count);
+    if (visible.end <= visible.begin) return;
+    int first = visible.begin / LANES, last = (visible.end + LANES - 1) / LANES;
+    for (int i = r; i < r + count; i++)
+        weigh(rows->rows + i, rows->sums[i], rows->scores[i], first, last);
+    add_values(
+        rows->sums[r], (const float(*)[TILE])rows->scores[r], values, at, visible.begin,
+        visible.end, count);
+}
+
+/* Calls `f` for all rows, in groups of a constant number of rows. */
+#define BY_ROWS(rows, f, ...)                                                                    \
+    for (int r = 0; r < (rows)->count;) {                                                        \
+        int left = (rows)->count - r;                                                            \
+        if (left >= ROWS) {                                                                      \
+            f(rows, r, __VA_ARGS__, ROWS);                                                       \
+            r += ROWS;                                                                           \
+        } else if (left >= 2) {                                                                  \
+            f(rows, r, __VA_ARGS__, 2);                                                          \
+            r += 2;                                                                              \
+        } else {                                                                                 \
+            f(rows, r, __VA_ARGS__, 1);                                                          \
+            r += 1;                                                                              \
+        }                                                                                        \
+    }
+
+/* Attends all rows to a tile, whose keys have the offsets `at` in a strip. */
+static void attend_tile(
+    Rows *rows, const Number *keys, const Number *values, const int64_t *at) {
+    if (rows->count < MANY_ROWS) {
+        BY_ROWS(rows, score_tile, keys, at)
+    } else {
+        Keys visible = visible_keys(rows->rows, rows->count);
+        for (int block = visible.begin / BLOCK * BLOCK; block < visible.end; block += BLOCK) {
+            Vec columns[HEAD_DIM][COLUMNS];
+            transpose_keys(columns, keys, at + block);
+            BY_ROWS(rows, score_block, (const Vec(*)[COLUMNS])columns, block)
+        }
+    }
+    BY_ROWS(rows, add_tile, values, at)
+}
+
 /* Attends all rows of a chunk that share a KV head. */
 static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t group = step->heads / step->kv_heads;
-    int count = (int)(chunk->tokens * group);
-    Vec query[MAX_ROWS * VECTORS], sums[MAX_ROWS * VECTORS];
-    Row rows[MAX_ROWS];
+    Rows rows;
+    rows.count = (int)(chunk->tokens * group);
     int64_t to[MAX_ROWS], at[TILE];
-    for (int r = 0; r < count; r++) {
+    for (int r = 0; r < rows.count; r++) {
         to[r] = ((chunk->row + r / group) * step->heads + head * group + r % group) * HEAD_DIM;
-        rows[r] = (Row){-INFINITY, 0.0f, 0, 0};
+        rows.rows[r] = (Row){-INFINITY, 0.0f, 0, 0};
         for (int v = 0; v < VECTORS; v++) {
-            query[r * VECTORS + v] = load(step->query + to[r] + v * LANES);
-            sums[r * VECTORS + v] = all(0.0f);
+            rows.query[r][v] = load(step->query + to[r] + v * LANES);
+            rows.sums[r][v] = all(0.0f);
         }
     }
     const Number *keys = step->kv + head * step->strip;
@@ -163,19 +290,12 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     int64_t end = chunk->position + chunk->tokens;
     for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
         find_keys(at, chunk, tile);
-        set_visible_keys(rows, step, chunk, tile, group);
-        int r = 0;
-        for (; r + ROWS <= count; r += ROWS)
-            attend_tile(
-                rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, ROWS);
-        for (; r + 2 <= count; r += 2)
-            attend_tile(rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, 2);
-        for (; r < count; r++)
-            attend_tile(rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, 1);
+        set_visible_keys(rows.rows, step, chunk, tile, group);
+        attend_tile(&rows, keys, values, at);
     }
-    for (int r = 0; r < count; r++)
+    for (int r = 0; r < rows.count; r++)
         for (int v = 0; v < VECTORS; v++)
-            store(step->out + to[r] + v * LANES, sums[r * VECTORS + v] / rows[r].total);
+            store(step->out + to[r] + v * LANES, rows.sums[r][v] / rows.rows[r].total);
 }
 
 /* Attends every row of a step, and leaves the output of rows outside all chunks unchanged.

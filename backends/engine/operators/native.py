@@ -111,7 +111,7 @@ class NativeOperators:
     def begin(self, inputs: StepInputs) -> NativeStep:
         """Divide the step's spans into chunks."""
         config = self._config
-        chunks, tables = _chunks(inputs.spans, self._chunk_tokens)
+        chunks, tables = chunks_of(inputs.spans, self._chunk_tokens)
         attention = _Attention(
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -185,7 +185,7 @@ class NativeOperators:
         return out
 
 
-def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
+def chunks_of(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
     """Return the chunks of a step, and the tables that they point to."""
     chunks: list[int] = []
     tables: list[array[int]] = []

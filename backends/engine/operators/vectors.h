@@ -131,4 +131,28 @@ INLINE Vec sums_of(Vec *parts) {
     return parts[0];
 }
 
+/* Swaps the upper lanes of a row with the lower lanes of the row at a distance, in groups of
+ * 2 * distance lanes. */
+#define SWAP(rows, distance)                                                                     \
+    for (int i = 0; i < LANES; i++) {                                                            \
+        if (i & (distance)) continue;                                                            \
+        const Ints lanes = LANE_NUMBERS, upper = (lanes & (distance)) != 0;                      \
+        const Ints first = lanes + (upper & (LANES - (distance))), second = first + (distance);  \
+        Vec a = (rows)[i], b = (rows)[i + (distance)];                                           \
+        (rows)[i] = __builtin_shuffle(a, b, first);                                              \
+        (rows)[i + (distance)] = __builtin_shuffle(a, b, second);                                \
+    }
+
+/* Transposes a matrix of LANES rows in place. */
+INLINE void transpose(Vec *rows) {
+    SWAP(rows, 1)
+    SWAP(rows, 2)
+#if LANES > 4
+    SWAP(rows, 4)
+#endif
+#if LANES > 8
+    SWAP(rows, 8)
+#endif
+}
+
 #endif
