@@ -109,6 +109,7 @@ app.command()(simulate)
 
 BENCHES: Final = {
     "engine": "bench.engine",
+    "operators": "bench.engine.operators",
     "host": "bench.engine.host",
     "streams": "bench.engine.streams",
     "kernels": "bench.engine.kernels",

@@ -134,10 +134,13 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
     const Ints lanes = LANE_NUMBERS;
     Vec best = all(-INFINITY), total = all(0.0f);
     for (int group = first; group < last; group++) {
-        Ints key = lanes + group * LANES;
-        Ints seen = (key >= row->begin) & (key < row->end);
-        scores[group] = choose(seen, scores[group], all(-INFINITY));
-        best = choose(scores[group] > best, scores[group], best);
+        int key = group * LANES;
+        if (key < row->begin || key + LANES > row->end) {
+            Ints keys = lanes + key;
+            Ints seen = (keys >= row->begin) & (keys < row->end);
+            scores[group] = choose(seen, scores[group], all(-INFINITY));
+        }
+        best = larger(best, scores[group]);
     }
     float most = largest(best);
     most = most > row->most ? most : row->most;

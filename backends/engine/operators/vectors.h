@@ -12,6 +12,8 @@
 #include <string.h>
 #ifdef __SSE4_1__
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -45,6 +47,22 @@ typedef float Number;
 
 INLINE Vec all(float x) { return (Vec){} + x; }
 
+/* Returns the larger number of each lane. */
+INLINE Vec larger(Vec a, Vec b) {
+    /* gcc takes several instructions for a comparison and a choice. */
+#if defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE4_1__)
+    return (Vec)_mm_max_ps((__m128)a, (__m128)b);
+#elif defined(__ARM_NEON)
+    return (Vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+    return (Vec)(((a > b) & (Ints)a) | (~(a > b) & (Ints)b));
+#endif
+}
+
 INLINE Vec choose(Ints yes, Vec a, Vec b) { return (Vec)((yes & (Ints)a) | (~yes & (Ints)b)); }
 
 INLINE Vec load(const Number *at) {
@@ -75,11 +93,10 @@ INLINE Vec store(Number *at, Vec value) {
 #endif
 }
 
-/* exp(x) for x <= 0, within 2 ulp, 0 below -87. From Cephes' expf: 2^n times a polynomial. */
+/* exp(x) for x <= 0, within 2 ulp, 0 below -87.7. From Cephes' expf: 2^n times a polynomial. */
 INLINE Vec exponential(Vec x) {
     const float magic = 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
-    Ints inside = x > -87.0f;
-    x = choose(inside, x, all(-87.0f));
+    x = larger(x, all(-88.0f));      /* n = -127, for which 2^n has the bits of 0 */
     Vec shifted = x * 1.44269504f + magic;
     Vec n = shifted - magic;
     Vec r = x - n * 0.693359375f;
@@ -91,8 +108,7 @@ INLINE Vec exponential(Vec x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    Vec scaled = (Vec)((Ints)y + (((Ints)shifted - (Ints)all(magic)) << 23));
-    return choose(inside, scaled, all(0.0f));
+    return y * (Vec)(((Ints)shifted - ((Ints)all(magic) - 127)) << 23);
 }
 
 INLINE float largest(Vec x) {
