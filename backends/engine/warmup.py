@@ -52,8 +52,8 @@ median, a start on a busy machine measured 11 ms for 48 tokens and 26 ms for 64 
 """
 
 TIMED_TEMPERATURE: Final = 1.0
-"""Temperature of timed steps, the default of the API. A sampled row takes the shipped model 0.18 ms
-and a greedy row 0.12 ms (steps of 16 to 64 rows, Zen 5, 2026-11-22). With the times of greedy rows,
+"""Temperature of timed steps, the default of the API. A sampled row takes the shipped model 0.16 to
+0.18 ms, and a greedy row 0.11 to 0.13 ms (16 to 64 rows, Zen 5, 2026-11-22). With greedy rows,
 sampled slots seem too cheap, and `auto` verifies too many.
 """
 
