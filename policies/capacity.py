@@ -101,7 +101,7 @@ def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
 
 
 def active_sequences(usage: WorkerUsage) -> int:
-    """Return how many of this gateway's sequences run on the worker or will start soon.
+    """Return the number of this gateway's sequences that run on the worker or wait there.
 
     The number excludes paused sequences, and complete sequences that clients still read. Otherwise
     a few stopped readers would block every other request.

@@ -29,7 +29,7 @@ class Grammar(Protocol):
         ...
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of these tokens may follow in this order, without changing the state."""
+        """Return how many of the tokens the grammar allows in a row. The state does not change."""
         ...
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ class LocalService:
             ) from None
 
     async def finish(self) -> int:
-        """Wait until the service exits by itself and return its exit status."""
+        """Wait for the service to exit on its own, and return its exit status."""
         assert self._process is not None
         return await self._process.wait()
 

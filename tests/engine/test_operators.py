@@ -207,7 +207,7 @@ def runner_of(decoder: Decoder, dtype: torch.dtype) -> Runner:
     [(250, 704, 8, 4, 32), (256, 700, 8, 4, 32), (256, 704, 8, 4, 24), (256, 96, 65, 1, 16)],
 )
 def test_unsupported_shapes_use_torch(shape: tuple[int, ...]) -> None:
-    """The model uses torch if a width is no multiple of 16 or a KV head has too many query
+    """The model uses torch if a width is not a multiple of 16, or if a KV head has too many query
     heads."""
     operators = operators_for(shaped(shape), torch.float32, 8)
     assert operators.name == f"torch-{torch.__version__}"

@@ -192,7 +192,7 @@ async def test_every_documented_bound_is_enforced(
     for name, (path, least) in BODIES.items():
         for field, schema in served_document["components"]["schemas"][name]["properties"].items():
             found = [probe for branch in branches(schema) for probe in probes(branch)]
-            # Another branch may accept the value: [1] is no list of texts, but a list of ids.
+            # Another alternative may accept the value: [1] is a list of ids, though not of texts.
             for value, allowed in found:
                 if (value, True) in found and not allowed:
                     continue
