@@ -6,7 +6,10 @@ replays them. A recording contains no tokens and no text.
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -258,6 +261,26 @@ class RecordingFile(msgspec.Struct, frozen=True, kw_only=True):
             yield separator + text
             separator = b",\n"
         yield b"\n]}\n"
+
+
+def read_recording(path: Path) -> RecordingFile:
+    """Read a recording, which is compressed if its name ends with `.gz`.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read or is damaged. The message names it.
+    """
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        return msgspec.json.decode(content, type=RecordingFile)
+    except FileNotFoundError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
+        raise ValueError(f"damaged recording {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read recording {path}: {error.strerror}") from error
 
 
 def _last_right(guess: Guess) -> int:

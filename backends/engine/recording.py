@@ -20,7 +20,7 @@ from draftgate import __version__
 from draftgate.backends.core.draft_recorder import DraftRecorder
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.recording import SLOTS, RecordingFile
+from draftgate.backends.recording import SLOTS, RecordingFile, read_recording
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 
@@ -191,14 +191,11 @@ def open_recording(
 def _read_texts(path: Path, source: str) -> list[bytes]:
     """Return the encoded texts of an earlier recording, or none without a file."""
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        file = msgspec.json.decode(content, type=RecordingFile)
+        file = read_recording(path)
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, ValueError) as error:  # msgspec raises subclasses of ValueError
-        raise ValueError(f"--record-acceptance: {path} is not a recording: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"--record-acceptance: {error}") from error
     if file.source != source:
         raise ValueError(
             f"--record-acceptance: {path} was recorded by another worker ({file.source}), not by "

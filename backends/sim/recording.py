@@ -9,7 +9,6 @@ model, and `llama-3.1-8b`, from the texts of "Speculative Decoding: Performance 
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from draftgate.backends.recording import RecordingFile, Text
+from draftgate.backends.recording import RecordingFile, Text, read_recording
 
 RECORDINGS: Final = Path(__file__).parent / "recordings"
 
@@ -96,18 +95,15 @@ def load_recording(name_or_file: str) -> Recording:
     shipped = [path for path in RECORDINGS.glob("*.json*") if _name(path) == name_or_file]
     path = shipped[0] if shipped else Path(name_or_file)
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        return Recording(msgspec.json.decode(content, type=RecordingFile))
+        file = read_recording(path)
     except FileNotFoundError as error:
         known = ", ".join(recording_names())
         raise ValueError(
             f"no recording {name_or_file!r}: expected the path of a file or one of {known}"
         ) from error
-    except OSError as error:
-        raise ValueError(f"cannot read recording {path}: {error.strerror}") from error
-    except (EOFError, KeyError, ValueError, msgspec.MsgspecError) as error:
+    try:
+        return Recording(file)
+    except (KeyError, ValueError) as error:
         raise ValueError(f"damaged recording {path}: {error}") from error
 
 
