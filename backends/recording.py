@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.recorded_run import Call, RecordedWorker
 
 SLOTS: Final = 16
 """Length of the longest recorded draft, which is the longest that `auto` plans."""
@@ -240,27 +242,47 @@ class RecordingFile(msgspec.Struct, frozen=True, kw_only=True):
         slots: longest recorded draft.
         classes: the task whose texts a class of requests replays. `*` stands for classes that are
             neither named here nor the name of a task.
+        worker: the worker at the start of the recorded run, if the run is recorded.
+        gap: why the run cannot be replayed, if a worker recorded it only in part.
+        calls: calls of the worker's scheduler, in order.
     """
 
     format: Literal["acceptance/1", "acceptance/2"] = "acceptance/1"
     source: str
     slots: int
     classes: dict[str, str] = {}
+    worker: RecordedWorker | UnsetType = UNSET
+    gap: str | UnsetType = UNSET
     texts: tuple[Text, ...]
+    calls: tuple[Call, ...] | UnsetType = UNSET
 
     def encode(self) -> bytes:
-        """Return the content of a JSON file with one text per line."""
-        return b"".join(self.lines(map(msgspec.json.encode, self.texts)))
+        """Return the content of a JSON file with one text or call per line."""
+        calls = () if self.calls is UNSET else self.calls
+        encode = msgspec.json.encode
+        return b"".join(self.lines(map(encode, self.texts), map(encode, calls)))
 
-    def lines(self, texts: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the content of the file with these encoded texts in place of its own."""
-        head = msgspec.json.encode(msgspec.structs.replace(self, texts=()))
+    def lines(self, texts: Iterable[bytes], calls: Iterable[bytes] = ()) -> Iterator[bytes]:
+        """Yield the content of the file with these encoded parts in place of its own.
+
+        The file has calls if it has a worker.
+        """
+        head = msgspec.json.encode(msgspec.structs.replace(self, texts=(), calls=UNSET))
         yield head.removesuffix(b"]}")
-        separator = b"\n"
-        for text in texts:
-            yield separator + text
-            separator = b",\n"
-        yield b"\n]}\n"
+        yield from _array(texts)
+        if self.worker is not UNSET:
+            yield b'],"calls":['
+            yield from _array(calls)
+        yield b"]}\n"
+
+
+def _array(items: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the encoded items of an array, one per line."""
+    separator = b"\n"
+    for item in items:
+        yield separator + item
+        separator = b",\n"
+    yield b"\n"
 
 
 def read_recording(path: Path) -> RecordingFile:

@@ -63,8 +63,9 @@ class Accounting:
     def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append the emitted tokens, settle the blocks, and return the tokens that are kept."""
         sequence, accepted = work.sequence, len(emitted) - 1
-        self._drafting.learn(sequence, emitted)
         kept = self._append(sequence, emitted)
+        # Tokens after the end are not part of the text, and no recording contains them.
+        self._drafting.learn(sequence, kept)
         sequence.num_computed = work.start + len(work.token_ids) + accepted
         within_block = sequence.num_computed % self._blocks.block_size
         fed_one = len(work.token_ids) == 1 and not work.draft.token_ids

@@ -297,7 +297,7 @@ def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: flo
     """Set the weights of the sequences, and return the step with their total weight."""
     step_s = cost.seconds(view.tokens, view.kv_tokens, view.sequences)
     for sequence in decodes:
-        due_s = sequence.next_due_s
-        laxity_s = None if due_s is None else due_s - now_s - step_s
+        due_in_s = sequence.due_in_s(now_s)
+        laxity_s = None if due_in_s is None else due_in_s - step_s
         sequence.weight = weight(laxity_s, sequence.request.service)
     return replace(view, weight=sum(sequence.weight for sequence in decodes))

@@ -106,10 +106,23 @@ class DraftRecorder:
                 choice.choice: self._copy(request, choice) for choice in request.choices
             }
 
-    def cancel(self, request_id: str) -> None:
-        """Drop the record of a request that ends without a result."""
-        for copy in self._open.pop(request_id, {}).values():
+    def cancel(self, request_id: str) -> list[Text]:
+        """End a request without a result, and return its texts so far.
+
+        The last position of a text has the drafts for a token that was never known.
+        """
+        copies = list(self._open.pop(request_id, {}).values())
+        for copy in copies:
+            copy.has_ended = True
+            copy.settle()
+            for name, drafts in copy.open.items():
+                copy.guesses[name] += [Guess.of(draft, ()) for draft in drafts]
             self._forget(copy)
+        return [self._text(copy) for copy in copies if copy.sequence.output_tokens]
+
+    def cancel_all(self) -> list[Text]:
+        """End all open requests, and return their texts so far."""
+        return [text for request_id in tuple(self._open) for text in self.cancel(request_id)]
 
     def observe(self, deltas: Iterable[tuple[str, Delta]]) -> list[Text]:
         """Record the positions of a step's tokens, and return the texts that have ended."""

@@ -27,7 +27,7 @@ from draftgate.backends.types import (
 )
 from draftgate.policies.speculation.revision import DraftingSwitch, PlanRevision
 from draftgate.policies.speculation.survival import RequestRecord
-from draftgate.policies.speculation.weights import next_due_s
+from draftgate.policies.speculation.weights import due_in_s
 from draftgate.policies.types import ANYTIME
 
 
@@ -165,13 +165,12 @@ class Sequence:
         """Number of tokens that may still be generated."""
         return self.most_tokens - len(self.token_ids)
 
-    @property
-    def next_due_s(self) -> float | None:
-        """Time when the next token is due, on the worker's clock, or None without a target."""
+    def due_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until the next token is due, or None without a target."""
         if self.first_token_s is None:
             return None
         tokens = 1 + self.output_tokens - self.first_output_tokens
-        return next_due_s(self.request.service, self.first_token_s, tokens)
+        return due_in_s(self.request.service, now_s - self.first_token_s, tokens)
 
     @property
     def stops_at_eos(self) -> bool:

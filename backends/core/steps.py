@@ -188,9 +188,10 @@ class StepBuilder:
         left_s = []
         if now_s is not None:
             for work in decodes:
-                due_s, tpot_s = work.sequence.next_due_s, work.sequence.request.service.tpot_s
-                if due_s is not None and tpot_s is not None:
-                    left_s.append(max(longest_wait_s(due_s - now_s, tpot_s) - drafting_s, 0.0))
+                due_in_s = work.sequence.due_in_s(now_s)
+                tpot_s = work.sequence.request.service.tpot_s
+                if due_in_s is not None and tpot_s is not None:
+                    left_s.append(max(longest_wait_s(due_in_s, tpot_s) - drafting_s, 0.0))
         return BatchView(
             tokens=sum([work.num_tokens for work in decodes]),
             kv_tokens=sum([work.context_tokens for work in decodes]),

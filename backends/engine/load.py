@@ -21,6 +21,7 @@ from draftgate.backends.checkpoints import (
 )
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.core.run_recorder import RecordedWorkerCore, RunRecorder
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
@@ -45,6 +46,7 @@ from draftgate.backends.engine.recording import (
     AcceptanceRecording,
     check_recording,
     open_recording,
+    run_recorder,
 )
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
@@ -135,17 +137,18 @@ def load_engine(
     proposers = make_proposers(
         ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
     )
+    run = run_recorder(config, blocks)
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
         blocks,
         speculation_policy(config.speculation),
-        proposers,
+        proposers if run is None else run.watch(proposers),
         cost,
         batching_policy(config.batching),
     )
     name = numerics(exact=exact)
     card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
-    worker = _worker(scheduler, tokenizer, model, card)
+    worker = _worker(scheduler, tokenizer, model, card, run)
 
     def save_costs() -> None:
         if cache is not None:
@@ -153,7 +156,7 @@ def load_engine(
 
     save_costs()
     served = ServedModel(card, worker.admission)
-    recording = open_recording(config, proposers, card)
+    recording = open_recording(config, proposers, card, scheduler, run)
     return LoadedEngine(worker, runner, served, proposers, save_costs, recording)
 
 
@@ -349,10 +352,15 @@ def _window(config: WorkerConfig) -> int | None:
 
 
 def _worker(
-    scheduler: Scheduler, tokenizer: Tokenizer, model: ModelConfig, card: ModelCard
+    scheduler: Scheduler,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    card: ModelCard,
+    run: RunRecorder | None,
 ) -> WorkerCore:
     grammars, embeds = LlGrammars(tokenizer, model.eos_ids), card.capabilities.embeddings
-    return WorkerCore(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
+    make = WorkerCore if run is None else partial(RecordedWorkerCore, run=run)
+    return make(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:

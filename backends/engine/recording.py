@@ -1,7 +1,8 @@
 """The recording of a serving worker: `--record-acceptance`.
 
-The worker's thread records drafts and encodes each finished text. Another thread writes the file,
-so that the disk never delays a step.
+The worker's thread records drafts and encodes each finished text. If every request is recorded, the
+file also contains the run: the calls of the scheduler and what its decisions read. Another thread
+writes the file, so that the disk never delays a step.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import gzip
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, structs
 
 from draftgate import __version__
 from draftgate.backends.core.draft_recorder import DraftRecorder
+from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.core.run_recorder import RunRecorder
+from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.recording import SLOTS, RecordingFile, read_recording
+from draftgate.backends.recorded_run import RecordedCost, RecordedWorker
+from draftgate.backends.recording import SLOTS, RecordingFile, Text, read_recording
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 
@@ -33,6 +39,9 @@ default maximum, takes 0.4 s (a busy AMD EPYC, 2026-11-22)."""
 LOOKUP: Final = "ngram"
 """The proposer that is always recorded."""
 
+GAP_BYTES: Final = 256
+"""Reserve for the sentence that says why the run cannot be replayed."""
+
 READS_KV: Final = frozenset({"sparse_self"})
 """Proposers that read the target's KV cache, which the recorder's copies do not have."""
 
@@ -41,21 +50,31 @@ class AcceptanceRecording:
     """Records the drafts of a worker's requests to a file. `save` and `close` are thread-safe."""
 
     def __init__(
-        self, path: Path, source: str, max_bytes: int, recorder: DraftRecorder, kept: list[bytes]
+        self,
+        path: Path,
+        head: RecordingFile,
+        max_bytes: int,
+        recorder: DraftRecorder,
+        run: RunRecorder,
+        kept: list[bytes],
     ) -> None:
         """Start the thread that writes the file.
 
         Args:
-            source: origin of the recording, in the file's head.
+            head: the recording without texts and calls.
             max_bytes: maximum size of the file before compression.
             recorder: records the drafts.
+            run: records the calls of the worker.
             kept: encoded texts that the file already has.
         """
         self._path = path
-        self._head = RecordingFile(format="acceptance/2", source=source, slots=SLOTS, texts=())
+        self._head = head
         self._recorder: DraftRecorder | None = recorder
+        self._run = run
         self._texts = dict(enumerate(kept))  # encoded, by index
-        self._bytes = sum(map(len, self._head.lines(kept)))
+        self._calls: list[bytes] = []  # encoded
+        self._bytes = sum(map(len, head.lines(kept))) + GAP_BYTES
+        self._call_bytes = 0  # part of these bytes
         self._max_bytes = max_bytes
         self._saved = len(kept)
         self._saving = threading.Lock()
@@ -71,20 +90,15 @@ class AcceptanceRecording:
             self._recorder.begin(request)
 
     def cancel(self, request_id: str) -> None:
-        """Drop the record of a cancelled request."""
+        """Drop the record of a cancelled request, unless a replay of the run needs it."""
         if self._recorder is not None:
-            self._recorder.cancel(request_id)
+            texts = self._recorder.cancel(request_id)
+            self._keep([] if self._run.gap else texts)
 
     def observe(self, deltas: list[tuple[str, Delta]]) -> None:
         """Record the positions of a step's tokens."""
-        for text in self._recorder.observe(deltas) if self._recorder is not None else ():
-            encoded = msgspec.json.encode(text)
-            size = self._bytes + len(encoded) + len(",\n")
-            if size > self._max_bytes:
-                self._stop_at_limit()
-                return
-            self._bytes = size
-            self._texts[text.prompt] = encoded
+        if self._recorder is not None:
+            self._keep(self._recorder.observe(deltas))
 
     def save(self) -> None:
         """Replace the file by one with all texts so far, and log an error instead of raising it."""
@@ -93,12 +107,15 @@ class AcceptanceRecording:
             texts = [encoded for _, encoded in sorted(self._texts.copy().items())]
             if len(texts) == self._saved:
                 return
+            head, calls = self._head, self._calls.copy()
+            if self._run.gap:
+                head, calls = structs.replace(head, worker=UNSET, gap=self._run.gap), []
             written = self._path.with_name(self._path.name + ".tmp")
             try:
                 # Written line by line, because joining the lines would stop the worker's thread.
                 opener = gzip.open if self._path.suffix == ".gz" else open
                 with opener(written, "wb") as file:
-                    file.writelines(self._head.lines(texts))
+                    file.writelines(head.lines(texts, calls))
                 written.replace(self._path)
             except OSError as error:
                 log.warning("cannot write the recording %s: %s", self._path, error)
@@ -106,13 +123,42 @@ class AcceptanceRecording:
                 self._saved = len(texts)
 
     def close(self) -> None:
-        """Write the file and end the thread."""
+        """Write the file, with the texts of open requests if a replay needs them."""
+        if self._recorder is not None and not self._run.gap:
+            self._run.end_all()
+            self._keep(self._recorder.cancel_all())
         self._closed.set()
         self._thread.join()
         self.save()
 
-    def _stop_at_limit(self) -> None:
+    def _keep(self, texts: list[Text]) -> None:
+        """Add texts and the calls since the last time, as far as they fit into the file."""
+        calls = self._run.take_calls()
+        call_bytes = sum(len(call) + len(",\n") for call in calls)
+        self._calls += calls
+        self._call_bytes += call_bytes
+        self._bytes += call_bytes
+        if self._run.gap and self._calls:
+            self._drop_calls()
+        encoded = {text.prompt: msgspec.json.encode(text) for text in texts}
+        self._bytes += sum(len(one) + len(",\n") for one in encoded.values())
+        self._texts |= encoded
+        if self._bytes > self._max_bytes:
+            self._stop_at_limit(encoded)
+
+    def _drop_calls(self) -> None:
+        self._bytes -= self._call_bytes
+        self._call_bytes = 0
+        self._calls = []
+
+    def _stop_at_limit(self, latest: Iterable[int]) -> None:
+        """Stop recording without the calls, and drop the latest texts if they do not fit."""
         self._recorder = None
+        self._run.stop("the file reached --record-acceptance-bytes")
+        self._drop_calls()
+        for index in latest:
+            if self._bytes > self._max_bytes:
+                self._bytes -= len(self._texts.pop(index)) + len(",\n")
         log.warning(
             "the recording %s has reached %d bytes and stops; see --record-acceptance-bytes",
             self._path,
@@ -153,18 +199,39 @@ def check_recording(config: WorkerConfig) -> None:
         raise ValueError(f"--record-acceptance: cannot write to the directory {directory}")
 
 
+def run_recorder(config: WorkerConfig, blocks: KvBlocks) -> RunRecorder | None:
+    """Return the recorder of a worker's run, or None without `record_acceptance`."""
+    if config.record_acceptance is None:
+        return None
+    run, share = (
+        RunRecorder(blocks, (LOOKUP, *config.record_acceptance_proposers)),
+        config.record_acceptance_share,
+    )
+    if share < 1.0:
+        run.stop(f"--record-acceptance-share is {share:g}, and a replay needs every request")
+    return run
+
+
 def open_recording(
-    config: WorkerConfig, proposers: Mapping[str, Proposer], card: ModelCard
+    config: WorkerConfig,
+    proposers: Mapping[str, Proposer],
+    card: ModelCard,
+    scheduler: Scheduler,
+    run: RunRecorder | None,
 ) -> AcceptanceRecording | None:
     """Return the recording of a worker, or None without `record_acceptance`.
 
-    A file of an earlier run is continued. Several workers of a node write a file each, and the
-    index of the device precedes the suffixes of its name.
+    The texts of an earlier run are kept, but not its calls. Several workers of a node write a file
+    each, and the index of the device precedes the suffixes of its name.
+
+    Args:
+        proposers: proposers of the worker, which record no predictions.
+        run: records the calls of the scheduler.
 
     Raises:
         ValueError: a proposer is not available, or the file is not a recording of this worker.
     """
-    if config.record_acceptance is None:
+    if config.record_acceptance is None or run is None:
         return None
     for name in config.record_acceptance_proposers:
         if name != LOOKUP and name not in proposers:
@@ -185,7 +252,26 @@ def open_recording(
         tenants=config.record_acceptance_tenants,
         first_index=len(kept),
     )
-    return AcceptanceRecording(path, source, config.record_acceptance_bytes, recorder, kept)
+    worker = RecordedWorker(
+        config.speculation,
+        config.batching,
+        tuple(proposers),
+        run.computing,
+        config.max_num_seqs,
+        config.max_step_tokens,
+        scheduler.blocks.num_blocks,
+        scheduler.blocks.block_size,
+        RecordedCost.of(scheduler.cost),
+        first_text=len(kept),
+    )
+    head = RecordingFile(
+        format="acceptance/2",
+        source=source,
+        slots=SLOTS,
+        worker=UNSET if run.gap else worker,
+        texts=(),
+    )
+    return AcceptanceRecording(path, head, config.record_acceptance_bytes, recorder, run, kept)
 
 
 def _read_texts(path: Path, source: str) -> list[bytes]:
@@ -201,5 +287,5 @@ def _read_texts(path: Path, source: str) -> list[bytes]:
             f"--record-acceptance: {path} was recorded by another worker ({file.source}), not by "
             f"this one ({source}); choose another file"
         )
-    texts = [msgspec.structs.replace(text, prompt=at) for at, text in enumerate(file.texts)]
+    texts = [structs.replace(text, prompt=at) for at, text in enumerate(file.texts)]
     return [msgspec.json.encode(text) for text in texts]

@@ -21,7 +21,7 @@ from draftgate.backends.checkpoints import (
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
-from draftgate.backends.sim.acceptance import ConstantAcceptance, ReplayedAcceptance
+from draftgate.backends.sim.acceptance import Acceptance, ConstantAcceptance, ReplayedAcceptance
 from draftgate.backends.sim.device_model import (
     DeviceModel,
     ProfileDevice,
@@ -32,9 +32,10 @@ from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.oracle import NAME as ORACLE
 from draftgate.backends.sim.oracle import Oracle, OracleScheduler
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, misjudged, slowed
+from draftgate.backends.sim.recorded_run import EOS, RecordedRun, RunAcceptance, RunTokens
 from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker
-from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary
+from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, printable_vocabulary
 from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.tokenizer import Tokenizer, read_json
 from draftgate.backends.types import Capabilities, ModelCard
@@ -134,6 +135,7 @@ class SimEnvironment:
         belief_error: share by which the workers' initial step costs are wrong.
         roofline: whether devices follow a roofline with noise, or exactly the profile.
         recording: recorded texts to replay. None selects those of the profile.
+        run: recorded run whose requests are simulated, each with its own text, or None.
         slowness: factors for the times of the profile, for the devices in turn.
         log: deliveries to all requests.
     """
@@ -142,6 +144,7 @@ class SimEnvironment:
     belief_error: float = 0.3
     roofline: bool = True
     recording: Recording | None = None
+    run: RecordedRun | None = None
     slowness: tuple[float, ...] = (1.0,)
     log: DeliveryLog = field(default_factory=DeliveryLog)
 
@@ -155,9 +158,13 @@ class SimEnvironment:
         profile = slowed(load_profile(config.profile), slowness)
         believed = misjudged(profile, self.belief_error, self.seed)
         device = self._device(profile, config.device_index)
-        tokens = SimulatedTokens(SIMULATED_VOCABULARY)
         recording = self.recording or load_recording(profile.recording)
-        acceptance = ReplayedAcceptance(recording)
+        tokens: TrueTokens = SimulatedTokens(SIMULATED_VOCABULARY)
+        acceptance: Acceptance = ReplayedAcceptance(recording)
+        eos_ids = frozenset[int]()
+        if self.run is not None:
+            tokens, acceptance = RunTokens(self.run, self.run.ended), RunAcceptance(self.run)
+            eos_ids = frozenset({EOS})
         proposers = {
             name: SimProposer(
                 name, tokens, acceptance, believed.draft.get(name, DraftCost()), device
@@ -171,6 +178,7 @@ class SimEnvironment:
             simulation_policy(config.speculation),
             proposers,
             believed.cost,
+            eos_ids,
         )
         max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
         pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
@@ -235,9 +243,10 @@ def _scheduler(
     policy: SpeculationPolicy,
     proposers: Mapping[str, SimProposer],
     cost: StepCost,
+    eos_ids: frozenset[int] = frozenset(),
 ) -> Scheduler:
     return make(
-        SchedulerConfig(config.max_num_seqs, config.max_step_tokens),
+        SchedulerConfig(config.max_num_seqs, config.max_step_tokens, eos_ids),
         KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS),
         policy,
         proposers,

@@ -13,7 +13,7 @@ from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device_model import DeviceModel
 from draftgate.backends.sim.profile import DraftCost
-from draftgate.backends.sim.tokens import SimulatedTokens
+from draftgate.backends.sim.tokens import TrueTokens
 from draftgate.backends.types import TokenLogprob
 from draftgate.policies.costs.step_cost import StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
@@ -26,7 +26,7 @@ class SimExecutor:
         host_s: seconds of the host's work for the last step, which `StepResult.step_s` omits.
     """
 
-    def __init__(self, tokens: SimulatedTokens, device: DeviceModel) -> None:
+    def __init__(self, tokens: TrueTokens, device: DeviceModel) -> None:
         self._tokens = tokens
         self._device = device
         self.host_s = 0.0
@@ -81,7 +81,7 @@ class SimProposer:
     def __init__(
         self,
         name: str,
-        tokens: SimulatedTokens,
+        tokens: TrueTokens,
         acceptance: Acceptance,
         believed: DraftCost,
         device: DeviceModel,
@@ -124,13 +124,18 @@ class SimProposer:
 
     def _draft(self, sequence: Sequence, most: int) -> Draft:
         guess = self._acceptance.guess(self._name, sequence, most)
-        if not guess.proposed:
-            return NO_DRAFT
-        first = len(sequence.token_ids)
-        if guess.tree is not None:
-            return _tree(guess, guess.tree, self._tokens.tokens(sequence, first, guess.agreed))
-        tokens = self._tokens.draft(sequence, first, guess.agreed, guess.proposed)
-        return Draft(tokens, evidence=guess.evidence, agreement=guess.agreement)
+        return simulated_draft(guess, sequence, self._tokens)
+
+
+def simulated_draft(guess: Guess, sequence: Sequence, tokens: TrueTokens) -> Draft:
+    """Return the draft of a guess for the position after the sequence's last token."""
+    if not guess.proposed:
+        return NO_DRAFT
+    first = len(sequence.token_ids)
+    if guess.tree is not None:
+        return _tree(guess, guess.tree, tokens.tokens(sequence, first, guess.agreed))
+    drafted = tokens.draft(sequence, first, guess.agreed, guess.proposed)
+    return Draft(drafted, evidence=guess.evidence, agreement=guess.agreement)
 
 
 def _tree(guess: Guess, tree: Tree, right: tuple[int, ...]) -> Draft:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import cache
 from hashlib import blake2b
 from random import Random
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.tokenizer import Tokenizer
@@ -31,6 +31,22 @@ MOST_TOKENS: Final = 128
 HASHED_TOKENS: Final = 1 << 14
 """Number of tokens at the end of the prompt that determine the text. Hashing them takes 0.4 ms for
 prompts of any length (one core, Zen 4, 2026-11-21)."""
+
+
+class TrueTokens(Protocol):
+    """Knows the tokens of all texts, by position."""
+
+    def tokens(self, sequence: Sequence, position: int, count: int = 1) -> tuple[int, ...]:
+        """Return `count` tokens of a sequence from an absolute position on."""
+        ...
+
+    def draft(self, sequence: Sequence, position: int, right: int, count: int) -> tuple[int, ...]:
+        """Return `count` tokens from a position on, of which only the first `right` are true."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of the sequence. The call is idempotent."""
+        ...
 
 
 class SimulatedTokens:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,12 +15,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from draftgate.backends.core.draft_recorder import TASK
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE
+from draftgate.backends.recorded_run import RecordedCost, RecordedRequest, RecordedWorker
 from draftgate.backends.recording import DIGITS, RecordingFile, Text
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
@@ -31,7 +34,8 @@ from draftgate.backends.types import Delta, GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.config.schema import ServeConfig
-from draftgate.policies.types import SpeculationMode, SpeculationPlan
+from draftgate.policies.speculation.plan_reason import PlanCause, PlanFigures
+from draftgate.policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
 PROMPT = """\
 def area(shape):
@@ -129,13 +133,19 @@ def strings(value: object) -> Iterator[str]:
 
 
 def test_recording_contains_no_text_and_no_tenant(recorded: Path) -> None:
-    """The file has names of fields, draft lengths and small numbers, but no token ids."""
+    """The file has names of fields and policies, draft lengths and times, but no token ids."""
     content = json.loads(recorded.read_bytes())
     head = {"format", "source", "slots", "classes", "texts", "acceptance/2", content["source"]}
     fields = {"task", TASK, "temperature", "prompt", "drafts", "ngram", "draft_model"}
     columns = {"evidence", "agreement", "proposed", "agreed", "tree", "trees"}
+    structures = (RecordedWorker, RecordedCost, RecordedRequest, PlanFigures)
+    of_run = {name for one in structures for name in one.__struct_fields__}
+    of_run |= {field.name for one in (SpeculationPlan, ServiceLevel) for field in fields_of(one)}
+    of_run |= {"worker", "calls", "arrive", "plan", "apply", "end", "fixed:4", "slack", "test"}
+    of_run |= {"sparse_self", "auto", "", *PlanCause}
     for found in strings(content):
-        assert found in head | fields | columns or set(found) <= set(DIGITS), found
+        known = head | fields | columns | of_run
+        assert found in known or set(found) <= set(DIGITS), found
     for text in read(recorded):
         assert max(text.drafts["ngram"].evidence) <= MAX_EVIDENCE
         assert max(text.drafts["draft_model"].evidence) <= 1000
@@ -206,8 +216,10 @@ def test_recording_stops_at_its_size_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker keeps serving after the file has reached its size, and warns once."""
-    path, limit = tmp_path / "small.json.gz", 1800
-    settings = config(path, record_acceptance_bytes=limit)
+    path, limit = tmp_path / "small.json.gz", 2056
+    settings = structs.replace(
+        config(path), record_acceptance_share=0.9999, record_acceptance_bytes=limit
+    )
     with caplog.at_level(logging.WARNING):
         asyncio.run(serve(settings, (12, 12, 12, 12, 12, 12, 12, 12)))
     recording = load_recording(str(path))

@@ -78,6 +78,6 @@ async def test_a_simulated_worker_gets_the_service_level() -> None:
             await anext(response.aiter_lines())
             (sequence,) = scheduler.running
             assert sequence.request.service == ServiceLevel(1.5, 0.0125, 0)
-            assert sequence.next_due_s is not None
+            assert sequence.due_in_s(0.0) is not None
         decided = gateway.node.decisions.latest(9)
     assert [decision.request.service for decision in decided] == [sequence.request.service]

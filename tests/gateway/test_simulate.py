@@ -251,6 +251,9 @@ def test_page_shows_policies_side_by_side(text_file) -> None:
         (["--workload", "chat", "--rate", "1", "--profile", "abacus"], "no profile 'abacus'"),
         (["--workload", "chat", "--rate", "1", "--truth", "it"], "roofline, profile"),
         (["--trace", "/nonexistent.csv"], "nonexistent"),
+        (["--arrival", "recorded"], "needs the file of a server: --recording FILE"),
+        (["--arrival", "recorded", "--recording", "x", "--rate", "1"], "excludes --rate"),
+        (["--arrival", "recorded", "--recording", "/none.json"], "no recording '/none.json'"),
     ],
 )
 def test_bad_flags_exit_with_one_line_and_status_2(flags, words) -> None:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.speculation.weights import AMPLE_TOKENS, LATE_WEIGHT, next_due_s, weight
+from draftgate.policies.speculation.weights import AMPLE_TOKENS, LATE_WEIGHT, due_in_s, weight
 from draftgate.policies.types import ServiceLevel
 
 seconds = st.floats(-100.0, 100.0)
@@ -42,5 +42,5 @@ def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
 def test_tokens_are_due_at_even_intervals() -> None:
     """The third token is due two intervals after the first, and no token is due without a
     target."""
-    assert next_due_s(ServiceLevel(tpot_s=0.05), 10.0, 2) == pytest.approx(10.1)
-    assert next_due_s(ServiceLevel(ttft_s=1.0), 10.0, 2) is None
+    assert due_in_s(ServiceLevel(tpot_s=0.05), 0.02, 2) == pytest.approx(0.08)
+    assert due_in_s(ServiceLevel(ttft_s=1.0), 0.02, 2) is None

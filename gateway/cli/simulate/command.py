@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -19,8 +19,13 @@ from draftgate.gateway.cli.options import BAD_USAGE, fail
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from draftgate.backends.sim.exact_replay import ExactReplay
+    from draftgate.backends.sim.recorded_run import RecordedRun
     from draftgate.gateway.cli.simulate.experiment import OnRecord, Setup
     from draftgate.loadgen.types import Record
+
+RECORDED: Final = "recorded"
+"""Arrival process of a recorded run."""
 
 PROGRESS_S: Final = 10.0
 """Interval between lines of progress, in seconds, if the output is not a terminal."""
@@ -42,7 +47,10 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = None,
     arrival: Annotated[
         str | None,
-        typer.Option(help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S]."),
+        typer.Option(
+            help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S], or recorded"
+            " for the requests of --recording."
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, for all workers together.")
@@ -120,10 +128,23 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     from draftgate.loadgen.types import Slo
 
     try:
+        replays = arrival == RECORDED
+        if replays:
+            given = {
+                "--workload": workload,
+                "--trace": trace,
+                "--rate": rate,
+                "--duration": duration,
+                "--max-tokens": max_tokens,
+                "--temperature": temperature,
+                "--slo-ttft-ms": slo_ttft_ms,
+                "--slo-tpot-ms": slo_tpot_ms,
+            }
+            trace = _recorded_file(recording, given)
         load = Load(
             workload=workload,
             trace=trace,
-            arrival=arrival,
+            arrival=None if replays else arrival,
             rate_rps=rate,
             duration_s=duration,
             requests=requests,
@@ -145,11 +166,60 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         policies = tuple(filter(None, named))
         replayed = None if recording is None else load_recording(recording)
         setup = Setup(
-            load, config, policies, workers, routing, repeat, belief_error, truth, replayed
+            load,
+            config,
+            policies,
+            workers,
+            routing,
+            repeat,
+            belief_error,
+            truth,
+            replayed,
+            _exact_replay(trace) if replays and trace is not None else None,
         )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
+
+
+def _recorded_file(recording: str | None, given: Mapping[str, object]) -> Path:
+    """Return the file of a recorded run.
+
+    Args:
+        given: values of the flags that describe other requests.
+
+    Raises:
+        ValueError: no recording is given, or a flag describes other requests.
+    """
+    if recording is None:
+        raise ValueError(f"--arrival {RECORDED} needs the file of a server: --recording FILE")
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"--arrival {RECORDED} replays recorded requests, and excludes {flag}")
+    return Path(recording)
+
+
+def _exact_replay(file: Path) -> tuple[RecordedRun, ExactReplay]:
+    """Replay a recorded run, and print what it contains.
+
+    Raises:
+        ValueError: the run cannot be replayed exactly.
+    """
+    from rich.console import Console
+
+    from draftgate.backends.sim.exact_replay import replay_exactly
+    from draftgate.backends.sim.recorded_run import load_run
+
+    run = load_run(file)
+    exact = replay_exactly(run)
+    Console(stderr=True).print(
+        f"live run with {run.worker.speculation}: {len(exact.requests)} requests, {exact.steps}"
+        f" steps in {run.duration_s:.1f} s, {exact.drafted_tokens} draft tokens,"
+        f" {exact.accepted_tokens} accepted; the replay made the same steps",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return run, exact
 
 
 def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:

@@ -10,18 +10,23 @@ from typing import Any, Final
 from msgspec import structs
 
 from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.exact_replay import ExactReplay
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recorded_run import RecordedRun
 from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.cli.simulate.intervals import batch_means
+from draftgate.gateway.cli.simulate.recorded_load import recorded_job_of, recorded_plan
+from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
-from draftgate.loadgen.types import ClientHealth, LoadRun, Record
+from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
 from draftgate.policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
@@ -44,6 +49,7 @@ class Setup:
         belief_error: initial relative error of the workers' step costs.
         recording: the texts whose drafts are replayed; None means those of the profile.
         truth: `roofline`, or `profile` for devices that follow the profile exactly.
+        replay: the recorded run whose requests are the load, and its exact replay, or None.
     """
 
     load: Load
@@ -55,6 +61,7 @@ class Setup:
     belief_error: float = 0.3
     truth: str = "roofline"
     recording: Recording | None = None
+    replay: tuple[RecordedRun, ExactReplay] | None = None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -128,7 +135,8 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
         OSError: the trace or the text cannot be read.
         ValueError: a setting is wrong.
     """
-    rows = () if setup.load.trace is None else read_trace(setup.load.trace)
+    trace = setup.load.trace if setup.replay is None else None
+    rows = () if trace is None else read_trace(trace)
     outcomes = [Outcome(policy) for policy in setup.policies]
     began_s, requests = time.process_time(), 0
     # No object is freed before the end, so full collections would scan millions of objects in vain.
@@ -149,13 +157,20 @@ def _run(
     """Simulate one policy with one seed, which determines all random choices."""
     load = replace(setup.load, seed=seed)
     config = structs.replace(setup.config, speculation=policy)
-    plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
+    run = None if setup.replay is None else setup.replay[0]
     environment = SimEnvironment(
-        seed, setup.belief_error, setup.truth == "roofline", setup.replayed
+        seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run
     )
     rules = replace(ADMIT_ALL, routing=setup.routing)
     cluster = SimulatedCluster(config, setup.workers, environment, rules)
-    records = simulate(cluster, plan.requests, lambda record: on_record(policy, seed, record))
+    to_job: Callable[[PlannedRequest], Job] = job_of
+    if run is None:
+        plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
+    else:
+        plan, to_job = recorded_plan(run, load), recorded_job_of(run)
+    records = simulate(
+        cluster, plan.requests, lambda record: on_record(policy, seed, record), to_job
+    )
     return LoadRun(
         {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},
         records,

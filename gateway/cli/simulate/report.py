@@ -63,11 +63,28 @@ def as_json(setup: Setup, results: Results) -> dict[str, Any]:
         "settings": settings_of(setup),
         "profile": load_profile(setup.config.profile).source,
         "acceptance": setup.replayed.source,
+        **_recorded(setup),
         "policies": {outcome.policy: _policy(outcome) for outcome in results.outcomes},
         "differences": {
             outcome.policy: {"to": first.policy, **compared(outcome, first)} for outcome in others
         },
     }
+
+
+def _recorded(setup: Setup) -> dict[str, Any]:
+    """Return the recorded run that the load replays, or nothing."""
+    if setup.replay is None:
+        return {}
+    run, exact = setup.replay
+    recorded = {
+        "policy": run.worker.speculation,
+        "requests": len(exact.requests),
+        "steps": exact.steps,
+        "duration_s": run.duration_s,
+        "drafted_tokens": exact.drafted_tokens,
+        "accepted_tokens": exact.accepted_tokens,
+    }
+    return {"recorded": recorded}
 
 
 def settings_of(setup: Setup) -> dict[str, Any]:
