@@ -104,7 +104,7 @@ def test_requests_that_may_speculate_do_not_serialise_steps(policy: str) -> None
 WINDOWS = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(windows=WINDOWS, drafts=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_draft_that_pays_is_verified_at_most_one_step_late(windows, drafts) -> None:
     """If two consecutive lookups find drafts, the step after the second one verifies a draft.
@@ -122,7 +122,7 @@ def test_a_draft_that_pays_is_verified_at_most_one_step_late(windows, drafts) ->
             asynchronous=asynchronous, finds=finds, is_wrong=lambda *_: True, branches=0.0
         )
         for each in drafts:
-            harness.submit(request(prompt=4, max_tokens=40, drafts=each))
+            harness.submit(request(prompt=4, max_tokens=30, drafts=each))
         harness.run()
         works = [work for step in device.ran for work in step.plan.work if work.num_drafts]
         return {(work.sequence.key, work.confirmed_end) for work in works}, device

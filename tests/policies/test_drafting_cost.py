@@ -61,6 +61,10 @@ def test_each_part_of_the_host_time_is_learned(noise: float, stalls: float) -> N
     assert cost.look_up_s == pytest.approx(LOOK_UP_S + found_share * WEIGH_S, abs=25e-6)
     assert cost.sequence_s == pytest.approx(SEQUENCE_S, abs=12e-6)
     assert cost.verify_s == pytest.approx(VERIFY_S, abs=20e-6)
+    planning_s = HOST_S + 4 * HOST_SEQUENCE_S
+    assert cost.planning_s(4, 0) == pytest.approx(planning_s, abs=40e-6)
+    lookups_s = cost.look_up_s + 3 * cost.sequence_s
+    assert cost.planning_s(4, 3) == pytest.approx(cost.planning_s(4, 0) + lookups_s)
     expected_s = CALL_S + 3 * CALLED_S
     assert cost.calling_s("draft_model", 3) == pytest.approx(expected_s, rel=0.25)
     assert cost.calling_s("ngram", 0) < 30e-6
