@@ -174,5 +174,17 @@ class Paced(msgspec.Struct, frozen=True, array_like=True, tag="pace"):
     pace: Pace
 
 
-Call = Arrived | Planned | Applied | Ended | Cancelled | Paced
-"""A call of the scheduler, or the end of a request."""
+class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
+    """Cached KV blocks are evicted while a draft model borrows blocks.
+
+    Attributes:
+        operation: number of operations on the blocks so far (`core.recorded_blocks`).
+        blocks: number of evicted blocks.
+    """
+
+    operation: int
+    blocks: int
+
+
+Call = Arrived | Planned | Applied | Ended | Cancelled | Paced | Evicted
+"""A call of the scheduler, the end of a request, or an eviction."""

@@ -11,8 +11,8 @@ import msgspec
 from draftgate.backends.core.accounting import Emission
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.grammar import Grammars
-from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftRequest, Proposer
+from draftgate.backends.core.recorded_blocks import RecordedKvBlocks
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
@@ -23,6 +23,7 @@ from draftgate.backends.recorded_run import (
     Call,
     Cancelled,
     Ended,
+    Evicted,
     Paced,
     Planned,
     RecordedRequest,
@@ -38,9 +39,10 @@ class RunRecorder:
 
     Attributes:
         gap: why the run cannot be replayed, or an empty string.
+        blocks: KV blocks of the worker.
     """
 
-    def __init__(self, blocks: KvBlocks, recorded: Iterable[str]) -> None:
+    def __init__(self, blocks: RecordedKvBlocks, recorded: Iterable[str]) -> None:
         """Start before the first call.
 
         Args:
@@ -49,7 +51,7 @@ class RunRecorder:
         """
         self.gap = ""
         self.computing: tuple[str, ...] = ()
-        self._blocks = blocks
+        self.blocks = blocks
         self._recorded = frozenset(recorded)
         self._calls: list[bytes] = []
         self._origin: int | None = None
@@ -73,6 +75,7 @@ class RunRecorder:
     def stop(self, gap: str) -> None:
         """Stop recording calls, because the run cannot be replayed for this reason."""
         self.gap = self.gap or gap
+        self.blocks.records = False
         self._calls.clear()
         self._open.clear()
         self._numbers.clear()
@@ -156,7 +159,8 @@ class RunRecorder:
 
     def _add(self, call: Call) -> None:
         if not self.gap:
-            self._calls.append(msgspec.json.encode(call))
+            evicted = [Evicted(*eviction) for eviction in self.blocks.take_evictions()]
+            self._calls += map(msgspec.json.encode, [*evicted, call])
 
     def _since_start(self, ticks: int) -> int:
         if self._origin is None:
@@ -179,19 +183,19 @@ class RunRecorder:
     def _number_blocks(self, sequence: Sequence) -> list[int]:
         """Return the numbers of a sequence's full blocks, and drop those of other old blocks."""
         numbers = self._known_numbers(sequence)
-        if len(self._numbers) > max(self._most_numbers, 2 * self._blocks.num_blocks):
+        if len(self._numbers) > max(self._most_numbers, 2 * self.blocks.num_blocks):
             known = self._numbers.items()
-            kept = {digest: n for digest, n in known if self._blocks.num_cached((digest,))}
+            kept = {digest: n for digest, n in known if self.blocks.is_cached(digest)}
             # The blocks of open sequences may be computed and cached later.
             for waiting in self._open.values():
-                hashes = waiting.hash_blocks(self._blocks.block_size)
+                hashes = waiting.hash_blocks(self.blocks.block_size)
                 kept |= zip(hashes, self._known_numbers(waiting), strict=True)
             self._numbers, self._most_numbers = kept, 2 * len(kept)
         return numbers
 
     def _known_numbers(self, sequence: Sequence) -> list[int]:
         numbers = []
-        for digest in sequence.hash_blocks(self._blocks.block_size):
+        for digest in sequence.hash_blocks(self.blocks.block_size):
             number = self._numbers.get(digest)
             if number is None:
                 number = self._numbers[digest] = self._next_number

@@ -133,11 +133,11 @@ def load_engine(
     else:
         exact, cost = found.exact, found.cost
         rehearse(runner, min(TOKEN_BUCKETS[0], max_tokens))
-    blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
+    run = run_recorder(config, num_blocks)
+    blocks = KvBlocks(num_blocks, BLOCK_TOKENS) if run is None else run.blocks
     proposers = make_proposers(
         ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
     )
-    run = run_recorder(config, blocks)
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
         blocks,

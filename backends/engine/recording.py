@@ -20,10 +20,11 @@ from msgspec import UNSET, structs
 
 from draftgate import __version__
 from draftgate.backends.core.draft_recorder import DraftRecorder
-from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.core.recorded_blocks import RecordedKvBlocks
 from draftgate.backends.core.run_recorder import RunRecorder
 from draftgate.backends.core.scheduler import Scheduler
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.recorded_run import RecordedCost, RecordedWorker
 from draftgate.backends.recording import SLOTS, RecordingFile, Text, read_recording
@@ -199,14 +200,13 @@ def check_recording(config: WorkerConfig) -> None:
         raise ValueError(f"--record-acceptance: cannot write to the directory {directory}")
 
 
-def run_recorder(config: WorkerConfig, blocks: KvBlocks) -> RunRecorder | None:
+def run_recorder(config: WorkerConfig, num_blocks: int) -> RunRecorder | None:
     """Return the recorder of a worker's run, or None without `record_acceptance`."""
     if config.record_acceptance is None:
         return None
-    run, share = (
-        RunRecorder(blocks, (LOOKUP, *config.record_acceptance_proposers)),
-        config.record_acceptance_share,
-    )
+    blocks = RecordedKvBlocks(num_blocks, BLOCK_TOKENS)
+    run = RunRecorder(blocks, (LOOKUP, *config.record_acceptance_proposers))
+    share = config.record_acceptance_share
     if share < 1.0:
         run.stop(f"--record-acceptance-share is {share:g}, and a replay needs every request")
     return run

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
-from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.recorded_blocks import ReplayedKvBlocks
 from draftgate.backends.core.run_recorder import rows_of
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
@@ -141,7 +141,7 @@ class _Replay:
         self.present = _PresentCall(deque([1.0] * len(worker.computing)))
         self._scheduler = Scheduler(
             SchedulerConfig(worker.max_num_seqs, worker.max_step_tokens, frozenset({EOS})),
-            KvBlocks(worker.blocks, worker.block_tokens),
+            ReplayedKvBlocks(worker.blocks, worker.block_tokens, run.evictions),
             speculation_policy(worker.speculation),
             {
                 name: _ReplayedProposer(name, self, computes=name in worker.computing)

@@ -14,7 +14,14 @@ from typing import Final
 from msgspec import UNSET
 
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.recorded_run import Applied, Arrived, Ended, RecordedRequest, seconds_at
+from draftgate.backends.recorded_run import (
+    Applied,
+    Arrived,
+    Ended,
+    Evicted,
+    RecordedRequest,
+    seconds_at,
+)
 from draftgate.backends.recording import NO_GUESS, Guess, RecordingFile, Text, read_recording
 from draftgate.backends.sim.acceptance import CLASS_SEPARATOR
 from draftgate.backends.token_ids import TokenIds, compact
@@ -76,6 +83,11 @@ class RecordedRun:
         """Requests whose texts are shorter than their limit, for whatever reason."""
         numbers = range(len(self.arrivals))
         return frozenset(n for n in numbers if self.length(n) < self.request(n).max_tokens)
+
+    @property
+    def evictions(self) -> list[tuple[int, int]]:
+        """Operation and number of blocks of each eviction."""
+        return [(c.operation, c.blocks) for c in self.calls if isinstance(c, Evicted)]
 
     @property
     def duration_s(self) -> float:

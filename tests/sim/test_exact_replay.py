@@ -16,8 +16,8 @@ from msgspec import UNSET, structs
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.draft_recorder import DraftRecorder
-from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.core.recorded_blocks import RecordedKvBlocks
 from draftgate.backends.core.run_recorder import RecordedWorkerCore, RunRecorder
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan, StepResult
@@ -84,7 +84,7 @@ class RecordedServer:
         self._random, self.now_s = Random(seed), 54321.9
         self._tokens = SimulatedTokens(range(2, 256))
         self._acceptance = ReplayedAcceptance(load_recording("draftgate-demo"))
-        kv = KvBlocks(blocks, 16)
+        kv = RecordedKvBlocks(blocks, 16)
         run = RunRecorder(kv, recorded)
         scheduler = Scheduler(
             SchedulerConfig(8, 256, frozenset({7})),
