@@ -107,7 +107,7 @@ class Guess(NamedTuple):
         if tokens >= self.proposed:
             return self
         if self.tree is None:
-            return self._replace(proposed=tokens, agreed=min(tokens, self.agreed))
+            return Guess(self.evidence, self.agreement, tokens, min(tokens, self.agreed))
         path = tuple(place for place in self.path if place < tokens)
         return self._replace(proposed=tokens, agreed=len(path), path=path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ class PlannedRequest:
     flow: Flow = SINGLE
 
 
-@dataclass(frozen=True, slots=True)
-class TextChunk:
+class TextChunk(NamedTuple):
     """A chunk that carried content.
 
     Attributes:

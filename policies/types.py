@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -219,8 +219,7 @@ class SpeculationPlan:
     later_draft_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCandidate:
+class DraftCandidate(NamedTuple):
     """A decoding sequence whose next step could verify a draft.
 
     Attributes:

@@ -62,15 +62,16 @@ class Accounting:
 
     def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append the emitted tokens, settle the blocks, and return the tokens that are kept."""
-        sequence, accepted = work.sequence, len(emitted) - 1
+        sequence, start, token_ids, _, draft = work
         kept = self._append(sequence, emitted)
         # Tokens after the end are not part of the text, and no recording contains them.
         self._drafting.learn(sequence, kept)
-        sequence.num_computed = work.start + len(work.token_ids) + accepted
-        within_block = sequence.num_computed % self._blocks.block_size
-        fed_one = len(work.token_ids) == 1 and not work.draft.token_ids
-        if not (within_block and fed_one) or sequence.finish_reason is not None:
-            self._settle(work, kept)
+        computed = sequence.num_computed = start + len(token_ids) + len(emitted) - 1
+        fills_block = not computed % self._blocks.block_size
+        fed_one = len(token_ids) == 1 and not draft.token_ids
+        if fills_block or not fed_one or sequence.finish_reason is not None:
+            # Only some executors stop at the end of the sequence.
+            self._settle(sequence, len(draft.token_ids), min(len(kept), len(emitted) - 1))
         return kept
 
     def finish_embeddings(self, plan: StepPlan, result: StepResult) -> Iterator[Emission]:
@@ -84,12 +85,10 @@ class Accounting:
                 self._finish(sequence, FinishReason.STOP)
                 yield sequence, (), (), None
 
-    def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
+    def _settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Count the draft, share full blocks, and return unneeded blocks to the pool."""
-        sequence = work.sequence
-        if work.num_drafts:
-            # Count the kept tokens, because only some executors stop at the end of the sequence.
-            sequence.count_draft(work.num_drafts, len(work.draft.accepted_places(kept)))
+        if drafted:
+            sequence.count_draft(drafted, accepted)
         self._queues.withdraw_pending(sequence)
         self._share_full_blocks(sequence)
         if sequence.finish_reason is None:

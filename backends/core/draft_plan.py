@@ -112,7 +112,7 @@ class DraftPlan:
             # Computed drafts have better survival estimates, so the policy may drop some of them.
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
-        self._view, self._accepted = view, sum(offer.expected for offer in drafted)
+        self._view, self._accepted = view, sum([offer.expected for offer in drafted])
         self._slots = sum([len(offer.draft) for offer in drafted if offer.draft])
         self._step_work = self._drafting.step_work
         self._step_work.sequences = len(decodes)
@@ -253,32 +253,48 @@ class DraftPlan:
         return self._terms
 
     def _lengths(self, view: StepView, offers: Many[DraftOffer], cost: StepCost) -> Many[int]:
-        candidates = tuple([offer.candidate for offer in offers])
-        return self._policy.draft_lengths(replace(view, candidates=candidates), cost)
+        return self._policy.draft_lengths(
+            StepView(
+                view.tokens,
+                view.kv_tokens,
+                view.sequences,
+                view.slot_budget,
+                tuple([offer.candidate for offer in offers]),
+                view.weight,
+                view.acceptance,
+                view.prefill_tokens,
+                view.free_slots,
+                view.verify_s,
+            ),
+            cost,
+        )
 
     def _reserve(
         self, offers: Many[DraftOffer], lengths: Many[int], spare: SpareCapacity
     ) -> list[int]:
         """Reserve blocks for drafts, and return the number of slots for each offer."""
-        spare_blocks, budget = spare.blocks, spare.slots
+        spare_blocks, budget, size = spare.blocks, spare.slots, self._blocks.block_size
         slots = []
-        for offer, length in zip(offers, lengths, strict=True):
-            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
+        for (sequence, _, _, _), length in zip(offers, lengths, strict=True):
+            reserved = min(length, budget)
+            table, tokens = sequence.block_table, len(sequence.token_ids)
             held = len(table)
-            most = max(0, (held + spare_blocks) * self._blocks.block_size - tokens)
-            slots.append(min(length, budget, most))
-            self._blocks.extend(table, tokens + slots[-1])
-            spare_blocks -= len(table) - held
-            budget -= slots[-1]
+            if tokens + reserved > held * size:  # most drafts fit into the sequence's last block
+                reserved = min(reserved, max(0, (held + spare_blocks) * size - tokens))
+                self._blocks.extend(table, tokens + reserved)
+                spare_blocks -= len(table) - held
+            slots.append(reserved)
+            budget -= reserved
         return slots
 
     def _trimmed(self, offer: DraftOffer, reserved: int) -> Draft:
         """Return the draft of an offer depth first, and release the unneeded blocks."""
-        assert offer.draft is not None
-        if len(offer.draft) < reserved:
-            tokens = len(offer.sequence.token_ids) + len(offer.draft)
+        draft = offer.draft
+        assert draft is not None
+        if len(draft.token_ids) < reserved:
+            tokens = len(offer.sequence.token_ids) + len(draft.token_ids)
             self._blocks.trim(offer.sequence.block_table, tokens)
-        return offer.draft.depth_first()
+        return draft.depth_first()
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:

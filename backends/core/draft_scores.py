@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from operator import ge
 from typing import Final
 
 from draftgate.backends.core.drafts import Draft
@@ -54,13 +54,14 @@ class DraftScores:
         many tokens are verified, so its survivals use only information from before the sampling.
         """
         row = self._row(sequence, source, draft)
-        if draft.is_chain and not draft.shares:
-            return draft, row.of_length(len(draft))
-        survivals = draft.survivals(row.chance)
-        if all(after <= before for before, after in pairwise(survivals)):
+        if not draft.parents and not draft.shares:
+            return draft, row.of_length(len(draft.token_ids))
+        survivals = draft.survivals(row.chances)
+        if all(map(ge, survivals, survivals[1:])):
             return draft, survivals
-        order = sorted(range(len(draft)), key=lambda place: -survivals[place])
-        return draft.select(order), tuple(survivals[place] for place in order)
+        # A stable order in which no token precedes its parent.
+        order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+        return draft.select(order), tuple([survivals[place] for place in order])
 
     def predicted(self, sequence: Sequence, source: str) -> Row:
         """Return the expected survivals of a draft that is not computed yet."""
@@ -68,7 +69,8 @@ class DraftScores:
 
     def last_outcome(self, sequence: Sequence, source: str) -> int:
         """Return how a sequence's last draft of a source ended (`survival.outcome_row`)."""
-        return _record(sequence, source).last_outcome
+        record = sequence.draft_records.get(source)
+        return 0 if record is None else record.last_outcome
 
     def learn(
         self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]

@@ -15,7 +15,13 @@ from typing import Final
 
 from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
 from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
-from draftgate.backends.core.proposer import DraftOffer, DraftRequest, DraftTerms, Proposer
+from draftgate.backends.core.proposer import (
+    NO_CANDIDATE,
+    DraftOffer,
+    DraftRequest,
+    DraftTerms,
+    Proposer,
+)
 from draftgate.backends.core.proposer_gate import Exploration, ProposerGate
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.costs.drafting_cost import StepDrafting
@@ -92,6 +98,7 @@ class Drafting:
             return []
         found: dict[int, list[DraftOffer]] = {}
         requested: dict[str, list[DraftRequest]] = {}
+        admits_all, may_be_worthwhile = self._gate.admits_all(terms), self._gate.may_be_worthwhile
         for sequence in sequences:
             most = _most_tokens(sequence)
             if most < 1:
@@ -100,8 +107,10 @@ class Drafting:
             if forced:
                 found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
                 continue
-            for name in self._allowed(sequence, most):
-                if self._gate.may_be_worthwhile(sequence, name, terms):
+            for name in self._allowed_names(sequence):
+                if not self._gate.looks_up[name]:
+                    self._exploration.add_candidate(name, DraftRequest(sequence, most))
+                if admits_all or may_be_worthwhile(sequence, name, terms):
                     requested.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in requested.items():
             for offer in self._offers_of(name, requests, terms):
@@ -124,11 +133,11 @@ class Drafting:
         if not offers and not self._exploration.has_candidates:
             return []
         requested: dict[str, list[DraftRequest]] = {}
-        for offer, most in zip(offers, slots, strict=True):
-            if offer.draft is None:
-                wanted = requested.setdefault(offer.source, [])
+        for (sequence, source, draft, _), most in zip(offers, slots, strict=True):
+            if draft is None:
+                wanted = requested.setdefault(source, [])
                 if most:
-                    wanted.append(DraftRequest(offer.sequence, most))
+                    wanted.append(DraftRequest(sequence, most))
         computed: dict[int, DraftOffer] = {}
         used = {name: requests for name, requests in requested.items() if requests}
         for name in requested:
@@ -163,23 +172,22 @@ class Drafting:
         An unverified draft can also be compared with the token that followed. So a policy that has
         stopped drafting notices when drafts become worth their time again.
         """
-        for source, draft in self._proposed.pop(sequence.key, ()):
-            self._scores.learn(sequence, source, draft, emitted)
+        proposed = self._proposed
+        if proposed:
+            for source, draft in proposed.pop(sequence.key, ()):
+                self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the proposers' state of a finished sequence."""
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
-    def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
-        """Yield the proposers that may draft for a sequence."""
+    def _allowed_names(self, sequence: Sequence) -> Iterable[str]:
+        """Return the proposers that may draft for a sequence, cheapest first."""
         wanted = sequence.proposer
-        names = self._proposers if wanted == ANY_PROPOSER else (wanted,)
-        for name in names:
-            if name is not None and name in self._proposers:
-                if not self._gate.looks_up[name]:
-                    self._exploration.add_candidate(name, DraftRequest(sequence, most))
-                yield name
+        if wanted == ANY_PROPOSER:
+            return self._proposers
+        return (wanted,) if wanted is not None and wanted in self._proposers else ()
 
     def _offers_of(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms
@@ -197,15 +205,16 @@ class Drafting:
         if not requests:
             return
         self.step_work.looked_up += len(requests)
-        for request, draft in zip(requests, proposer.propose(requests), strict=True):
-            legal = _legal(request.sequence, draft)
-            if legal:
-                offer = self._found(request.sequence, name, legal)
-                self._gate.observe_lookup(name, request.sequence, offer.candidate.survivals, terms)
+        observe_lookup = self._gate.observe_lookup
+        for (sequence, _), draft in zip(requests, proposer.propose(requests), strict=True):
+            legal = draft if sequence.grammar is None else _legal(sequence, draft)
+            if legal.token_ids:
+                offer = self._found(sequence, name, legal)
+                observe_lookup(name, sequence, offer.candidate.survivals, terms)
                 yield offer
             else:
-                self._gate.observe_lookup(name, request.sequence, (), terms)
-                self._scores.learn_nothing_found(request.sequence, name)
+                observe_lookup(name, sequence, (), terms)
+                self._scores.learn_nothing_found(sequence, name)
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
         """Yield the drafts that a computing proposer finds."""
@@ -250,7 +259,7 @@ def _most_tokens(sequence: Sequence) -> int:
     if sequence.pace or not sequence.drafting.on:
         return 0
     # The token sampled after the draft may be the last token of the output.
-    return min(sequence.draft_cap, sequence.remaining_tokens - 1)
+    return min(sequence.draft_cap, sequence.most_tokens - len(sequence.token_ids) - 1)
 
 
 def _steps_left(sequence: Sequence) -> float:
@@ -264,12 +273,12 @@ def _steps_left(sequence: Sequence) -> float:
 
 
 def _without_draft(offer: DraftOffer) -> DraftOffer:
-    return DraftOffer(offer.sequence, offer.source, NO_DRAFT, DraftCandidate(()))
+    return DraftOffer(offer.sequence, offer.source, NO_DRAFT, NO_CANDIDATE)
 
 
 def _choose(options: list[list[DraftOffer]], terms: DraftTerms) -> list[DraftOffer]:
     """Return one offer of each sequence."""
-    if all(len(offers) == 1 for offers in options):
+    if max(map(len, options)) == 1:
         return [offers[0] for offers in options]
     candidates = [[offer.candidate for offer in offers] for offers in options]
     chosen = arbitrate(candidates, terms.price, terms.tokens_per_s)

@@ -7,9 +7,9 @@ are also a draft, and the best draft of that size. A step needs the tokens depth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 PER_MILLE: Final = 1000
@@ -19,9 +19,12 @@ ROOT: Final = -1
 """The parent of tokens that follow the sequence itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
-    """Proposed tokens with the proposer's evidence for them.
+    """Proposed tokens with the proposer's evidence for them. Nothing changes a draft.
+
+    The class is not frozen, because a frozen one takes four times as long to construct, and a step
+    constructs several per sequence.
 
     Attributes:
         token_ids: proposed tokens. The children of one parent are all different.
@@ -62,36 +65,36 @@ class Draft:
     @property
     def depths(self) -> tuple[int, ...]:
         """Depth of each token, where the children of the root have depth 1."""
-        if self.is_chain:
-            return tuple(range(1, len(self) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent != ROOT else 0))
-        return tuple(depths)
+        return _depths(self.parents) if self.parents else tuple(range(1, len(self.token_ids) + 1))
 
-    def survivals(self, chance: Callable[[int], float]) -> tuple[float, ...]:
+    def survivals(self, chances: Many[float]) -> tuple[float, ...]:
         """Return the probability that each token and all its ancestors are accepted.
 
         Args:
-            chance: probability that a child at a depth (from 0) is right if its parent was.
+            chances: for each depth, the probability that a child is right if its parent was. The
+                last one also applies to all greater depths.
         """
         survivals: list[float] = []
-        for place, depth in enumerate(self.depths):
-            parent = self.parent(place)
+        deepest, last = len(chances), chances[-1]
+        parents = self.parents or range(ROOT, len(self.token_ids) - 1)
+        shares = self.shares or (1.0,) * len(parents)
+        for depth, parent, share in zip(self.depths, parents, shares, strict=True):
             before = survivals[parent] if parent != ROOT else 1.0
-            share = self.shares[place] if self.shares else 1.0
-            survivals.append(before * chance(depth - 1) * share)
+            chance = chances[depth - 1] if depth <= deepest else last
+            survivals.append(before * chance * share)
         return tuple(survivals)
 
     def first(self, tokens: int) -> Draft:
         """Return the draft of the best `tokens` tokens, which are its first tokens."""
         if tokens >= len(self):
             return self
-        return replace(
-            self,
-            token_ids=self.token_ids[:tokens],
-            parents=self.parents[:tokens],
-            shares=self.shares[:tokens],
+        return Draft(
+            self.token_ids[:tokens],
+            self.parents[:tokens],
+            self.shares[:tokens],
+            self.evidence,
+            self.agreement,
+            self.distributions,
         )
 
     def select(self, places: Many[int]) -> Draft:
@@ -103,29 +106,26 @@ class Draft:
         if self.is_chain:
             return self.first(len(places))
         at = {place: index for index, place in enumerate(places)} | {ROOT: ROOT}
-        return replace(
-            self,
-            token_ids=tuple(self.token_ids[place] for place in places),
-            parents=tuple(at[self.parents[place]] for place in places),
-            shares=tuple(self.shares[place] for place in places) if self.shares else (),
-        )
+        return self._in_order(places, tuple([at[self.parents[place]] for place in places]))
 
     def depth_first(self) -> Draft:
         """Return the same tree depth first, with the best child first."""
-        if self.is_chain:
+        if not self.parents:
             return self
-        children: dict[int, list[int]] = {}
-        for place, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(place)
-        order: list[int] = []
-        ahead = children.get(ROOT, [])[::-1]
-        while ahead:
-            order.append(ahead.pop())
-            ahead.extend(reversed(children.get(order[-1], [])))
-        tree = self.select(order)
-        if tree.parents == tuple(range(ROOT, len(order) - 1)):
-            return replace(tree, parents=(), shares=())
-        return tree
+        order, parents = _depth_first(self.parents)
+        return self._in_order(order, parents)
+
+    def _in_order(self, places: Many[int], parents: tuple[int, ...]) -> Draft:
+        """Return the draft of these tokens with their new parents."""
+        tokens, shares = self.token_ids, self.shares if parents else ()
+        return Draft(
+            tuple([tokens[place] for place in places]),
+            parents,
+            tuple([shares[place] for place in places]) if shares else (),
+            self.evidence,
+            self.agreement,
+            self.distributions,
+        )
 
     def accepted_places(self, tokens: Many[int], *, per_row: bool = False) -> tuple[int, ...]:
         """Return the indices of the accepted tokens, from the root down.
@@ -134,6 +134,13 @@ class Draft:
             tokens: the tokens that followed the sequence. With `per_row`, the token sampled in each
                 row of the step: the row after the sequence, then one row per draft token.
         """
+        if not self.parents:
+            accepted = 0
+            for proposed, token in zip(self.token_ids, tokens, strict=False):
+                if proposed != token:
+                    break
+                accepted += 1
+            return tuple(range(accepted))
         path: list[int] = []
         place = ROOT
         while (index := place + 1 if per_row else len(path)) < len(tokens):
@@ -146,16 +153,46 @@ class Draft:
 
     def was_rejected(self, accepted: tuple[int, ...], tokens: Many[int]) -> bool:
         """Return whether the token after the accepted tokens differs from all proposed tokens."""
+        if len(accepted) >= len(tokens):
+            return False
         last = accepted[-1] if accepted else ROOT
-        proposed = any(self.parent(place) == last for place in range(last + 1, len(self)))
-        return proposed and len(accepted) < len(tokens)
+        return last in self.parents if self.parents else last + 1 < len(self.token_ids)
 
     def _child(self, parent: int, token: int) -> int | None:
-        end = min(parent + 2, len(self)) if self.is_chain else len(self)
-        for place in range(parent + 1, end):
-            if self.token_ids[place] == token and self.parent(place) == parent:
+        """Return the index of a tree's token after `parent`, or None if no child has the token."""
+        tokens, parents = self.token_ids, self.parents
+        for place in range(parent + 1, len(tokens)):
+            if parents[place] == parent and tokens[place] == token:
                 return place
         return None
+
+
+@lru_cache(maxsize=1024)
+def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent != ROOT else 0))
+    return tuple(depths)
+
+
+@lru_cache(maxsize=1024)
+def _depth_first(parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the depth-first order of a tree, and the parents in this order.
+
+    The parents are empty if the tree is a chain. Few shapes of trees occur, so a cache saves most
+    of the time.
+    """
+    children: dict[int, list[int]] = {}
+    for place, parent in enumerate(parents):
+        children.setdefault(parent, []).append(place)
+    order: list[int] = []
+    ahead = children.get(ROOT, [])[::-1]
+    while ahead:
+        order.append(ahead.pop())
+        ahead.extend(reversed(children.get(order[-1], [])))
+    at = {place: index for index, place in enumerate(order)} | {ROOT: ROOT}
+    new = tuple(at[parents[place]] for place in order)
+    return tuple(order), () if new == tuple(range(ROOT, len(order) - 1)) else new
 
 
 NO_DRAFT: Final = Draft()

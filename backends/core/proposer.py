@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.costs.drafting_cost import NO_DRAFTING_COST, DraftingCost
 from draftgate.policies.types import DraftCandidate
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """A sequence that may get a draft of up to `max_tokens` tokens."""
 
     sequence: Sequence
@@ -76,8 +74,11 @@ class DraftTerms(NamedTuple):
     drafting: DraftingCost = NO_DRAFTING_COST
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOffer:
+NO_CANDIDATE: Final = DraftCandidate(())
+"""The candidate of an empty draft."""
+
+
+class DraftOffer(NamedTuple):
     """A draft that a sequence could verify in the next step.
 
     Attributes:
@@ -94,12 +95,16 @@ class DraftOffer:
     @property
     def expected(self) -> float:
         """Expected number of accepted tokens, weighted, or 0 without a draft."""
-        return self.candidate.weight * sum(self.candidate.survivals) if self.draft else 0.0
+        draft, candidate = self.draft, self.candidate
+        has_draft = draft is not None and draft.token_ids
+        return candidate.weight * sum(candidate.survivals) if has_draft else 0.0
 
     def first(self, tokens: int) -> DraftOffer:
         """Return the offer shortened to the best tokens of its draft."""
-        if self.draft is None or tokens >= len(self.draft):
+        sequence, source, draft, candidate = self
+        if draft is None or tokens >= len(draft.token_ids):
             return self
-        survivals = self.candidate.survivals[:tokens]
-        candidate = DraftCandidate(survivals, self.candidate.depth_s, self.candidate.weight)
-        return DraftOffer(self.sequence, self.source, self.draft.first(tokens), candidate)
+        if not tokens:
+            return DraftOffer(sequence, source, NO_DRAFT, NO_CANDIDATE)
+        shorter = DraftCandidate(candidate.survivals[:tokens], candidate.depth_s, candidate.weight)
+        return DraftOffer(sequence, source, draft.first(tokens), shorter)

@@ -313,12 +313,14 @@ class Scheduler:
             if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
         ]
         decodes.sort(key=_sparing_last if self._queues.num_sparing else _LEAST_RECENTLY_SERVED)
+        running, block_size = SequenceState.RUNNING, self.blocks.block_size
         for sequence in decodes:
             if step.budget <= 0:
                 break
             # An earlier decode may have preempted this sequence.
-            if sequence.state is SequenceState.RUNNING and self._queues.extend_or_preempt(
-                sequence, step.work
+            if sequence.state is running and (
+                len(sequence.token_ids) <= len(sequence.block_table) * block_size
+                or self._queues.extend_or_preempt(sequence, step.work)
             ):
                 step.add(sequence, 1)
 
@@ -386,6 +388,8 @@ class Scheduler:
 
     def _plan_prefills(self, step: StepBuilder) -> None:
         """Continue prefills, oldest first, until the budget is used."""
+        if len(step.work) == len(self._queues.running):
+            return  # the usual case: all running sequences decode in this step
         running = tuple(self._queues.running)
         if self._queues.num_sparing:
             running = tuple(sorted(running, key=attrgetter("pace")))

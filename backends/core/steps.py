@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
@@ -50,14 +50,6 @@ class SequenceWork(NamedTuple):
         return self.start + len(self.token_ids)
 
     @property
-    def positions(self) -> Iterable[int]:
-        """Positions of all tokens fed, where siblings of a draft share one position."""
-        if self.draft.is_chain:
-            return range(self.start, self.context_tokens)
-        confirmed = range(self.start, self.confirmed_end)
-        return chain(confirmed, (self.confirmed_end + d - 1 for d in self.draft.depths))
-
-    @property
     def num_drafts(self) -> int:
         """Number of draft tokens to verify."""
         return len(self.draft.token_ids)
@@ -78,7 +70,7 @@ class SequenceWork(NamedTuple):
         return len(self.draft.token_ids) + 1 if self.samples else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """The plan of one forward pass over a ragged batch of prompt chunks, decodes and drafts.
 
@@ -96,16 +88,24 @@ class StepPlan:
     traces: Mapping[int, StepTrace] = field(default_factory=dict)
     pooled: tuple[int, ...] = ()
 
-    @property
+    @cached_property
+    def decodes_only(self) -> bool:
+        """Whether each sequence feeds one token and samples, without a draft."""
+        return all(
+            samples and len(token_ids) == 1 and not draft.token_ids
+            for _, _, token_ids, samples, draft in self.work
+        )
+
+    @cached_property
     def size(self) -> StepSize:
         """The quantities that determine the cost of the step."""
         tokens = kv_tokens = pairs = 0
-        for work in self.work:
-            fed = len(work.token_ids) + len(work.draft.token_ids)
+        for _, start, token_ids, _, draft in self.work:
+            fed = len(token_ids) + len(draft.token_ids)
             tokens += fed
-            kv_tokens += work.start + fed
+            kv_tokens += start + fed
             if fed > 1:
-                pairs += (fed - 1) * work.start + fed * (fed + 1) // 2 - 1
+                pairs += (fed - 1) * start + fed * (fed + 1) // 2 - 1
         return StepSize(tokens, kv_tokens, len(self.work), pairs)
 
     @property
@@ -113,7 +113,7 @@ class StepPlan:
         """Number of tokens fed."""
         return self.size.tokens
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether only the sampler uses the logits of the step."""
         return all(work.sequence.is_plain for work in self.work)
@@ -166,8 +166,9 @@ class StepBuilder:
 
     def attach_draft(self, key: int, draft: Draft) -> None:
         """Verify a draft after the tokens of a sequence of the step."""
-        self.budget -= len(draft)
-        self.work[key] = self.work[key]._replace(draft=draft)
+        self.budget -= len(draft.token_ids)
+        sequence, start, token_ids, samples, _ = self.work[key]
+        self.work[key] = SequenceWork(sequence, start, token_ids, samples, draft)
 
     def view(
         self,

@@ -157,7 +157,10 @@ class WorkerCore:
     ) -> Delta:
         stream = self._texts[sequence.key]
         if sequence.finish_reason is None:  # the usual case
-            text, shown = stream.extend(token_ids)
+            if len(token_ids) == 1:
+                text, shown = stream.add(token_ids[0]), 1
+            else:
+                text, shown = stream.extend(token_ids)
             if not stream.stopped:
                 return Delta(sequence.choice, token_ids, text, logprobs)
             self._stop(sequence)

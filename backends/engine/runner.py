@@ -12,7 +12,14 @@ from torch import Tensor
 
 from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
 from draftgate.backends.engine import logprobs, pooling
-from draftgate.backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
+from draftgate.backends.engine.inputs import (
+    Feed,
+    build_inputs,
+    feed_of,
+    lay_out_plan,
+    padded,
+    slots_of,
+)
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import RowLogprobs
@@ -88,8 +95,7 @@ class Runner:
 
         The method does not wait for results.
         """
-        feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_to_pool(plan)
-        inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
+        inputs = padded(lay_out_plan(plan), self._pool.dump_slot, pooling.rows_to_pool(plan))
         started_s = time.perf_counter()
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)

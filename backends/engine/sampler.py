@@ -87,7 +87,7 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
         plan: the work of each sequence.
         tokens: the token of every row.
     """
-    if all(work.samples and not work.draft.token_ids for work in plan.work):
+    if plan.decodes_only:
         return Walks([(0,)] * len(tokens), list(zip(tokens)))
     walked: list[tuple[int, ...]] = []
     emitted: list[tuple[int, ...]] = []
@@ -115,16 +115,19 @@ def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
     # The token after position p uses the noise of position p + 1.
     sampling = [work for work in plan.work if work.samples]
     positions: list[int] = []
-    for work in sampling:
-        end = work.confirmed_end
+    repeats: list[int] = []
+    for _, start, token_ids, _, draft in sampling:
+        end = start + len(token_ids)
         positions.append(end)
-        if work.draft.token_ids:  # most sequences have no draft
-            positions.extend(end + depth for depth in work.draft.depths)
-    repeats = [work.num_samples for work in sampling]
+        repeats.append(1 + len(draft.token_ids))
+        if draft.token_ids:  # most sequences have no draft
+            positions += [end + depth for depth in draft.depths]
     params = [work.sequence.request.sampling for work in sampling]
+    drafts = len(positions) > len(params)
 
     def column(values: list[float] | list[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.repeat(np.array(values, dtype=dtype), repeats)
+        by_sequence = np.array(values, dtype=dtype)
+        return np.repeat(by_sequence, repeats) if drafts else by_sequence
 
     return {
         "temperature": column([_temperature(p) for p in params], np.float32),

@@ -65,24 +65,25 @@ class ReplayedAcceptance:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._places: dict[int, tuple[Text, int]] = {}  # text and first position, by sequence key
+        # Text, its length and the first position, by sequence key.
+        self._places: dict[int, tuple[Text, int, int]] = {}
 
     def guess(self, proposer: str, sequence: Sequence, most: int) -> Guess:
         """See `Acceptance`."""
         place = self._places.get(sequence.key)
         if place is None:
             place = self._places[sequence.key] = self._chosen(sequence)
-        text, first = place
-        return text.guess(proposer, (first + sequence.output_tokens) % text.length).first(most)
+        text, length, first = place
+        return text.guess(proposer, (first + sequence.output_tokens) % length).first(most)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Acceptance`."""
         self._places.pop(sequence.key, None)
 
-    def _chosen(self, sequence: Sequence) -> tuple[Text, int]:
+    def _chosen(self, sequence: Sequence) -> tuple[Text, int, int]:
         request = sequence.request
         class_name = request.request_id.partition(CLASS_SEPARATOR)[0]
         texts = self._recording.texts(class_name, request.sampling.temperature)
         random = Random(f"{request.sampling.seed}/{sequence.choice}")
         text = texts[random.randrange(len(texts))]
-        return text, random.randrange(text.length)
+        return text, text.length, random.randrange(text.length)

@@ -39,7 +39,11 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: the agreeing part of each draft and the next token."""
         self.host_s = self._device.pop_host_s(len(plan.work))
-        emitted = tuple(map(self._emit, plan.work))
+        if plan.decodes_only:
+            next_token = self._tokens.tokens
+            emitted = tuple([next_token(work.sequence, work.start + 1) for work in plan.work])
+        else:
+            emitted = tuple(map(self._emit, plan.work))
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
         if not plan.is_plain:
             logprobs = [

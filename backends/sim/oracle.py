@@ -38,8 +38,8 @@ class OracleDrafting(Drafting):
                 draft = proposer.accepted(offer.sequence, offer.draft)
                 agreed = len(draft)
             if agreed:
-                candidate = replace(offer.candidate, survivals=(1.0,) * agreed)
-                known.append(replace(offer, draft=draft, candidate=candidate))
+                candidate = offer.candidate._replace(survivals=(1.0,) * agreed)
+                known.append(offer._replace(draft=draft, candidate=candidate))
         return known
 
 

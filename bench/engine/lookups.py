@@ -33,7 +33,7 @@ PLAN: Final = SpeculationPlan("bench", SpeculationMode.NGRAM, "ngram", SLOTS, "a
 
 def measure_lookups(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the microseconds per sequence for each batch size and context length."""
-    text = _held_out_tokens(tokenizer)
+    text = held_out_tokens(tokenizer, 16 * (max(CONTEXTS) + STEPS * TOKENS_PER_STEP))
     rows = []
     for context in CONTEXTS:
         for batch in BATCHES:
@@ -42,11 +42,10 @@ def measure_lookups(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return rows
 
 
-def _held_out_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of enough held-out files for the longest context of each sequence."""
+def held_out_tokens(tokenizer: Tokenizer, least: int) -> list[int]:
+    """Return at least this many tokens of held-out files, or fewer if the files contain fewer."""
     files = list(held_out_files())
     random.Random(2).shuffle(files)
-    least = 16 * (max(CONTEXTS) + STEPS * TOKENS_PER_STEP)
     tokens: list[int] = []
     while files and len(tokens) < least:
         tokens += tokenizer.encode(files.pop().read_text(encoding="utf-8", errors="ignore"))

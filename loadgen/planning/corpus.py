@@ -13,6 +13,7 @@ import os
 import platform
 import sysconfig
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -20,7 +21,7 @@ from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 SKIPPED_FOLDERS: Final = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
@@ -181,6 +182,12 @@ def _sources(root: Path) -> Iterator[tuple[str, int]]:
                 yield path.relative_to(root).as_posix(), path.stat().st_size
 
 
+_Named: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_STATEMENT_LISTS: Final = ("body", "handlers", "orelse", "finalbody", "cases")
+"""The fields of syntax nodes that contain statements, or clauses with statements."""
+
+
 def docstrings(source: str) -> str:
     """Return a module's docstrings in order, each with the name of its class or function.
 
@@ -191,12 +198,24 @@ def docstrings(source: str) -> str:
     except (SyntaxError, ValueError):
         return ""
     texts = [ast.get_docstring(tree)]
-    named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, named)]
-    for node in sorted(nodes, key=lambda node: node.lineno):
+    for node in sorted(_named_nodes(tree), key=lambda node: node.lineno):
         text = ast.get_docstring(node)
         texts.append(text and f"{node.name}: {text}")
     return "".join(f"{text}\n\n" for text in texts if text)
+
+
+def _named_nodes(tree: ast.Module) -> Iterator[_Named]:
+    """Yield the classes and functions of a module, outer ones before inner ones.
+
+    The search skips expressions, which contain most nodes but no definition.
+    """
+    waiting: deque[ast.AST] = deque((tree,))
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, _Named):
+            yield node
+        for name in _STATEMENT_LISTS:
+            waiting.extend(getattr(node, name, ()))
 
 
 def _descriptions() -> Iterator[Document]:

@@ -109,5 +109,7 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 def unweighted(step: StepView) -> StepView:
     """Return the step with a weight of 1 for every token (`weights`)."""
-    equal_weights = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
+    if step.weight is None and all(candidate.weight == 1.0 for candidate in step.candidates):
+        return step
+    equal_weights = tuple([candidate._replace(weight=1.0) for candidate in step.candidates])
     return replace(step, candidates=equal_weights, weight=None)

@@ -80,6 +80,12 @@ SHIFT_STEP: Final = 0.25
 MOST_SHIFT: Final = 3.0
 """Step to which shifts are rounded, and their maximum, in logits, so that requests share rows."""
 
+_LEVELS: Final = 2 * round(MOST_SHIFT / SHIFT_STEP) + 1
+"""Number of levels of a shift."""
+
+_FORGOTTEN: Final = (1.0 - SHIFT_MEMORY) * SHIFT_DEVIATION**-2
+"""Information of the prior that replaces what a draft makes a request forget."""
+
 
 @dataclass(slots=True)
 class AcceptanceRate:
@@ -149,10 +155,6 @@ class Row(NamedTuple):
         more = accumulate([self.survivals[-1]] + [last] * (length - POSITIONS), mul)
         return (*self.survivals[:-1], *more)
 
-    def chance(self, position: int) -> float:
-        """Return the probability of the token at a position (from 0), given all previous tokens."""
-        return self.chances[min(position, POSITIONS - 1)]
-
 
 @dataclass(slots=True)
 class RequestShift:
@@ -164,25 +166,25 @@ class RequestShift:
     Attributes:
         shift: present estimate.
         information: inverse of its variance.
+        level: the shift as a number of steps.
     """
 
     shift: float = 0.0
     information: float = SHIFT_DEVIATION**-2
-
-    @property
-    def level(self) -> int:
-        """The shift as a number of steps."""
-        return round(self.shift / SHIFT_STEP)
+    level: int = 0
 
     def add_draft(self, row: Row, accepted: int, *, rejected: bool) -> None:
         """Learn from a draft with the expected acceptance of `row`."""
-        tested = min(accepted + rejected, POSITIONS)
-        accepted = min(accepted, POSITIONS)
-        gradient = row.surprises[accepted] - (row.chances[accepted] if tested > accepted else 0.0)
-        forgotten = (1.0 - SHIFT_MEMORY) * SHIFT_DEVIATION**-2
-        self.information = SHIFT_MEMORY * self.information + forgotten + row.information[tested]
-        moved = self.shift + gradient / self.information
-        self.shift = min(max(moved, -MOST_SHIFT), MOST_SHIFT)
+        chances, _, surprises, information = row
+        tested = accepted + rejected
+        if tested > POSITIONS:
+            tested, accepted = POSITIONS, min(accepted, POSITIONS)
+        gradient = surprises[accepted] - (chances[accepted] if tested > accepted else 0.0)
+        self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + information[tested]
+        shift = self.shift + gradient / self.information
+        if not -MOST_SHIFT <= shift <= MOST_SHIFT:
+            shift = math.copysign(MOST_SHIFT, shift)
+        self.shift, self.level = shift, round(shift / SHIFT_STEP)
 
 
 class SurvivalTable:
@@ -205,20 +207,21 @@ class SurvivalTable:
         self._rejected = np.zeros((rows, POSITIONS))
         self._new: list[tuple[int, int, bool]] = []
         self._drafts = 0.0
-        self._cache: dict[tuple[int, int], Row] = {}
+        self._cache: dict[int, Row] = {}  # by row and level
         self._recompute()
 
     def add_draft(self, row: int, accepted: int, *, rejected: bool) -> None:
         """Count a draft by its accepted tokens and whether the next token was rejected."""
         self._new.append((row, accepted, rejected))
-        if len(self._new) >= min(max(8.0, self._drafts / 8), 1024.0):
+        if len(self._new) >= self._due:
             self.refresh()
 
     def row(self, row: int, level: int = 0) -> Row:
         """Return the estimates of a row at a request's `RequestShift.level`."""
-        found = self._cache.get((row, level))
+        key = row * _LEVELS + level
+        found = self._cache.get(key)
         if found is None:
-            found = self._cache[row, level] = _row(self._logits[row] + level * SHIFT_STEP)
+            found = self._cache[key] = _row((self._logits[row] + level * SHIFT_STEP).tolist())
         return found
 
     def best_for(self, shift: RequestShift) -> float:
@@ -235,14 +238,20 @@ class SurvivalTable:
         self._rejected *= kept
         rows, accepted, rejected = np.array(self._new).T
         self._new.clear()
-        tested = np.arange(POSITIONS)
-        np.add.at(self._accepted, rows, tested < accepted[:, None])
-        np.add.at(self._rejected, rows, (tested == accepted[:, None]) & (rejected[:, None] > 0))
+        # Count the drafts by row and accepted tokens. The last column has longer runs.
+        cells = rows * (POSITIONS + 1) + np.minimum(accepted, POSITIONS)
+        shape = (len(self._accepted), POSITIONS + 1)
+        ended = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+        ended_wrong = np.bincount(cells[rejected > 0], minlength=ended.size).reshape(shape)
+        # A position's token was accepted in the drafts that ended after it.
+        self._accepted += ended[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        self._rejected += ended_wrong[:, :-1]
         self._recompute()
 
     def _recompute(self) -> None:
         self._logits = _logits(self._accepted, self._rejected, self._group)
         self._cache.clear()
+        self._due = min(max(8.0, self._drafts / 8), 1024.0)
         self._best_logit = float(self._logits[:, 0].max())
         self.best_survival = _logistic(self._best_logit + 2 * SHIFT_DEVIATION)
 
@@ -292,9 +301,8 @@ class SurvivalModel:
         agreement: int = 0,
     ) -> None:
         """Learn from a draft, as in `AcceptanceRate.add_draft`."""
-        row = evidence_row(evidence, agreement)
-        expected = self.by_evidence.row(row, record.by_evidence.level)
-        record.by_evidence.add_draft(expected, accepted, rejected=rejected)
+        row, shift = evidence_row(evidence, agreement), record.by_evidence
+        shift.add_draft(self.by_evidence.row(row, shift.level), accepted, rejected=rejected)
         self.by_evidence.add_draft(row, accepted, rejected=rejected)
         self.add_outcome(record, accepted, rejected=rejected)
 
@@ -303,8 +311,9 @@ class SurvivalModel:
 
         A missing draft counts as rejected, because the step gained no token from it either.
         """
-        record.by_outcome.add_draft(self.next_draft(record), accepted, rejected=rejected)
-        self.by_outcome.add_draft(record.last_outcome, accepted, rejected=rejected)
+        row, shift = record.last_outcome, record.by_outcome
+        shift.add_draft(self.by_outcome.row(row, shift.level), accepted, rejected=rejected)
+        self.by_outcome.add_draft(row, accepted, rejected=rejected)
         record.last_outcome = outcome_row(accepted, rejected=rejected)
 
 
@@ -326,11 +335,11 @@ def _logistic(logit: float) -> float:
     return 1.0 / (1.0 + math.exp(-logit))
 
 
-def _row(logits: NDArray[np.float64]) -> Row:
-    chances = tuple(map(_logistic, logits.tolist()))
+def _row(logits: list[float]) -> Row:
+    chances = [1.0 / (1.0 + math.exp(-logit)) for logit in logits]
     return Row(
-        chances,
+        tuple(chances),
         tuple(accumulate(chances, mul)),
-        tuple(accumulate((1.0 - chance for chance in chances), initial=0.0)),
-        tuple(accumulate((chance * (1.0 - chance) for chance in chances), initial=0.0)),
+        tuple(accumulate([1.0 - chance for chance in chances], initial=0.0)),
+        tuple(accumulate([chance * (1.0 - chance) for chance in chances], initial=0.0)),
     )

@@ -65,9 +65,7 @@ def test_depth_first_makes_branches_contiguous(draft: Draft) -> None:
     assert laid.is_chain == all(laid.parent(i) == i - 1 for i in range(len(laid)))
 
 
-def by_depth(position: int) -> float:
-    """Return survivals that depend only on the depth."""
-    return 0.9 - 0.05 * position
+BY_DEPTH = tuple(0.9 - 0.05 * depth for depth in range(12))
 
 
 @given(drafts, st.integers(0, 14))
@@ -77,7 +75,7 @@ def test_first_keeps_a_valid_draft(draft: Draft, tokens: int) -> None:
     assert len(short) == min(tokens, len(draft))
     assert short.token_ids == draft.token_ids[:tokens]
     assert paths(short).items() <= paths(draft).items()
-    assert short.survivals(by_depth) == draft.survivals(by_depth)[:tokens]
+    assert short.survivals(BY_DEPTH) == draft.survivals(BY_DEPTH)[:tokens]
 
 
 @given(drafts, texts)
@@ -105,7 +103,7 @@ def test_accepted_places_per_row_follows_the_sampled_tokens(draft: Draft, random
 @given(trees())
 def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> None:
     """No token is likelier than its parent, and siblings share the survival of a single child."""
-    chances = draft.survivals(lambda _: 0.8)
+    chances = draft.survivals((0.8,))
     for parent in {ROOT, *range(len(draft))}:
         below = sum(chances[i] for i in range(len(draft)) if draft.parent(i) == parent)
         assert below <= 0.8 * (1.0 if parent == ROOT else chances[parent]) + 1e-12
@@ -114,7 +112,7 @@ def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> N
 def test_a_chain_survives_geometrically() -> None:
     """Three tokens with a chance of 0.5 survive with 1/2, 1/4 and 1/8 at depths 1, 2 and 3."""
     chain = Draft((7, 8, 9))
-    assert chain.survivals(lambda _: 0.5) == pytest.approx((0.5, 0.25, 0.125))
+    assert chain.survivals((0.5,)) == pytest.approx((0.5, 0.25, 0.125))
     assert chain.depths == (1, 2, 3)
     assert chain.depth_first() is chain
 

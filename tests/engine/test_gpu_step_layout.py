@@ -86,7 +86,9 @@ def test_masks_hold_the_ancestors_of_each_row(seed: int, confirmed: int, start: 
     rows = confirmed + len(draft)
     assert packed.spans.query_starts == [0, 2, 2 + rows]
     assert packed.spans.context_lens == [5, start + rows]
-    assert packed.spans.positions[2:] == list(works[1].positions)
+    end = start + confirmed
+    below = [end + depth - 1 for depth in draft.depths]
+    assert packed.spans.positions[2:] == [*range(start, end), *below]
     own = packed.spans.ancestors[2:]
     if draft.is_chain:
         assert own == [0] * rows

@@ -65,9 +65,11 @@ def candidates(depths_s, calls_s=()):
     survivals = chances.map(lambda each: tuple(accumulate(each, mul)))
     weights = st.sampled_from([1.0, 1.0, 0.5, 4.0])
     calls = dict(zip(depths_s, calls_s, strict=False))
-    one = st.builds(DraftCandidate, survivals, st.sampled_from(depths_s), weights).map(
-        lambda candidate: replace(candidate, call_s=calls.get(candidate.depth_s, 0.0))
-    )
+
+    def candidate(survivals, depth_s, weight) -> DraftCandidate:
+        return DraftCandidate(survivals, depth_s, weight, call_s=calls.get(depth_s, 0.0))
+
+    one = st.builds(candidate, survivals, st.sampled_from(depths_s), weights)
     return st.lists(one, min_size=1, max_size=4)
 
 
@@ -182,7 +184,7 @@ def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
     """With start costs, the allocation gains at least as much as no new drafts, and is close to the
     optimum."""
     begun = [
-        replace(c, start_s=start_s if c.depth_s else 0.0)
+        c._replace(start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
     ]
     many = len(begun)
@@ -202,7 +204,7 @@ def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
 def test_expensive_start_is_left_out() -> None:
     """A long catch-up excludes only its own sequence from drafting."""
     ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
-    behind = replace(ready, start_s=1.0)
+    behind = ready._replace(start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
     assert allocate(step, H100_8B) == [3, 0]
 

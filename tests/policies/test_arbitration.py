@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, product
 from operator import mul
 
@@ -37,7 +36,11 @@ def value(options, chosen, price) -> float:
 def candidate(depth_s):
     chances = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
     survivals = chances.map(lambda each: tuple(accumulate(each, mul)))
-    return st.builds(DraftCandidate, survivals, st.just(depth_s), st.sampled_from([1.0, 2.0]))
+
+    def candidate(survivals, weight) -> DraftCandidate:
+        return DraftCandidate(survivals, depth_s, weight)
+
+    return st.builds(candidate, survivals, st.sampled_from([1.0, 2.0]))
 
 
 one = st.one_of(
@@ -56,7 +59,7 @@ def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
     """If one proposer computes its drafts, no other choice of proposers is worth more at this
     price."""
     options = [
-        tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
+        tuple(c._replace(call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
     ]
     chosen = arbitrate(options, price, RATE)
     best = max(value(options, other, price) for other in product(*map(range, map(len, options))))

@@ -72,7 +72,7 @@ def test_survivals_are_probabilities_that_never_rise(observed, length) -> None:
         assert len(chain) == length
         assert all(0.0 < survival < 1.0 for survival in chain)
         assert all(later <= earlier for earlier, later in pairwise(chain))
-        assert all(0.0 < row.chance(position) < 1.0 for position in range(length))
+        assert all(0.0 < chance < 1.0 for chance in row.chances)
 
 
 def test_every_evidence_and_outcome_has_its_row() -> None:

@@ -57,7 +57,7 @@ def test_simulated_sequence_follows_its_record(most: int) -> None:
     deltas, last = run_one(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), generation)
     replay = ReplayedAcceptance(DEMO)
     sequence = type("S", (), {"request": generation, "choice": 0})()
-    text, first = replay._chosen(sequence)
+    text, _, first = replay._chosen(sequence)
     assert list(deltas.tokens) == [1, *tokens_per_step(text, first, 200, most)]
     assert last.outcome.num_accepted_tokens == 200 - len(deltas.tokens)
 

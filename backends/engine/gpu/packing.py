@@ -49,17 +49,22 @@ class PackedFeeds:
         spans.write_tables(host.tables)
 
 
-def pack_feeds(
-    feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS, pooled_rows: list[int] | None = None
-) -> PackedFeeds:
+def pack_feeds(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> PackedFeeds:
     """Pack feeds into one ragged batch.
 
     Args:
         feeds: the input of each sequence.
         page_tokens: slots of a page.
+    """
+    return pack_rows(lay_out(feeds, page_tokens))
+
+
+def pack_rows(rows: StepRows, pooled_rows: list[int] | None = None) -> PackedFeeds:
+    """Pack a ragged batch.
+
+    Args:
         pooled_rows: rows whose hidden state the step returns.
     """
-    rows = lay_out(feeds, page_tokens)
     return PackedFeeds(rows, SpanLists.of(rows.spans), pooled_rows or [])
 
 

@@ -22,9 +22,9 @@ from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
 from draftgate.backends.engine import logprobs, pooling
 from draftgate.backends.engine.gpu.forward import DeviceForward
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepShape
-from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks, pack_feeds, pack_walks
+from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks, pack_rows, pack_walks
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
-from draftgate.backends.engine.inputs import Feed, feed_of
+from draftgate.backends.engine.inputs import Feed, feed_of, lay_out_plan
 from draftgate.backends.engine.kernels.accept_walk import accept_walk
 from draftgate.backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
 from draftgate.backends.engine.kernels.kv_move import kv_move
@@ -114,7 +114,7 @@ class GpuRunner:
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
         pooled_rows = pooling.rows_to_pool(plan)
-        packed = pack_feeds(map(feed_of, plan.work), pooled_rows=pooled_rows)
+        packed = pack_rows(lay_out_plan(plan), pooled_rows)
         walks = pack_walks(plan)
         shape, fields = self._place(plan, packed, walks, previous, began)
         num_samples, num_pooled = len(packed.rows.sample_rows), len(pooled_rows)
