@@ -17,7 +17,8 @@ from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import MOST_FIXED
-from draftgate.policies.speculation.price import rate, slot_price
+from draftgate.policies.speculation.long_run import LongRunSpeedup
+from draftgate.policies.speculation.price import rate, slot_price, step_s
 from draftgate.policies.speculation.revision import PlanRevision, SlotWorth, revision_cause
 from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import SpeculationMode, StepView
@@ -71,6 +72,7 @@ class DraftPlan:
         self.plans_ahead = False
         self._unproposed: Many[Sequence] = ()  # decodes of a step that was planned ahead
         self._step_work: StepDrafting | None = None  # of the last step, until it is learned from
+        self._speedup = LongRunSpeedup()
         self._meter = DraftingMeter(cost.seconds(1, 1, 1), drafting.names)
 
     def plan(
@@ -97,6 +99,8 @@ class DraftPlan:
         view = self._without_drafts(decodes, spare)
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
+        plain_rate = rate(view, cost)
+        view = replace(view, tokens_per_s=plain_rate * self._speedup.ratio)
         terms = self._current_terms(view, decodes, cost)
         self._unproposed = decodes if ahead and self._drafting.names else ()
         if ahead:
@@ -114,6 +118,8 @@ class DraftPlan:
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum([offer.expected for offer in drafted])
         self._slots = sum([len(offer.draft) for offer in drafted if offer.draft])
+        taken_s = step_s(view, cost, self._slots) + self.drafting_s
+        self._speedup.add_step(view.total_weight + self._accepted, plain_rate * taken_s)
         self._step_work = self._drafting.step_work
         self._step_work.sequences = len(decodes)
         self._step_work.verified = sum([1 for offer in drafted if offer.draft])
@@ -246,7 +252,7 @@ class DraftPlan:
                 self._policy.least_survival(view, cost),
                 self.price(cost),
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-                rate(view, cost),
+                view.tokens_per_s,
                 most,
                 self._meter.cost,
             )

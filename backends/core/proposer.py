@@ -61,7 +61,7 @@ class DraftTerms(NamedTuple):
             its time, or None to call every proposer (`SpeculationPolicy`).
         price: expected tokens that a slot must add, in weighted tokens.
         step_s: predicted seconds of the step without drafts.
-        tokens_per_s: value of one second of the step, in weighted tokens.
+        tokens_per_s: value of one second, in weighted tokens: the long-run rate.
         most_weight: largest weight of a sequence in the step.
         drafting: host time of drafting.
     """

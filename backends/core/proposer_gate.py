@@ -149,21 +149,28 @@ class ProposerGate:
     def may_pay(
         self, name: str, requests: list[DraftRequest], depth_s: float, terms: DraftTerms
     ) -> bool:
-        """Return whether computing a first token for all requests can be worth its time.
+        """Return whether computing drafts for all requests can be worth the time.
 
-        If the first token is not worth its time, no later token is, because each adds less than the
-        previous one. An unused proposer rests, because the next steps will hardly use it either.
+        The gain of all depths together must exceed the cost of the call. Later depths gain less
+        than earlier ones. An unused proposer rests, because the next steps will hardly use it
+        either.
         """
         if terms.least_survival is None:
             return True
         if self._step <= self._resting.get(name, (0, 0))[1]:
             return False
-        worth = 0.0
-        for request in requests:
-            sequence = request.sequence
-            worth += sequence.weight * self._scores.predicted(sequence, name).survivals[0]
-        least_s = depth_s + terms.drafting.calling_s(name, len(requests))
-        return worth >= least_s * terms.tokens_per_s
+        drafts = [
+            (request.sequence.weight, self._scores.predicted(request.sequence, name).survivals)
+            for request in requests
+        ]
+        missing = terms.drafting.calling_s(name, len(requests)) * terms.tokens_per_s
+        for depth in range(max([request.max_tokens for request in requests])):
+            gain = sum([weight * rates[depth] for weight, rates in drafts if depth < len(rates)])
+            gain -= depth_s * terms.tokens_per_s
+            missing -= gain
+            if gain < 0.0 or missing <= 0.0:
+                break
+        return missing <= 0.0
 
     def rest(self, name: str) -> None:
         """Let a computing proposer rest after a step that offered it but did not use it."""

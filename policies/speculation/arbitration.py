@@ -3,7 +3,7 @@
 An existing draft is worth the sum of (weight x survival - price) over its slots. A draft that must
 be computed is worth the same sum less its cost. All sequences that draft with the same proposer
 share the cost of a depth. So a proposer drafts for the sequences that gain by it, to the depth that
-is best for them together. Their gain must exceed the cost of drafting at the rate of the step.
+is best for them together. Their gain must exceed the cost of drafting at the long-run rate.
 `allocation` then chooses the slots to verify with the true staircase.
 """
 
@@ -26,7 +26,7 @@ def arbitrate(
     Args:
         options: candidates of each sequence, not empty.
         price: minimum expected gain of a slot, in weighted tokens.
-        tokens_per_s: weighted tokens per second of the step without drafts.
+        tokens_per_s: value of a second in weighted tokens.
     """
     choice = [0] * len(options)
     worth = np.zeros(len(options))
