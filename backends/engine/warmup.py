@@ -47,9 +47,7 @@ DEPTH_BUCKETS: Final = (1, 4, 16, 64)
 """Batch sizes at which `measure_depths` times a draft."""
 
 TIMED_RUNS: Final = 5
-"""Runs of each shape. The fastest run counts, because other processes only lengthen runs. With the
-median, a start on a busy machine measured 11 ms for 48 tokens and 26 ms for 64 (Zen 5, 2026-11-22).
-"""
+"""Runs of each shape. The fastest run counts, because other processes only lengthen runs."""
 
 TIMED_TEMPERATURE: Final = 1.0
 """Temperature of timed steps, the default of the API. A sampled row takes the shipped model 0.16 to
