@@ -133,7 +133,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
             "cannot report: /nowhere: No such file or directory\n",
         ),
         (["simulate", "--trace", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
-        (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, host"),
+        (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, operators"),
     ],
 )
 def test_user_error_is_one_line_and_status_2(
