@@ -263,8 +263,8 @@ class StepView:
         free_slots: number of slots that displace no prompt token. Each further slot displaces one.
         verify_s: seconds that drafts add to the step, however many are verified
             (`costs.drafting_cost`).
-        tokens_per_s: long-run rate in weighted tokens, the value of a second (`long_run`). If it is
-            0, the value is the rate of the step itself.
+        tokens_per_s: long-run rate in weighted tokens, the value of a second in the price of a slot
+            (`long_run`). If it is 0, the value is the rate of the step itself.
     """
 
     tokens: int

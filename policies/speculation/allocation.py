@@ -1,10 +1,6 @@
-"""The choice of draft slots that a step verifies: the slots with the greatest gain.
+"""The choice of draft slots that a step verifies: the slots that maximise expected tokens per time.
 
-    weight of the step + sum of weight x survival over chosen slots - value x (T(step) + drafting)
-
-`value` is the value of a second in tokens, the long-run rate (`long_run`). If it is unknown, the
-choice maximises tokens per second of this step: the value is then the rate of the best choice at
-the last value, until the rate stays the same (W. Dinkelbach, 1967).
+    (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
 T excludes the time of the step's prompts (`price`). Survivals do not rise along a draft, so the
 best n slots are the n likeliest of all candidates, and always form prefixes of drafts. T is a
@@ -15,7 +11,8 @@ Drafting costs a forward pass for each depth, which all drafts of one proposer s
 tried up to the deepest one that could pay for itself. The choice is exact except for the cost to
 begin drafting for a sequence. Sequences that are not worth this cost are omitted one by one.
 
-The criterion extends SmartSpec's goodput (arXiv 2406.14066) from a common length to each slot.
+The criterion is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of for a common
+length.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ core, Zen 5, 2026-11-22):
 
 
 def allocate(step: StepView, cost: StepCost) -> list[int]:
-    """Return the draft length of each candidate that maximises the gain of the step.
+    """Return the draft length of each candidate that maximises the rate of the step.
 
     Ties prefer fewer slots, and the slots of earlier candidates.
     """
@@ -74,18 +71,12 @@ def _allocate_few(step: StepView, cost: StepCost) -> list[int]:
         return lengths
     likeliest = sorted(range(len(values)), key=values.__getitem__, reverse=True)[:most]
     step_s = few_slots_s(step, cost, most)
-    value, rate = 0.0, max(step.tokens_per_s, step.total_weight / step_s[0])
-    best = 0
-    while rate > value:
-        value, tokens = rate, step.total_weight
-        most_gain, best = tokens - value * step_s[0], 0
-        for slots, place in enumerate(likeliest, 1):
-            tokens += values[place]
-            gain = tokens - value * step_s[slots]
-            if gain > most_gain:
-                most_gain, best, rate = gain, slots, tokens / step_s[slots]
-        if step.tokens_per_s:
-            break
+    tokens = step.total_weight
+    best_rate, best = tokens / step_s[0], 0
+    for slots, place in enumerate(likeliest, 1):
+        tokens += values[place]
+        if tokens / step_s[slots] > best_rate:
+            best_rate, best = tokens / step_s[slots], slots
     for place in likeliest[:best]:
         lengths[owners[place]] += 1
     return lengths
@@ -102,9 +93,8 @@ class _Slots(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """The chosen slots, their gain in tokens, and their rate in tokens per second."""
+    """The chosen slots, and their rate in tokens per second."""
 
-    gain: float
     rate: float
     slots: _Slots
 
@@ -113,12 +103,12 @@ class _Drafting(NamedTuple):
     """A choice of depths to draft to.
 
     Attributes:
-        most_gain: upper bound of the gain of any choice of its slots.
+        most_rate: upper bound of the rate of any choice of its slots.
         seconds: seconds of drafting.
         drafted: whether each slot is drafted, in order of likelihood, or None if all are.
     """
 
-    most_gain: float
+    most_rate: float
     seconds: float
     drafted: NDArray[np.bool_] | None
 
@@ -150,78 +140,64 @@ def _allocate_many(step: StepView, cost: StepCost) -> list[int]:
         values *= np.repeat(weights, lengths)
     slots = _Slots(values, np.repeat(np.arange(len(lengths)), lengths))
     start_s = np.array([candidate.start_s for candidate in step.candidates])
-    seconds = slots_s(step, cost, most)
-    value, rate = 0.0, max(step.tokens_per_s, step.total_weight / float(seconds[0]))
-    while rate > value:
-        value = rate
-        best = _best_choice(step, slots, seconds, start_s, value)
-        if step.tokens_per_s:
-            break
-        rate = best.rate
+    best = _best_choice(step, slots, slots_s(step, cost, most), start_s)
     chosen: list[int] = np.bincount(best.slots.owners, minlength=len(lengths)).tolist()
     return chosen
 
 
-def _best_choice(
-    step: StepView, slots: _Slots, step_s: Array, start_s: Array, value: float
-) -> _Choice:
+def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
     """Return the best slots, omitting candidates until all others are worth their start.
 
     Args:
         step_s: seconds of the step by number of slots.
         start_s: seconds to begin drafting for each candidate.
-        value: value of a second in tokens.
     """
-    plain_s = float(step_s[0])
-    none = slots.at(np.empty(0, np.intp))
-    best = _Choice(step.total_weight - value * plain_s, step.total_weight / plain_s, none)
+    best = _Choice(step.total_weight / float(step_s[0]), slots.at(np.empty(0, np.intp)))
     begins = start_s > 0.0
     if not begins.any():
-        return _best_drafting(step, slots, step_s, start_s, value, best)
+        return _best_drafting(step, slots, step_s, start_s, best)
     worth = np.bincount(slots.owners, slots.values, len(start_s))
     while True:
-        out = begins & (worth <= value * start_s)
+        out = begins & (worth <= best.rate * start_s)
         slots = slots.at(~out[slots.owners])
-        choice = _best_drafting(step, slots, step_s, start_s, value, best)
-        best = max(best, choice, key=lambda one: one.gain)
+        choice = _best_drafting(step, slots, step_s, start_s, best)
+        best = max(best, choice, key=lambda one: one.rate)
         chosen = choice.slots
         worth = np.bincount(chosen.owners, chosen.values, len(start_s))
         left = begins & (np.bincount(slots.owners, minlength=len(start_s)) > 0)
-        if not np.any(left & (worth <= value * start_s)):
+        if not np.any(left & (worth <= best.rate * start_s)):
             return best
 
 
 def _best_drafting(
-    step: StepView, slots: _Slots, step_s: Array, start_s: Array, value: float, best: _Choice
+    step: StepView, slots: _Slots, step_s: Array, start_s: Array, best: _Choice
 ) -> _Choice:
     """Return the best depths and the chosen slots, if they are better than `best`."""
     order = np.argsort(-slots.values, kind="stable")
     likeliest = slots.at(order)
     weight = step.total_weight
-    for drafting in _draftings(step, slots, order, start_s, float(step_s[0]), value):
-        if drafting.most_gain <= best.gain:
+    for drafting in _draftings(step, slots, order, start_s, float(step_s[0]), best.rate):
+        if drafting.most_rate <= best.rate:
             break  # All later draftings have a lower bound too.
         offered = likeliest if drafting.drafted is None else likeliest.at(drafting.drafted)
-        tokens = weight + np.cumsum(offered.values[: len(step_s) - 1])
-        seconds = step_s[1 : len(tokens) + 1] + drafting.seconds
-        gains = tokens - value * seconds
-        last = int(gains.argmax()) if len(gains) else 0
-        if len(gains) and gains[last] > best.gain:
-            chosen = offered.at(slice(last + 1))
-            best = _Choice(float(gains[last]), float(tokens[last] / seconds[last]), chosen)
+        rates = weight + np.cumsum(offered.values[: len(step_s) - 1])
+        rates /= step_s[1 : len(rates) + 1] + drafting.seconds
+        last = int(rates.argmax()) if len(rates) else 0
+        if len(rates) and rates[last] > best.rate:
+            best = _Choice(float(rates[last]), offered.at(slice(last + 1)))
     return best
 
 
 def _draftings(
-    step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, value: float
+    step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, rate: float
 ) -> Iterator[_Drafting]:
     """Yield every choice of depths that could be worth its time, the most promising first.
 
     Args:
         order: indices of the slots in order of likelihood.
         step_s: seconds of the step without drafts.
-        value: value of a second in tokens. A depth is excluded if its slots together are worth less
-            than its time.
+        rate: rate of the best choice so far. A depth is excluded if its slots together are worth
+            less than its time at this rate.
     """
     calls = {c.depth_s: c.call_s for c in step.candidates if c.depth_s > 0.0}
     costs = sorted(calls)
@@ -233,24 +209,22 @@ def _draftings(
     depths = np.arange(len(owners)) - np.searchsorted(owners, owners) + 1
     free = depth_s <= 0.0
     groups = [
-        _depths_that_may_pay(
-            depth_s == cost_s, depths, slots, start_s, cost_s, calls[cost_s], value
-        )
+        _depths_that_may_pay(depth_s == cost_s, depths, slots, start_s, cost_s, calls[cost_s], rate)
         for cost_s in costs
     ]
     plans = []
     for chosen in product(*groups):
         worth = step.total_weight + float(values[free].sum()) + sum(d.worth for d in chosen)
         draft_s = sum(d.seconds for d in chosen)
-        plans.append((worth - value * (step_s + draft_s), draft_s, [d.depth for d in chosen]))
+        plans.append((worth / (step_s + draft_s), draft_s, [d.depth for d in chosen]))
     plans.sort(key=itemgetter(0), reverse=True)
     free, depths = free[order], depths[order]
     of_group = [(depth_s == cost_s)[order] for cost_s in costs]
-    for most_gain, draft_s, chosen_depths in plans:
+    for most_rate, draft_s, chosen_depths in plans:
         drafted = free.copy()
         for group, depth in zip(of_group, chosen_depths, strict=True):
             drafted |= group & (depths <= depth)
-        yield _Drafting(most_gain, draft_s, drafted)
+        yield _Drafting(most_rate, draft_s, drafted)
 
 
 def _depths_that_may_pay(
@@ -260,11 +234,11 @@ def _depths_that_may_pay(
     start_s: Array,
     depth_s: float,
     call_s: float,
-    value: float,
+    rate: float,
 ) -> list[_Depth]:
     """Return the depths, from 0, to which candidates with the same depth cost may draft."""
     by_depth = np.bincount(depths[group], slots.values[group], 1)
-    paying = np.flatnonzero(by_depth >= depth_s * value)
+    paying = np.flatnonzero(by_depth >= depth_s * rate)
     deepest = int(paying[-1]) if len(paying) else 0
     begin_s = call_s + float(start_s[np.unique(slots.owners[group])].sum())
     worth = np.cumsum(by_depth).tolist()

@@ -173,7 +173,7 @@ class AdaptiveVerification(_AllDrafts):
         # slots.
         if any(candidate.depth_s > 0.0 for candidate in step.candidates):
             return _equal_lengths(step, max(c.max_draft_tokens for c in step.candidates))
-        return allocate(replace(unweighted(step), prefill_tokens=0, tokens_per_s=0.0), cost)
+        return allocate(replace(unweighted(step), prefill_tokens=0), cost)
 
 
 def _equal_lengths(step: StepView, length: int) -> list[int]:

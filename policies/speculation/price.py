@@ -106,8 +106,8 @@ def slot_price(
     """Return the price of one more draft slot in weighted tokens, which is 0 on an idle worker.
 
     `price = rate x average extra seconds per slot up to the next cost step`, at the long-run rate,
-    or at the rate of the step with its drafts if the step has no long-run rate. The best slots that
-    `allocation` omits have at most this mean survival, up to the next cost step.
+    or at the rate of the step with its drafts if the step has no long-run rate. At the latter, the
+    best slots that `allocation` omits have at most this mean survival, up to the next cost step.
 
     Args:
         accepted: weighted tokens that drafts are expected to add to the step.
