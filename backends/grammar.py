@@ -83,7 +83,7 @@ class LlGrammar:
         self._matcher.consume_token(token_id)
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of the tokens the grammar allows in a row, before an end token."""
+        """Return the length of the longest prefix that the grammar allows, without end tokens."""
         if self._matcher.is_stopped():  # the parser takes no tokens, not even the end
             return int(self.is_complete and bool(token_ids) and token_ids[0] in self._eos_ids)
         return self._matcher.validate_tokens(list(token_ids))

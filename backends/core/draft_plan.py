@@ -49,8 +49,8 @@ class DraftPlan:
     """Plans the drafts of each step. Drafts never preempt a sequence.
 
     Attributes:
-        plans_ahead: whether the worker plans steps ahead, which hides the host time of planning
-            behind the device except after drafts.
+        plans_ahead: whether the worker plans a step while the device runs the previous step. After
+            a step with drafts, the device has to wait for the plan.
         drafting_s: predicted seconds to compute the drafts of the last step.
         traces: drafting of the last step's traced sequences, by key, without its outcome.
     """

@@ -29,7 +29,7 @@ class Grammar(Protocol):
         ...
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of the tokens the grammar allows in a row. The state does not change."""
+        """Return the length of the longest prefix that the grammar allows, without advancing."""
         ...
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:

@@ -11,18 +11,14 @@ from torch import Tensor
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, StepInputs
-from draftgate.backends.engine.operators import compiler
-from draftgate.backends.engine.operators.base import Operators, RotaryTables
-from draftgate.backends.engine.operators.native import native_operators
-from draftgate.backends.engine.operators.reference import TorchOperators
+from tests.engine.test_operators import DTYPES, needs_gcc, torch_and_native
 
 SHAPES = ((4, 2, 16), (8, 4, 32), (3, 1, 48), (2, 2, 80), (4, 1, 256))
 """Query heads, KV heads and head_dim."""
 
-DTYPES = (torch.float32, torch.bfloat16)
 PAGES, PAGE_TOKENS, TILE = 48, 16, 256
 
-pytestmark = pytest.mark.skipif(compiler.compiler_version() is None, reason="needs gcc")
+pytestmark = needs_gcc
 
 
 def shaped(shape: tuple[int, int, int]) -> ModelConfig:
@@ -30,14 +26,6 @@ def shaped(shape: tuple[int, int, int]) -> ModelConfig:
     heads, kv_heads, head_dim = shape
     config = read_model_config(SHIPPED_MODEL)
     return replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-
-
-def torch_and_native(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
-    """Return the operators in torch and the operators in C."""
-    tables = RotaryTables(*config.rope.tables(config.head_dim, 8, dtype))
-    native = native_operators(config, tables, dtype)
-    assert native is not None
-    return TorchOperators(config, tables), native
 
 
 def step_of(*spans: AttentionSpan) -> StepInputs:

@@ -22,11 +22,11 @@ from draftgate.backends.engine.operators.compiler import FLAGS, FOLDER
 from draftgate.backends.engine.operators.native import MAX_ROWS, chunks_of
 from draftgate.backends.engine.operators.reference import TorchOperators
 from tests.engine.test_attention_in_c import SPANS, TILE, memory_of, queries_of, shaped, step_of
+from tests.engine.test_operators import DTYPES, random
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 CALLS = Path(__file__).parent / "arm_calls.c"
 TIMEOUT_S = 120.0
-DTYPES = (torch.float32, torch.bfloat16)
 HEADS = ((8, 4, 32), (2, 2, 80))
 
 pytestmark = pytest.mark.skipif(
@@ -67,11 +67,6 @@ def integers(*values: int) -> bytes:
 def tensor_of(data: bytes, like: Tensor) -> Tensor:
     """Return bytes as a tensor of the shape and dtype of another."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(like.dtype).view(like.shape)
-
-
-def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return random numbers that depend only on the shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:

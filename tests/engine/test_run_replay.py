@@ -35,18 +35,7 @@ from draftgate.loadgen.planning.plan import Load
 from draftgate.policies.costs.step_cost_fit import REFIT_STEPS
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, ServiceLevel
-
-CODE = """\
-def area(shape):
-    if shape.kind == "circle":
-        return 3.14 * shape.radius * shape.radius
-    if shape.kind == "square":
-        return shape.side * shape.side
-
-def outline(shape):
-    if shape.kind == "circle":
-        return 2 * 3.14 * shape.radius
-"""
+from tests.engine.test_recording import PROMPT
 
 REQUESTS = 24
 
@@ -88,7 +77,7 @@ def requests_for(engine: LoadedEngine, policy: str, count: int) -> Iterator[Gene
     """Yield requests that share prefixes, with the plans that the gateway would make now."""
     encode, end = engine.worker.tokenizer.encode, engine.served.card.eos_ids[0]
     for number in range(count):
-        prompt = encode(CODE + f"\n\ndef part{number % 3}(shape):\n    ")
+        prompt = encode(PROMPT + f"\n\ndef part{number % 3}(shape):\n    ")
         # Some end early, with a likelier end-of-sequence token.
         bias = ((end, 9.0),) if number % 6 == 4 else ()
         sampling = SamplingParams(
