@@ -64,7 +64,7 @@ test: $(SETUP) ## run the quick tests
 	$(BIN)/python -m pytest $(parallel) $(ARGS)
 
 test-long: $(SETUP) ## run every test, including the long ones
-	$(BIN)/python -m pytest --long $(ARGS)
+	$(BIN)/python -m pytest --long $(parallel) $(ARGS)
 
 coverage: $(SETUP) ## run the quick tests and report line coverage
 	$(BIN)/coverage run -m pytest $(ARGS)
