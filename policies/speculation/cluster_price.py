@@ -32,7 +32,7 @@ from msgspec import structs
 
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.speculation.price import LEAST_S
-from draftgate.policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.types import WorkerLoad
 
 FORGETTING: Final = 0.98
 """Decay of the mean need per request, which averages about the last fifty, as for output lengths
@@ -101,19 +101,14 @@ def _price_rise(load: WorkerLoad, joining: float) -> float:
     speed = load.speed
     if speed.step_s <= 0.0:
         return 0.0
-    before, after = (_tokens_per_s(speed, n) for n in (load.running, load.running + joining))
-    slot_s = min(speed.step_token_s, speed.step_sequence_s)
-    if before > 0.0:
-        slot_s = max(slot_s, load.price / before)
-    return max(after - before, 0.0) * slot_s
-
-
-def _tokens_per_s(speed: WorkerSpeed, sequences: float) -> float:
-    """Return the tokens per second in steps of `sequences` sequences without drafts.
-
-    The result never falls with more sequences, because each lengthens a step by at most its time
-    alone.
-    """
     alone_s = max(speed.step_s, LEAST_S)
+    # Each sequence lengthens a step by at most its time alone, so the rate never falls.
     more_s = min(speed.step_sequence_s, alone_s)
-    return sequences / (alone_s + max(sequences - 1.0, 0.0) * more_s)
+    running, after = load.running, load.running + joining
+    before_s, after_s = (alone_s + max(n - 1.0, 0.0) * more_s for n in (running, after))
+    slot_s = min(speed.step_token_s, speed.step_sequence_s)
+    if not running:
+        return after / after_s * slot_s
+    slot_s = max(slot_s, load.price * before_s / running)
+    # after / after_s - running / before_s, in a form whose rounding errors do not make it fall
+    return joining * (alone_s - more_s) / (before_s * after_s) * slot_s
