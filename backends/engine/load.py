@@ -136,7 +136,7 @@ def load_engine(
     run = run_recorder(config, num_blocks)
     blocks = KvBlocks(num_blocks, BLOCK_TOKENS) if run is None else run.blocks
     proposers = make_proposers(
-        ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
+        ProposerSetup(config, decoder, pool, blocks, runner.forward, cost, draft, max_model_len)
     )
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),

@@ -47,7 +47,8 @@ def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
     )
     draft = shipped_draft(engine.model.dtype)
     decoder, pool, blocks = engine.model.decoder, engine.pool, engine.blocks
-    return make_proposers(ProposerSetup(config, decoder, pool, blocks, COST, draft))
+    forward = engine.runner.forward
+    return make_proposers(ProposerSetup(config, decoder, pool, blocks, forward, COST, draft))
 
 
 def every_proposer_and_a_hostile_one(engine: Engine) -> dict[str, Proposer]:

@@ -62,8 +62,7 @@ def proposer_of(
     model: Model, pool: KvPool, budget: int = BUDGET, decoder: Decoder | None = None
 ) -> SparseSelfProposer:
     return SparseSelfProposer(
-        decoder or model.decoder,
-        pool,
+        Runner(decoder or model.decoder, pool, model.verify).forward,
         budget_tokens=budget,
         sink_tokens=SINK,
         eos_ids=model.config.eos_ids,
@@ -424,7 +423,7 @@ def test_depth_cost_is_a_step_that_reads_the_budget(shipped: Model) -> None:
     pool = KvPool(shipped.config, 1, shipped.dtype)
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": cost}
     proposer = SparseSelfProposer(
-        shipped.decoder, pool, budget_tokens=BUDGET, sink_tokens=SINK, **settings
+        Runner(shipped.decoder, pool).forward, budget_tokens=BUDGET, sink_tokens=SINK, **settings
     )
     assert proposer.depth_s(1) == pytest.approx(1e-3 + 64e-6 + 1e-4)
     assert proposer.depth_s(8) == pytest.approx(2e-3 + 8 * (64e-6 + 1e-4))
@@ -437,12 +436,12 @@ def test_budget_without_a_page_for_latest_tokens_is_rejected(
     shipped: Model, budget: int, sink: int
 ) -> None:
     """Sizes must be positive and leave a whole page for the latest tokens."""
-    pool = KvPool(shipped.config, 1, shipped.dtype)
+    forward = Runner(shipped.decoder, KvPool(shipped.config, 1, shipped.dtype)).forward
     settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": COST}
 
     def build(tokens: int, sink: int) -> SparseSelfProposer:
         sizes = {"budget_tokens": tokens, "sink_tokens": sink}
-        return SparseSelfProposer(shipped.decoder, pool, **sizes, **settings)
+        return SparseSelfProposer(forward, **sizes, **settings)
 
     with pytest.raises(ValueError, match="budget_tokens must be at least"):
         build(budget, sink)

@@ -33,20 +33,20 @@ class ProposerSetup:
     Attributes:
         config: the worker's settings.
         decoder, pool, blocks: the target, its KV memory, and the allocator of that memory.
+        forward: runs the target over its KV memory.
         cost: the cost of the target's steps.
         draft: the draft model, or None.
         max_model_len: maximum tokens of a sequence, or None for the model's own bound.
-        forward: runs the target over its pool. The default is the decoder itself.
     """
 
     config: WorkerConfig
     decoder: Decoder
     pool: KvPool
     blocks: KvBlocks
+    forward: Forward
     cost: StepCost
     draft: Decoder | None = None
     max_model_len: int | None = None
-    forward: Forward | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -68,14 +68,12 @@ def _ngram(setup: ProposerSetup) -> Proposer:
 
 def _sparse_self(setup: ProposerSetup) -> Proposer:
     return SparseSelfProposer(
-        setup.decoder,
-        setup.pool,
+        setup.forward,
         budget_tokens=setup.config.sparse_budget_tokens,
         sink_tokens=setup.config.sparse_sink_tokens,
         eos_ids=setup.eos_ids,
         keep_distributions=setup.keep_distributions,
         cost=setup.cost,
-        forward=setup.forward,
     )
 
 
@@ -84,6 +82,7 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
     kv = setup.pool.draft_layers(setup.draft.config)
     forward = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
     model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, forward)
+    token = Feed((0,), 0, [0], num_samples=1)
     return DraftModelProposer(
         model,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
@@ -91,7 +90,8 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
         keep_distributions=setup.keep_distributions,
         catch_up_tokens=setup.config.max_step_tokens,
         cost=measure_depths(
-            lambda count: model.forward([Feed((0,), 0, [0], num_samples=1)] * count),
+            lambda count: model.forward([token] * count),
+            lambda: setup.forward([token]),
             setup.config.max_num_seqs,
         ),
     )

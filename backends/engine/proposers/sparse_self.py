@@ -27,14 +27,12 @@ from array import array
 from collections.abc import Sequence as Many
 
 import torch
-from torch import Tensor
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.engine.inputs import AttentionSpan, Feed, build_inputs
-from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.inputs import AttentionSpan, Feed
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.proposers.chains import Forward, draw_chains
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
@@ -45,21 +43,18 @@ class SparseSelfProposer:
 
     def __init__(
         self,
-        decoder: Decoder,
-        pool: KvPool,
+        forward: Forward,
         *,
         budget_tokens: int,
         sink_tokens: int,
         eos_ids: frozenset[int],
         keep_distributions: bool,
         cost: StepCost,
-        forward: Forward | None = None,
     ) -> None:
         """Create a proposer, which keeps no state per sequence.
 
         Args:
-            decoder: the target.
-            pool: the target's keys and values.
+            forward: runs the target over its KV pool.
             budget_tokens: maximum number of tokens that a draft reads, rounded down to whole pages.
                 Attention reads tiles of `KV_TILE`, so use a multiple of that size.
             sink_tokens: number of budget tokens at the beginning of the sequence, rounded up to
@@ -67,7 +62,6 @@ class SparseSelfProposer:
             eos_ids: tokens that end a sequence, all below the vocabulary's size.
             keep_distributions: whether sampled drafts carry their distributions, for rejection.
             cost: initial cost of the target's steps. Measured drafting updates this cost.
-            forward: runs the decoder over the pool. The default is the decoder itself.
 
         Raises:
             ValueError: the sizes are not positive, or leave no page for the latest tokens.
@@ -80,13 +74,11 @@ class SparseSelfProposer:
                 f"budget_tokens must be at least {least}, the sinks and a page of {BLOCK_TOKENS}, "
                 f"not {budget_tokens}, and sink_tokens at least 1, not {sink_tokens}"
             )
-        self._decoder = decoder
-        self._pool = pool
         self._budget_tokens = budget_tokens
         self._eos_ids = eos_ids
         self._keep_distributions = keep_distributions
         self._fit = StepCostFit(cost)
-        self._forward = forward or self._run
+        self._forward = forward
 
     def depth_s(self, sequences: int) -> float:
         """Return the predicted seconds of a step of single tokens that reads the whole budget."""
@@ -132,7 +124,3 @@ class SparseSelfProposer:
         visible = table[: self._sink_pages] + table[self._sink_pages + omitted : used]
         place = position - omitted * BLOCK_TOKENS
         return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, visible),))
-
-    def _run(self, feeds: Many[Feed]) -> Tensor:
-        inputs = build_inputs(feeds, self._pool.dump_slot)
-        return self._decoder.forward(inputs, self._pool.layers)
