@@ -263,8 +263,6 @@ class StepView:
         free_slots: number of slots that displace no prompt token. Each further slot displaces one.
         verify_s: seconds that drafts add to the step, however many are verified
             (`costs.drafting_cost`).
-        tokens_per_s: long-run rate in weighted tokens, the value of a second in the price of a slot
-            (`long_run`). If it is 0, the value is the rate of the step itself.
     """
 
     tokens: int
@@ -277,7 +275,6 @@ class StepView:
     prefill_tokens: int = 0
     free_slots: int = 0
     verify_s: float = 0.0
-    tokens_per_s: float = 0.0
 
     @property
     def total_weight(self) -> float:

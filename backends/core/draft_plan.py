@@ -100,8 +100,7 @@ class DraftPlan:
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
         plain_rate = rate(view, cost)
-        view = replace(view, tokens_per_s=plain_rate * self._speedup.ratio)
-        terms = self._current_terms(view, decodes, cost)
+        terms = self._current_terms(view, decodes, cost, plain_rate * self._speedup.ratio)
         self._unproposed = decodes if ahead and self._drafting.names else ()
         if ahead:
             self._view, self._accepted, self._slots, self.drafting_s = view, 0.0, 0, 0.0
@@ -117,7 +116,8 @@ class DraftPlan:
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum([offer.expected for offer in drafted])
-        self._slots = sum([len(offer.draft) for offer in drafted if offer.draft])
+        self._slots = sum([_length(offer) for offer in drafted])
+        self._learn_gains(offers, [_length(offer) for offer in drafted], cost)
         taken_s = step_s(view, cost, self._slots) + self.drafting_s
         self._speedup.add_step(view.total_weight + self._accepted, plain_rate * taken_s)
         self._step_work = self._drafting.step_work
@@ -145,6 +145,7 @@ class DraftPlan:
             return False
         offers = self._drafting.offers(decodes, self._terms)
         lengths = self._lengths(self._view, offers, cost) if offers else ()
+        self._learn_gains(offers, lengths, cost)
         if any(lengths) or self._drafting.explores:
             return True
         self._drafting.decline(offers)
@@ -201,6 +202,15 @@ class DraftPlan:
             return 0.0
         return slot_price(self._view, cost, self._accepted, self._slots, self.drafting_s)
 
+    def _learn_gains(self, offers: Many[DraftOffer], lengths: Many[int], cost: StepCost) -> None:
+        """Learn what the lookups of the step gained with these draft lengths."""
+        if self._view is None or not self._drafting.step_work.looked_up:
+            return
+        slots = sum(lengths)
+        added_s = step_s(self._view, cost, slots) - step_s(self._view, cost)
+        slot_tokens = self._terms.tokens_per_s * added_s / max(slots, 1)
+        self._drafting.observe_slots(offers, lengths, slot_tokens)
+
     def _traces(
         self,
         decodes: Many[Sequence],
@@ -241,8 +251,14 @@ class DraftPlan:
             verify_s=verify_s,
         )
 
-    def _current_terms(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
-        """Return the terms of drafting, recomputed only if the worker has proposers."""
+    def _current_terms(
+        self, view: StepView, decodes: Many[Sequence], cost: StepCost, tokens_per_s: float
+    ) -> DraftTerms:
+        """Return the terms of drafting, recomputed only if the worker has proposers.
+
+        Args:
+            tokens_per_s: value of one second.
+        """
         turn = self._step // TERMS_STEPS
         key = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
         if self._drafting.names and key != self._terms_key:
@@ -252,7 +268,7 @@ class DraftPlan:
                 self._policy.least_survival(view, cost),
                 self.price(cost),
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-                view.tokens_per_s,
+                tokens_per_s,
                 most,
                 self._meter.cost,
             )
@@ -301,6 +317,10 @@ class DraftPlan:
             tokens = len(offer.sequence.token_ids) + len(draft.token_ids)
             self._blocks.trim(offer.sequence.block_table, tokens)
         return draft.depth_first()
+
+
+def _length(offer: DraftOffer) -> int:
+    return len(offer.draft) if offer.draft else 0
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
-from typing import Final
 
 from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
 from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
@@ -26,14 +25,8 @@ from draftgate.backends.core.proposer_gate import Exploration, ProposerGate
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.costs.drafting_cost import StepDrafting
 from draftgate.policies.speculation.arbitration import arbitrate
+from draftgate.policies.speculation.catching_up import CatchingUp, expected_tokens
 from draftgate.policies.types import ANY_PROPOSER, DraftCandidate
-
-FIRST_TOKENS: Final = 64
-"""Expected remaining length of a new sequence: half the shortest output length in use."""
-
-TOKENS_PER_STEP: Final = 2.5
-"""Expected tokens per step with drafts, over which the cost of catching up is spread. It is the
-middle of the range measured on held-out code (1.6 to 3.4, bench/results/proposers.json)."""
 
 
 class Drafting:
@@ -54,6 +47,7 @@ class Drafting:
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # by sequence key
         self._gate = ProposerGate(proposers, self._scores)
         self._exploration = Exploration()
+        self._catching_up = {name: CatchingUp() for name in proposers}
         self.step_work = StepDrafting()
 
     @property
@@ -147,6 +141,8 @@ class Drafting:
             self._gate.end_rest(name)
             for offer in self._compute(name, requests):
                 computed[offer.sequence.key] = offer
+        for name, catching_up in self._catching_up.items():
+            catching_up.end_step([request.sequence.key for request in used.get(name, ())])
         self._explore(used, terms)
         return [
             computed.get(offer.sequence.key) or _without_draft(offer)
@@ -154,6 +150,22 @@ class Drafting:
             else offer.first(most)
             for offer, most in zip(offers, slots, strict=True)
         ]
+
+    def observe_slots(
+        self, offers: Many[DraftOffer], lengths: Many[int], slot_tokens: float
+    ) -> None:
+        """Learn the gains of the step's lookups from the chosen slots.
+
+        Args:
+            lengths: number of slots of each offer.
+            slot_tokens: mean cost of a slot, in weighted tokens.
+        """
+        gains = {}
+        for (sequence, source, draft, candidate), length in zip(offers, lengths, strict=True):
+            if length and draft is not None:
+                worth = candidate.weight * sum(candidate.survivals[:length])
+                gains[source, sequence.key] = worth - length * slot_tokens
+        self._gate.learn_gains(gains)
 
     def decline(self, offers: Many[DraftOffer]) -> None:
         """End a step that uses none of its offers, without calling a proposer that computes."""
@@ -205,15 +217,13 @@ class Drafting:
         if not requests:
             return
         self.step_work.looked_up += len(requests)
-        observe_lookup = self._gate.observe_lookup
+        add_lookup = self._gate.add_lookup
         for (sequence, _), draft in zip(requests, proposer.propose(requests), strict=True):
             legal = draft if sequence.grammar is None else _legal(sequence, draft)
+            add_lookup(name, sequence, terms)
             if legal.token_ids:
-                offer = self._found(sequence, name, legal)
-                observe_lookup(name, sequence, offer.candidate.survivals, terms)
-                yield offer
+                yield self._found(sequence, name, legal)
             else:
-                observe_lookup(name, sequence, (), terms)
                 self._scores.learn_nothing_found(sequence, name)
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
@@ -249,7 +259,14 @@ class Drafting:
         """Return the offer of a chain that is not computed yet."""
         sequence = request.sequence
         survivals = self._scores.predicted(sequence, source).of_length(request.max_tokens)
-        start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
+        catching_up, catch_up_s = (
+            self._catching_up[source],
+            self._proposers[source].catch_up_s(sequence),
+        )
+        if catch_up_s <= depth_s:
+            catching_up.add_offer(sequence.key)
+        left = expected_tokens(sequence.output_tokens, sequence.remaining_tokens)
+        start_s = catching_up.step_s(catch_up_s, left, 1.0 + sum(survivals))
         candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s, call_s)
         return DraftOffer(sequence, source, None, candidate)
 
@@ -260,16 +277,6 @@ def _most_tokens(sequence: Sequence) -> int:
         return 0
     # The token sampled after the draft may be the last token of the output.
     return min(sequence.draft_cap, sequence.most_tokens - len(sequence.token_ids) - 1)
-
-
-def _steps_left(sequence: Sequence) -> float:
-    """Return the number of steps that share the cost of catching up.
-
-    If the distribution of lengths is unknown, the expected remainder equals the past (Lindy's law).
-    `FIRST_TOKENS` is added, because the past contains little information early on.
-    """
-    expected = min(sequence.remaining_tokens, FIRST_TOKENS + sequence.output_tokens)
-    return max(expected / TOKENS_PER_STEP, 1.0)
 
 
 def _without_draft(offer: DraftOffer) -> DraftOffer:

@@ -66,6 +66,7 @@ class ProposerGate:
         self._resting: dict[str, tuple[int, int]] = {}
         self._quiet_terms: DraftTerms | None = None  # with these terms no proposer is called
         self._quiet_until = 0
+        self._looked_up: list[tuple[str, int, int, float]] = []
         self._gains = {name: LookupGains() for name, looks_up in self.looks_up.items() if looks_up}
 
     def begin_step(
@@ -80,6 +81,7 @@ class ProposerGate:
         """
         self._step += 1
         self._probed = None
+        self._looked_up.clear()
         if may_skip and terms is self._quiet_terms and self._step < self._quiet_until:
             return ()
         self._quiet_terms = None
@@ -138,13 +140,21 @@ class ProposerGate:
                 total += gain
         return paying if total > once else []
 
-    def observe_lookup(
-        self, name: str, sequence: Sequence, survivals: Many[float], terms: DraftTerms
-    ) -> None:
-        """Learn from the survivals of a lookup's draft, which are empty without a draft."""
-        price = terms.price / sequence.weight
-        gain = sum([survival - price for survival in survivals if survival > price])
-        self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), price, gain)
+    def add_lookup(self, name: str, sequence: Sequence, terms: DraftTerms) -> None:
+        """Record a lookup, whose gain `learn_gains` learns when the step's slots are chosen."""
+        row = self._scores.last_outcome(sequence, name)
+        self._looked_up.append((name, sequence.key, row, terms.price / sequence.weight))
+
+    def learn_gains(self, gains: Mapping[tuple[str, int], float]) -> None:
+        """Learn the gains of the step's lookups.
+
+        Args:
+            gains: tokens that drafts add beyond the cost of their slots, by proposer and sequence
+                key. Lookups without an entry gained nothing.
+        """
+        for name, key, row, price in self._looked_up:
+            self._gains[name].add_lookup(row, price, gains.get((name, key), 0.0))
+        self._looked_up.clear()
 
     def may_pay(
         self, name: str, requests: list[DraftRequest], depth_s: float, terms: DraftTerms

@@ -105,9 +105,9 @@ def slot_price(
 ) -> float:
     """Return the price of one more draft slot in weighted tokens, which is 0 on an idle worker.
 
-    `price = rate x average extra seconds per slot up to the next cost step`, at the long-run rate,
-    or at the rate of the step with its drafts if the step has no long-run rate. At the latter, the
-    best slots that `allocation` omits have at most this mean survival, up to the next cost step.
+    `price = rate x average extra seconds per slot up to the next cost step`, where the rate is that
+    of the step with its drafts. The best slots that `allocation` omits have at most this mean
+    survival, up to the next cost step.
 
     Args:
         accepted: weighted tokens that drafts are expected to add to the step.
@@ -121,7 +121,7 @@ def slot_price(
     more = cost.next_edge(fed) - fed
     present_s = step_s(step, cost, slots)
     extra_s = step_s(step, cost, slots + more) - present_s - (0.0 if slots else step.verify_s)
-    tokens_per_s = step.tokens_per_s or (step.total_weight + accepted) / (present_s + drafting_s)
+    tokens_per_s = (step.total_weight + accepted) / (present_s + drafting_s)
     return tokens_per_s * max(extra_s, 0.0) / more
 
 

@@ -45,10 +45,22 @@ def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
     return [Sequence.for_choice(key, generation, generation.choices[0]) for key in range(count)]
 
 
-def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int) -> None:
-    """Run steps that verify nothing, in which every sequence emits its true token."""
+def run(
+    drafting: Drafting,
+    batch: list[Sequence],
+    terms: DraftTerms,
+    steps: int,
+    least_survival: float | None = None,
+) -> None:
+    """Run steps that compute no drafts, in which every sequence emits its true token.
+
+    A slot is chosen if its survival exceeds `least_survival`, by default the price.
+    """
+    least = terms.price if least_survival is None else least_survival
     for _ in range(steps):
         offers = drafting.offers(batch, terms)
+        chosen = [sum(s > least for s in offer.candidate.survivals) for offer in offers]
+        drafting.observe_slots(offers, chosen, terms.price)
         drafting.compute(offers, [0] * len(offers), terms)
         for sequence in batch:
             token = hashed_token(sequence, len(sequence.token_ids))
@@ -250,6 +262,16 @@ def test_cheap_lookups_are_checked_more_often() -> None:
     proposer.requested_keys.clear()
     run(drafting, batch, terms, 160)
     assert len(proposer.requested_keys) == 160 // 4  # 70 us are 0.9% of four steps of 2 ms.
+
+
+def test_lookups_pause_if_other_sequences_get_the_slots() -> None:
+    """Correct drafts for which the step has no slot gain nothing."""
+    proposer = CountingProposer(RIGHT)
+    drafting, batch = Drafting({"ngram": proposer}), sequences(1)
+    run(drafting, batch, ASKED, 600, least_survival=1.0)
+    proposer.requested_keys.clear()
+    run(drafting, batch, ASKED, 10 * HOPELESS_STEPS, least_survival=1.0)
+    assert len(proposer.requested_keys) == 10
 
 
 def test_lookups_of_a_step_share_its_fixed_cost() -> None:
