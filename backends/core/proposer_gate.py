@@ -81,7 +81,6 @@ class ProposerGate:
         """
         self._step += 1
         self._probed = None
-        self._looked_up.clear()
         if may_skip and terms is self._quiet_terms and self._step < self._quiet_until:
             return ()
         self._quiet_terms = None
