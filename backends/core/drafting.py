@@ -163,8 +163,8 @@ class Drafting:
         gains = {}
         for (sequence, source, draft, candidate), length in zip(offers, lengths, strict=True):
             if length and draft is not None:
-                worth = candidate.weight * sum(candidate.survivals[:length])
-                gains[source, sequence.key] = worth - length * slot_tokens
+                cost = length * slot_tokens / candidate.weight
+                gains[source, sequence.key] = sum(candidate.survivals[:length]) - cost
         self._gate.learn_gains(gains)
 
     def decline(self, offers: Many[DraftOffer]) -> None:

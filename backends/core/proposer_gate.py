@@ -118,9 +118,9 @@ class ProposerGate:
     ) -> list[DraftRequest]:
         """Return the requests for which a lookup is worth its time.
 
-        The expected gain of a lookup over the price must exceed its time at the step's rate. The
-        remaining gain of all lookups together must exceed their common cost, or the result is
-        empty. When a check is due, the result is all requests.
+        The expected gain of a lookup must exceed its time at the long-run rate. The remaining gain
+        of all lookups together must exceed their common cost, or the result is empty. When a check
+        is due, the result is all requests.
         """
         cost = terms.drafting
         if terms.least_survival is None or not (cost.look_up_s or cost.sequence_s):
@@ -148,8 +148,8 @@ class ProposerGate:
         """Learn the gains of the step's lookups.
 
         Args:
-            gains: tokens that drafts add beyond the cost of their slots, by proposer and sequence
-                key. Lookups without an entry gained nothing.
+            gains: tokens of the sequence that its draft adds beyond the cost of its slots, by
+                proposer and sequence key. Lookups without an entry gained nothing.
         """
         for name, key, row, price in self._looked_up:
             self._gains[name].add_lookup(row, price, gains.get((name, key), 0.0))
