@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from draftgate.policies.speculation.catching_up import FIRST_SHARE, CatchingUp, expected_tokens
 
 
