@@ -112,8 +112,9 @@ class Drafting:
         if found:
             self.step_work.weighed = len(found)
             return _choose(list(found.values()), terms)
-        if not self.step_work.looked_up and all(s.grammar is None for s in sequences):
-            self._gate.skip_coming_steps(len(sequences), terms)
+        may_draft = any(_most_tokens(sequence) for sequence in sequences)
+        if may_draft and not self.step_work.looked_up and all(s.grammar is None for s in sequences):
+            self._gate.skip_coming_steps(sequences, terms)
         return []
 
     def compute(

@@ -66,6 +66,7 @@ class ProposerGate:
         self._resting: dict[str, tuple[int, int]] = {}
         self._quiet_terms: DraftTerms | None = None  # with these terms no proposer is called
         self._quiet_until = 0
+        self._newest = -1  # key of the newest sequence at that time
         self._looked_up: list[tuple[str, int, int, float]] = []
         self._gains = {name: LookupGains() for name, looks_up in self.looks_up.items() if looks_up}
 
@@ -81,7 +82,8 @@ class ProposerGate:
         """
         self._step += 1
         self._probed = None
-        if may_skip and terms is self._quiet_terms and self._step < self._quiet_until:
+        quiet = terms is self._quiet_terms and sequences[-1].key == self._newest
+        if may_skip and quiet and self._step < self._quiet_until:
             return ()
         self._quiet_terms = None
         if self._is_hopeful(terms):
@@ -101,16 +103,16 @@ class ProposerGate:
         first = self._scores.predicted(sequence, name).survivals[0]
         return sequence.weight * first > terms.least_survival
 
-    def skip_coming_steps(self, sequences: int, terms: DraftTerms) -> None:
-        """Skip drafting until the terms change or the next check is due.
+    def skip_coming_steps(self, sequences: Many[Sequence], terms: DraftTerms) -> None:
+        """Skip drafting until the terms change, a sequence joins, or the next check is due.
 
         The method is called when no draft was worth its time. Skipped steps contain no information,
         so the expectations stay the same.
         """
         if terms.least_survival is not None:
-            steps = self._check_interval(sequences, terms)
+            steps = self._check_interval(len(sequences), terms)
             rested = [until + 1 for _, until in self._resting.values() if until >= self._step]
-            self._quiet_terms = terms
+            self._quiet_terms, self._newest = terms, sequences[-1].key
             self._quiet_until = min([self._step + steps - self._step % steps, *rested])
 
     def worthwhile_lookups(
