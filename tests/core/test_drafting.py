@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from draftgate.backends.core.draft_scores import DraftScores
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.proposer import DraftRequest, DraftTerms
@@ -19,6 +20,7 @@ from draftgate.backends.core.proposer_gate import (
     MOST_SAVED_STEPS,
     PROBE_STEPS,
     RESTING_STEPS,
+    ProposerGate,
 )
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.costs.drafting_cost import DraftingCost
@@ -307,6 +309,28 @@ def test_lookups_resume_when_a_text_starts_to_repeat() -> None:
     proposer.requested_keys.clear()
     run(drafting, batch, ASKED, 100)
     assert proposer.requested_keys.count(0) == 100
+
+
+def test_pause_of_lookups_ends_when_a_request_joins() -> None:
+    """Another sequence in the same place of the batch may have better drafts."""
+    (old, new), scores = sequences(2), DraftScores()
+    gate = ProposerGate({"ngram": CountingProposer(RIGHT)}, scores)
+    gate.begin_step([old], ASKED, may_skip=True)
+    gate.skip_coming_steps([old], ASKED)
+    assert gate.begin_step([old], ASKED, may_skip=True) == ()
+    assert gate.begin_step([new], ASKED, may_skip=True) == [new]
+
+
+def test_last_token_of_a_request_does_not_pause_lookups_of_the_next() -> None:
+    """A sequence that may not draft is no reason to skip the next steps."""
+    proposer = CountingProposer(RIGHT)
+    drafting, (ending, other) = Drafting({"ngram": proposer}), sequences(2)
+    ending.most_tokens = len(ending.token_ids) + 1
+    run(drafting, [ending], ASKED, 1)
+    assert proposer.requested_keys == []
+    other.key = ending.key  # so that only the end of the first sequence could pause lookups
+    run(drafting, [other], ASKED, 1)
+    assert proposer.requested_keys == [ending.key]
 
 
 @pytest.mark.parametrize("with_distribution", [False, True])
