@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -30,12 +31,25 @@ from draftgate.backends.errors import CheckpointError, RequestRejected
 MAX_PROMPT_CHARS: Final = 1 << 24
 """Maximum length of a template's prompt: about four million tokens, more than any context."""
 
+_RAW: Final = "\udc80"
+"""The stand-in for `RawJson` in written JSON. No decoded request contains a lone surrogate."""
+
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Names of templates in checkpoints with several templates."""
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 """Template files of a checkpoint, in addition to its `tokenizer_config.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawJson:
+    """JSON that templates write unchanged, even if the text is incomplete or invalid."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class ChatTemplate:
@@ -79,7 +93,7 @@ class ChatTemplate:
         """Return the prompt of a conversation, up to the start of the model's response.
 
         Args:
-            messages: JSON values, in which a key with the value None counts as absent.
+            messages: JSON values and `RawJson`. A key with the value None counts as absent.
             tools: JSON schemas of functions, or None if the request has no tools.
 
         Raises:
@@ -210,13 +224,24 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON for a model, without the HTML escapes of jinja2's own filter."""
-    return json.dumps(
+    raw: list[str] = []
+
+    def stand_in(part: Any) -> str:
+        if not isinstance(part, RawJson):
+            raise TypeError(f"{type(part).__name__} is not a JSON value")
+        raw.append(part.text)
+        return _RAW
+
+    written = json.dumps(
         value,
+        default=stand_in,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    pieces = written.split(json.dumps(_RAW, ensure_ascii=ensure_ascii))
+    return "".join(text for pair in zip(pieces, [*raw, ""], strict=True) for text in pair)
 
 
 def _raise_exception(message: str) -> None:

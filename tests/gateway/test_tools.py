@@ -254,17 +254,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}},
      "tool_choice.function.name"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "browser"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
      "messages[1].tool_calls[0]"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]},
-     "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [*HI, {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
-     "messages[1].tool_calls[0].function.arguments"),
+        {"id": "1", "type": "function", "function": {"name": "f"}}]}]},
+     "messages[1].tool_calls[0].function"),
 ]  # fmt: skip
 
 

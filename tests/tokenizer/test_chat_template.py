@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftgate.backends import chat_template
-from draftgate.backends.chat_template import ChatTemplate, template_sources
+from draftgate.backends.chat_template import ChatTemplate, RawJson, template_sources
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from tests.tokenizer.oracle import REFUSED, checkpoint, load
 
@@ -160,3 +162,24 @@ def test_damaged_template_is_an_error_on_loading(damage: str, tmp_path: Path) ->
     directory = checkpoint(tmp_path, settings, **files)
     with pytest.raises(CheckpointError, match=message):
         ChatTemplate(template_sources(directory, settings), {})
+
+
+CALLS = {
+    "arguments": "{{ messages[0].arguments | tojson }}",
+    "call": "{{ messages[0] | tojson }}",
+    "call for ascii": "{{ messages[0] | tojson(ensure_ascii=true, indent=2) }}",
+    "two calls": "{{ messages | tojson }}",
+    "no filter": "{{ messages[0].arguments }}",
+}
+NUMBER = 31415926535897932384
+
+
+@pytest.mark.parametrize("place", CALLS)
+@given(raw=st.text(), name=st.text() | st.just("\\udc80") | st.just('"\\udc80"'))
+def test_raw_json_is_written_unchanged(place: str, raw: str, name: str) -> None:
+    """A template writes raw JSON unchanged in the place of a JSON value."""
+    template = ChatTemplate({"default": CALLS[place]}, {})
+    call = {"name": name, "arguments": NUMBER}
+    with_number = template.render([call, call])
+    prompt = template.render([{**call, "arguments": RawJson(raw)}] * 2)
+    assert prompt == with_number.replace(str(NUMBER), raw)

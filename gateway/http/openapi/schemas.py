@@ -9,10 +9,10 @@ import msgspec
 
 from draftgate.gateway.http.requests.decoding import neutral_values
 from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
-from draftgate.gateway.http.requests.messages import ROLES
+from draftgate.gateway.http.requests.messages import PART_TYPES, ROLES
 from draftgate.gateway.http.requests.responses import (
+    INPUT_PART_TYPES,
     ITEM_TYPES,
-    PART_TYPES,
     UnsupportedResponsesFields,
 )
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
@@ -25,9 +25,9 @@ _REF: Final = "#/components/schemas/{name}"
 
 _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "Message.role": tuple(ROLES),
-    "ContentPart.type": ("text",),
+    "ContentPart.type": PART_TYPES,
     "InputItem.type": ITEM_TYPES,
-    "InputPart.type": PART_TYPES,
+    "InputPart.type": tuple(INPUT_PART_TYPES),
     "tool_choice": CHOICES,
     "verbosity": ("medium",),
 }
@@ -40,7 +40,7 @@ _NEUTRAL_ONLY: Final = {
 }
 """Unsupported fields, by struct."""
 
-_TYPE_IS_OPTIONAL: Final = {"FlatNamedTool", "FlatTool", "NamedTool", "Tool", "ToolCallMessage"}
+_TYPE_IS_OPTIONAL: Final = {"AllowedTool", "FlatAllowedTool", "FlatTool", "Tool", "ToolCallMessage"}
 """Structs whose `type` has only one value and is therefore optional."""
 
 
@@ -61,6 +61,10 @@ _BY_ROLE: Final = _kinds(
 )
 
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
+    "ContentPart": _kinds("type", *((kind, {kind: _TEXT}) for kind in PART_TYPES)),
+    "InputPart": _kinds(
+        "type", *((kind, {field: _TEXT}) for kind, field in INPUT_PART_TYPES.items())
+    ),
     "Message": _BY_ROLE,
     "InputItem": [
         *_BY_ROLE,

@@ -19,6 +19,8 @@ _PATH = re.compile(
     r"^(?P<reason>.*) - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$", re.DOTALL
 )
 
+_FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
+
 _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
 
 ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -127,8 +129,8 @@ def client_name(param: str | None, params: Mapping[str, str]) -> str | None:
     """
     if param is None:
         return None
-    if ".function" in params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):
-        return param.replace(".function", params[".function"], 1)
+    if ".function" in params and _FUNCTION.match(param):
+        param = param.replace(".function", params[".function"], 1)
     for name in sorted(params, key=len, reverse=True):
         if param == name or param.startswith((f"{name}.", f"{name}[")):
             return params[name] + param[len(name) :]

@@ -162,8 +162,6 @@ REQUIRED: Final = frozenset(
     {
         "ChatBody.messages",
         "CompletionBody.prompt",
-        "ContentPart.text",
-        "InputPart.text",
         "ResponsesBody.input",
     }
 )

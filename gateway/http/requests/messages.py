@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from draftgate.backends.chat_template import RawJson
 from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import Unsupported, invalid
@@ -20,6 +21,9 @@ ROLES: Final = {
     "assistant": "assistant",
     "tool": "tool",
 }
+
+PART_TYPES: Final = ("text", "refusal")
+"""The types of content parts. Each type is also the name of the field with the text."""
 
 
 def chat_prompt(
@@ -41,9 +45,12 @@ def chat_prompt(
     if not messages:
         raise invalid("messages", "must be given and must not be empty")
     plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if dialect_of(tokenizer.tool_template) is None:
+    dialect = dialect_of(tokenizer.tool_template)
+    if dialect is None:
         for i, message in enumerate(messages):
             _check_no_call(message, f"messages[{i}]")
+    elif dialect.between is None:
+        plain = [part for message in plain for part in _single_calls(message)]
     # The template itself writes the special tokens.
     ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
     if not ids:
@@ -59,28 +66,42 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role!r}")
     if message.function_call is not None:
         raise Unsupported(f"{where}.function_call")
-    text = _text(message, f"{where}.content")
+    text = _text(message, where)
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls:
-        plain["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _call(call: ToolCallMessage, where: str) -> dict[str, Any]:
-    """Return a call for the template, which itself writes the arguments as JSON."""
+def _call(call: ToolCallMessage) -> dict[str, Any]:
+    """Return a call for the template, which itself writes the arguments as JSON.
+
+    Models also write arguments that are not a JSON object, and `max_tokens` truncates arguments.
+    An agent must be able to continue after such a call.
+    """
+    arguments: dict[str, Any] | RawJson
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
-    except (ValueError, RecursionError) as error:
-        problem = f"must be a JSON object: {error}"
-        raise invalid(f"{where}.function.arguments", problem) from None
+    except (ValueError, RecursionError):
+        arguments = RawJson(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _single_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message as messages with at most one call each."""
+    first, *others = message.get("tool_calls") or [None]
+    if not others:
+        return [message]
+    further = {"role": message["role"], "content": ""}
+    return [
+        {**message, "tool_calls": [first]},
+        *({**further, "tool_calls": [call]} for call in others),
+    ]
 
 
 def _check_no_call(message: Message, where: str) -> None:
@@ -92,19 +113,25 @@ def _check_no_call(message: Message, where: str) -> None:
 
 
 def _text(message: Message, where: str) -> str:
+    """Return the text of a message, which ends with the assistant's refusal, if any."""
+    refusal = message.refusal or ""
+    if refusal and message.role != "assistant":
+        raise Unsupported(f"{where}.refusal", f" in a message of the role {message.role!r}")
     content = message.content
-    if isinstance(content, str):
-        return content
     if content is None:
         if message.role == "assistant":
-            return ""
-        raise invalid(where, "must be given")
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+            return refusal
+        raise invalid(f"{where}.content", "must be given")
+    if isinstance(content, str):
+        return content + refusal
+    parts = (_part(part, message.role, f"{where}.content[{i}]") for i, part in enumerate(content))
+    return "".join(parts) + refusal
 
 
-def _part(part: ContentPart, where: str) -> str:
-    if part.type != "text":
+def _part(part: ContentPart, role: str, where: str) -> str:
+    if part.type not in PART_TYPES or (part.type == "refusal" and role != "assistant"):
         raise Unsupported(f"{where}.type", f" {part.type!r}")
-    if part.text is None:
-        raise invalid(f"{where}.text", "must be given")
-    return part.text
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise invalid(f"{where}.{part.type}", "must be given")
+    return text

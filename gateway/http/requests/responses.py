@@ -18,6 +18,9 @@ from draftgate.gateway.http.requests.limits import (
     check_ranges,
 )
 from draftgate.gateway.http.requests.schemas import (
+    AllowedTool,
+    AllowedToolChoice,
+    AllowedTools,
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -34,6 +37,7 @@ from draftgate.gateway.http.requests.schemas import (
     TextFormat,
     Tool,
     ToolCallMessage,
+    ToolMode,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
 from draftgate.gateway.served_model import ServedModel
@@ -55,8 +59,19 @@ class FlatTool(Function, tag_field="type", tag="function"):
     """A function on offer, in the layout of `/v1/responses`."""
 
 
+class FlatAllowedTool(NamedFunction, tag_field="type", tag="function"):
+    """A function that the response may call, in the layout of `/v1/responses`."""
+
+
 class FlatNamedTool(NamedFunction, tag_field="type", tag="function"):
     """A `tool_choice` that names one function."""
+
+
+class FlatAllowedTools(Struct, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that allows some of the tools, in the layout of `/v1/responses`."""
+
+    tools: list[FlatAllowedTool]
+    mode: ToolMode = "auto"
 
 
 class InputPart(ContentPart):
@@ -107,7 +122,7 @@ class ResponsesBody(UnsupportedResponsesFields):
     stream: bool | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = None
-    tool_choice: str | FlatNamedTool | None = None
+    tool_choice: str | FlatNamedTool | FlatAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -125,13 +140,15 @@ _SAME_IN_CHATS: Final = (
 )  # fmt: skip
 
 ITEM_TYPES: Final = ("message", "function_call", "function_call_output")
-PART_TYPES: Final = ("input_text", "output_text")
+INPUT_PART_TYPES: Final = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of content parts, and the types of the same parts in chats."""
 
 PARAMS: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     ".function": "",
+    "tool_choice.allowed_tools": "tool_choice",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
@@ -160,13 +177,12 @@ def parse_responses(
         raise Unsupported("text.verbosity")
     _check_metadata(wire.metadata or {})
     messages, paths = _messages(wire)
-    choice = wire.tool_choice
     chat = ChatBody(
         messages=messages,
         max_completion_tokens=wire.max_output_tokens,
         response_format=_format(wire.text),
         tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
-        tool_choice=NamedTool(choice) if isinstance(choice, FlatNamedTool) else choice,
+        tool_choice=_tool_choice(wire.tool_choice),
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
     with rename_params(paths):
@@ -194,7 +210,6 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
             messages.append(message)
         where = f"messages[{len(messages) - 1}]"
         if calls:
-            paths[f"{where}.tool_calls[{len(calls) - 1}].function"] = f"input[{index}]"
             paths.setdefault(f"{where}.tool_calls", f"input[{index}]")
         elif item.type == "function_call_output":
             paths[f"{where}.content"] = f"input[{index}].output"
@@ -232,12 +247,25 @@ def _content(content: str | list[InputPart] | None) -> str | list[ContentPart] |
     """Return content in the form of chats."""
     if not isinstance(content, list):
         return content
-    return [ContentPart("text" if p.type in PART_TYPES else p.type, p.text) for p in content]
+    return [ContentPart(INPUT_PART_TYPES.get(p.type, p.type), p.text, p.refusal) for p in content]
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
     wanted = None if text is None else text.format
     return JsonSchemaFormat(wanted) if isinstance(wanted, SchemaTextFormat) else wanted
+
+
+def _tool_choice(
+    choice: str | FlatNamedTool | FlatAllowedTools | None,
+) -> str | NamedTool | AllowedToolChoice | None:
+    """Return the tool choice in the form of chats."""
+    match choice:
+        case FlatNamedTool():
+            return NamedTool(choice)
+        case FlatAllowedTools():
+            tools = [AllowedTool(tool) for tool in choice.tools]
+            return AllowedToolChoice(AllowedTools(tools, choice.mode))
+    return choice
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

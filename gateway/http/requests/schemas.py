@@ -12,6 +12,8 @@ from msgspec import Raw, Struct
 
 from draftgate.policies.types import SpeculationMode
 
+ToolMode = Literal["none", "auto", "required"]
+
 
 class StreamOptions(Struct):
     """The field `stream_options`."""
@@ -139,16 +141,20 @@ class CompletionBody(GenerationFields):
 
 
 class ContentPart(Struct):
-    """A part of a message's content."""
+    """A part of a message's content.
+
+    Only the assistant refuses.
+    """
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(Struct):
     """The field `function` of a call.
 
-    The arguments are JSON in a string.
+    The arguments are JSON in a string, as the model wrote them.
     """
 
     name: str
@@ -170,6 +176,7 @@ class Message(Struct):
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
     function_call: Any = None
 
 
@@ -203,12 +210,31 @@ class NamedTool(Struct, tag_field="type", tag="function"):
     function: NamedFunction
 
 
+class AllowedTool(Struct, tag_field="type", tag="function"):
+    """A function that the response may call."""
+
+    function: NamedFunction
+
+
+class AllowedTools(Struct):
+    """The functions that the response may call, and whether it must call one of them."""
+
+    tools: list[AllowedTool]
+    mode: ToolMode = "auto"
+
+
+class AllowedToolChoice(Struct, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that allows some of the tools."""
+
+    allowed_tools: AllowedTools
+
+
 class ChatBody(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -14,10 +14,19 @@ from draftgate.backends.call_form import CallForm, FunctionForm
 from draftgate.backends.types import GrammarKind, GrammarSpec
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
-from draftgate.gateway.http.requests.schemas import ChatBody, Function, NamedTool, TextFormat, Tool
+from draftgate.gateway.http.requests.schemas import (
+    AllowedToolChoice,
+    AllowedTools,
+    ChatBody,
+    Function,
+    NamedTool,
+    TextFormat,
+    Tool,
+    ToolMode,
+)
 from draftgate.gateway.http.tools.dialects import Dialect, dialect_of
 
-CHOICES: Final = ("none", "auto", "required")
+CHOICES: Final[tuple[str, ...]] = get_args(ToolMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +54,20 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
         InvalidRequest: a tool or the choice is malformed.
         Unsupported: the model's template has no tools, or writes calls in an unknown format.
     """
-    functions = [tool.function for tool in wire.tools or ()]
-    chosen = _chosen(wire.tool_choice, functions)
+    functions, choice = [tool.function for tool in wire.tools or ()], wire.tool_choice
     _check_functions(wire.tools or ())
-    if not functions or wire.tool_choice == "none":
+    if isinstance(choice, AllowedToolChoice):
+        functions = _allowed(choice.allowed_tools, functions)
+        choice = choice.allowed_tools.mode
+    chosen = _chosen(choice, functions)
+    if not functions or choice == "none":
         return None
     dialect = dialect_of(template)
     if dialect is None:
         raise Unsupported("tools", " by this model's chat template")
     if wire.response_format is not None and not isinstance(wire.response_format, TextFormat):
         raise Unsupported("response_format", " together with tools")
-    named = isinstance(wire.tool_choice, NamedTool)
+    named = isinstance(choice, NamedTool)
     several = wire.parallel_tool_calls is not False and not named
     grammar = None
     if named or chosen == "required":
@@ -89,6 +101,21 @@ def calls_grammar(
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
 
 
+def _allowed(allowed: AllowedTools, functions: Sequence[Function]) -> list[Function]:
+    """Return the functions that the client allows, in the order of `tools`.
+
+    The prompt shows only these functions, because with `auto` nothing else keeps the model from
+    calling the others.
+    """
+    known, names = {function.name for function in functions}, set[str]()
+    for i, tool in enumerate(allowed.tools):
+        if tool.function.name not in known:
+            where = f"tool_choice.allowed_tools.tools[{i}].function.name"
+            raise invalid(where, f"{tool.function.name!r} is not one of the tools")
+        names.add(tool.function.name)
+    return [function for function in functions if function.name in names]
+
+
 def _chosen(choice: str | NamedTool | None, functions: Sequence[Function]) -> str:
     """Return `none`, `auto`, `required`, or the name of the function to call."""
     if isinstance(choice, NamedTool):
@@ -98,7 +125,7 @@ def _chosen(choice: str | NamedTool | None, functions: Sequence[Function]) -> st
         return name
     if choice not in {None, *CHOICES}:
         known = ", ".join(CHOICES)
-        raise invalid("tool_choice", f"must be one of {known}, or name a function, not {choice!r}")
+        raise invalid("tool_choice", f"must be one of {known}, or name functions, not {choice!r}")
     if choice == "required" and not functions:
         raise invalid("tool_choice", "requires tools")
     return choice or "auto"
