@@ -167,7 +167,7 @@ def probes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
 def _sizes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     items = schema.get("items", {"type": "string"})
     if schema.get("type") == "array" and "$ref" not in items:
-        item = {"string": "x", "integer": 1, "array": [1]}[items["type"]]
+        item = {"string": "x", "integer": 1, "array": [1]}[items.get("type", "string")]
         yield from (([value], ok) for value, ok in probes(items))
         for size, by in (("minItems", -1), ("maxItems", 1)):
             if size in schema:

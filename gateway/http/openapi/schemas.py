@@ -13,6 +13,7 @@ from draftgate.gateway.http.requests.messages import PART_TYPES, ROLES
 from draftgate.gateway.http.requests.responses import (
     INPUT_PART_TYPES,
     ITEM_TYPES,
+    REASONING_PART,
     UnsupportedResponsesFields,
 )
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
@@ -27,9 +28,8 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "Message.role": tuple(ROLES),
     "ContentPart.type": PART_TYPES,
     "InputItem.type": ITEM_TYPES,
-    "InputPart.type": tuple(INPUT_PART_TYPES),
+    "InputPart.type": (*INPUT_PART_TYPES, REASONING_PART),
     "tool_choice": CHOICES,
-    "verbosity": ("medium",),
 }
 """The allowed strings, by field or by struct and field."""
 
@@ -63,7 +63,9 @@ _BY_ROLE: Final = _kinds(
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
     "ContentPart": _kinds("type", *((kind, {kind: _TEXT}) for kind in PART_TYPES)),
     "InputPart": _kinds(
-        "type", *((kind, {field: _TEXT}) for kind, field in INPUT_PART_TYPES.items())
+        "type",
+        (REASONING_PART, {"text": _TEXT}),
+        *((kind, {field: _TEXT}) for kind, field in INPUT_PART_TYPES.items()),
     ),
     "Message": _BY_ROLE,
     "InputItem": [
@@ -72,6 +74,7 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
             "type",
             ("function_call", {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT}),
             ("function_call_output", {"call_id": _TEXT, "output": {"type": ["string", "array"]}}),
+            ("reasoning", {}),
         ),
     ],
     "TokenizeBody": [

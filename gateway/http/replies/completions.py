@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
+from draftgate.gateway.http.replies.logprobs import token_logprobs
 from draftgate.gateway.http.replies.rendering import ChunkRendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
@@ -18,10 +19,8 @@ from draftgate.gateway.http.replies.shapes import (
     CompletionLogprobs,
     FunctionCall,
     FunctionCallDelta,
-    TokenLogprobReply,
     ToolCall,
     ToolCallDelta,
-    TopLogprob,
 )
 from draftgate.gateway.http.replies.steps import step_replies
 from draftgate.gateway.http.requests.tools import OfferedTools
@@ -126,17 +125,7 @@ class ChatRendering(ChunkRendering):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._wants_logprobs:
             return None
-        return ChatLogprobs([self._entry(entry) for entry in entries])
-
-    def _entry(self, entry: TokenLogprob) -> TokenLogprobReply:
-        chosen = self._spelled(entry.token_id, entry.logprob)
-        top = [self._spelled(token_id, logprob) for token_id, logprob in entry.top]
-        return TokenLogprobReply(chosen.token, chosen.logprob, chosen.bytes, top)
-
-    def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
-        token = self._parsed.served.tokenizer.token_text(token_id)
-        # A token with part of a character has no text, so its bytes are unknown here.
-        return TopLogprob(token, logprob, None if "\ufffd" in token else list(token.encode()))
+        return ChatLogprobs(token_logprobs(entries, self._parsed.served.tokenizer))
 
 
 class _ChoiceCalls:

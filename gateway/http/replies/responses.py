@@ -8,32 +8,44 @@ A new item begins when text precedes a call, or when anything follows a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
-from draftgate.backends.types import Delta, FinishReason
+from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.http.replies.logprobs import token_logprobs
 from draftgate.gateway.http.replies.rendering import Choices, Rendering, encode
 from draftgate.gateway.http.replies.shapes import (
     OptionalMetrics,
     OptionalUsage,
     ResponseMetrics,
+    TokenLogprobReply,
     Usage,
 )
-from draftgate.gateway.http.requests.responses import ResponsesBody
+from draftgate.gateway.http.requests.responses import (
+    ReasoningOptions,
+    ResponsesBody,
+    SchemaTextFormat,
+    TextOptions,
+)
+from draftgate.gateway.http.requests.schemas import TextFormat
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
 
 
 class OutputText(Struct):
-    """The text of a message."""
+    """The text of a message.
+
+    The log probabilities are those of its tokens, if the request includes them.
+    """
 
     text: str
     type: str = "output_text"
     annotations: list[Any] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprobReply] = field(default_factory=list)
 
 
 class MessageItem(Struct, tag_field="type", tag="message"):
@@ -94,6 +106,13 @@ class ResponseFailure(Struct):
     message: str
 
 
+class ReasoningReply(Struct):
+    """The field `reasoning` of the request."""
+
+    effort: str | None
+    summary: str | None
+
+
 class ResponseReply(Struct):
     """A response, complete or in progress.
 
@@ -102,6 +121,7 @@ class ResponseReply(Struct):
 
     id: str
     created_at: int
+    completed_at: int | None
     model: str
     status: str
     output: list[MessageItem | FunctionCallItem]
@@ -111,9 +131,17 @@ class ResponseReply(Struct):
     parallel_tool_calls: bool
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    truncation: str
+    reasoning: ReasoningReply
     text: dict[str, Any]
     tool_choice: Any
     tools: list[Any]
+    max_tool_calls: int | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
     user: str | None
     usage: ResponseUsage | None = None
     error: ResponseFailure | None = None
@@ -121,7 +149,7 @@ class ResponseReply(Struct):
     object: str = "response"
     background: bool = False
     store: bool = False
-    truncation: str = "disabled"
+    service_tier: str = "default"
     previous_response_id: None = None
     metrics: OptionalMetrics = UNSET
 
@@ -144,7 +172,7 @@ class ResponseEvent(Struct):
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
+    logprobs: list[TokenLogprobReply] | UnsetType = UNSET
 
 
 class ResponseRendering(Rendering):
@@ -165,7 +193,7 @@ class ResponseRendering(Rendering):
         """Return the JSON of the whole response, as `Rendering.response` describes."""
         (choice,) = choices
         self._reason = choice.finish_reason
-        self._read("".join(choice.texts))
+        self._read("".join(choice.texts), choice.logprobs)
         self._finish_items()
         return encode(self._ended(usage, metrics))
 
@@ -175,8 +203,8 @@ class ResponseRendering(Rendering):
         """Return the events of a delta, as `Rendering.chunk` describes."""
         self._begin_response()
         self._reason = delta.finish_reason
-        if delta.text:
-            self._read(delta.text)
+        if delta.text or delta.logprobs:
+            self._read(delta.text, delta.logprobs)
         return self._take_events()
 
     def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
@@ -222,13 +250,17 @@ class ResponseRendering(Rendering):
             self._emit("response.created", response=begun)
             self._emit("response.in_progress", response=begun)
 
-    def _read(self, text: str) -> None:
-        self._add(self._parser.add(text) if self._parser else [Piece(text, text)])
+    def _read(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
+        if self._parser is not None:
+            self._add(self._parser.add(text))
+        elif text or logprobs:
+            tokenizer = self._parsed.served.tokenizer
+            self._add_text(text, token_logprobs(logprobs, tokenizer, unknown=[]))
 
     def _add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if piece.content:
-                self._add_text(piece.content)
+                self._add_text(piece.content, [])
             elif piece.name:
                 self._begin_call(piece.name)
             elif piece.arguments:
@@ -237,12 +269,14 @@ class ResponseRendering(Rendering):
                 item.arguments += piece.arguments
                 self._emit_in_item("response.function_call_arguments.delta", delta=piece.arguments)
 
-    def _add_text(self, text: str) -> None:
+    def _add_text(self, text: str, logprobs: list[TokenLogprobReply]) -> None:
         item = self._items[-1] if self._item_is_open else None
         if not isinstance(item, MessageItem):
             item = self._begin_message()
         item.content[0].text += text
-        self._emit_in_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        item.content[0].logprobs += logprobs
+        added = {"content_index": 0, "delta": text, "logprobs": logprobs}
+        self._emit_in_item("response.output_text.delta", **added)
 
     def _begin_message(self) -> MessageItem:
         item = MessageItem(self._item_id("msg"), "in_progress", [OutputText("")])
@@ -280,7 +314,7 @@ class ResponseRendering(Rendering):
         item.status = status
         if isinstance(item, MessageItem):
             part = item.content[0]
-            done = {"content_index": 0, "text": part.text, "logprobs": []}
+            done = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}
             self._emit_in_item("response.output_text.done", **done)
             self._emit_in_item("response.content_part.done", content_index=0, part=part)
         else:
@@ -304,10 +338,10 @@ class ResponseRendering(Rendering):
         body = self._parsed.body
         assert isinstance(body, ResponsesBody)
         sampling = self._parsed.job.sampling
-        wanted = body.text.format if body.text is not None else None
         return ResponseReply(
             id=f"resp_{self._parsed.job.request_id}",
             created_at=self._created_s,
+            completed_at=int(time.time()) if status == "completed" else None,
             model=self._parsed.served.name,
             status=status,
             output=list(self._items),
@@ -317,11 +351,31 @@ class ResponseRendering(Rendering):
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            text={"format": {"type": "text"} if wanted is None else wanted},
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            top_logprobs=body.top_logprobs or 0,
+            truncation=body.truncation or "disabled",
+            reasoning=_reasoning(body.reasoning or ReasoningOptions()),
+            text=_text(body.text or TextOptions()),
             tool_choice=body.tool_choice or "auto",
             tools=[{"type": "function", **structs.asdict(tool)} for tool in body.tools or ()],
+            max_tool_calls=body.max_tool_calls,
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
             user=body.user,
         )
+
+
+def _text(options: TextOptions) -> dict[str, Any]:
+    """Return the field `text` with the defaults of its fields."""
+    wanted = options.format or TextFormat()
+    if isinstance(wanted, SchemaTextFormat):
+        wanted = structs.replace(wanted, strict=bool(wanted.strict))
+    return {"format": wanted, "verbosity": options.verbosity or "medium"}
+
+
+def _reasoning(options: ReasoningOptions) -> ReasoningReply:
+    return ReasoningReply(options.effort, options.summary or options.generate_summary)
 
 
 def _usage(usage: Usage) -> ResponseUsage:

@@ -28,8 +28,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "truncation": ("disabled",),
-    "reasoning": ({"effort": None, "summary": None},),
 }
 """Values that do not change the output, in addition to empty values."""
 

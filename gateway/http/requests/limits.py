@@ -86,6 +86,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "max_draft_tokens": Range(0),
     "max_output_tokens": Range(1),
     "max_tokens": Range(1),
+    "max_tool_calls": Range(1),
     "min_p": Range(0.0, 1.0),
     "min_tokens": Range(0),
     "n": Range(1, MAX_CHOICES),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
@@ -39,9 +39,25 @@ from draftgate.gateway.http.requests.schemas import (
     ToolCallMessage,
     ToolMode,
 )
+from draftgate.gateway.http.requests.truncation import drop_oldest_turns
 from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.types import ANYTIME, ServiceLevel
+
+Summary = Literal["auto", "concise", "detailed"]
+
+LOGPROBS: Final = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""The values of `include`. Responses have only items that the first value concerns."""
 
 
 class SchemaTextFormat(JsonSchemaOptions, tag_field="type", tag="json_schema"):
@@ -49,10 +65,24 @@ class SchemaTextFormat(JsonSchemaOptions, tag_field="type", tag="json_schema"):
 
 
 class TextOptions(Struct):
-    """The field `text`."""
+    """The field `text`.
+
+    The verbosity has no effect.
+    """
 
     format: TextFormat | JsonObjectFormat | SchemaTextFormat | RegexFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Struct):
+    """The field `reasoning`, which has no effect.
+
+    The field `generate_summary` is the old name of `summary`.
+    """
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class FlatTool(Function, tag_field="type", tag="function"):
@@ -79,7 +109,10 @@ class InputPart(ContentPart):
 
 
 class InputItem(Struct):
-    """A message, a function call, or the output of a function call."""
+    """A message, a function call, the output of a function call, or reasoning.
+
+    Reasoning is not part of the prompt.
+    """
 
     type: str = "message"
     role: str | None = None
@@ -98,19 +131,15 @@ class UnsupportedResponsesFields(Struct):
 
     background: Any = None
     conversation: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    reasoning: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
 
 
 class ResponsesBody(UnsupportedResponsesFields):
     """Body of `POST /v1/responses`.
 
-    The last five fields are extensions.
+    No tool runs in the server, so `max_tool_calls` has no effect. The last five fields are
+    extensions.
     """
 
     model: str | None = None
@@ -119,12 +148,22 @@ class ResponsesBody(UnsupportedResponsesFields):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    include: list[Includable] | None = None
+    top_logprobs: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = None
     tool_choice: str | FlatNamedTool | FlatAllowedTools | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     store: bool | None = None
     user: str | None = None
     seed: int | None = None
@@ -135,13 +174,15 @@ class ResponsesBody(UnsupportedResponsesFields):
 
 
 _SAME_IN_CHATS: Final = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
-    "speculation", "priority",
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed",
+    "stream", "parallel_tool_calls", "top_logprobs", "speculation", "priority",
 )  # fmt: skip
 
-ITEM_TYPES: Final = ("message", "function_call", "function_call_output")
+ITEM_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
 INPUT_PART_TYPES: Final = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The types of content parts, and the types of the same parts in chats."""
+"""The types of content parts of messages, and the types of the same parts in chats."""
+REASONING_PART: Final = "reasoning_text"
+"""The type of the content parts of reasoning."""
 
 PARAMS: Final = {
     "max_completion_tokens": "max_output_tokens",
@@ -173,8 +214,6 @@ def parse_responses(
     served.check_name(wire.model)
     check_ranges(wire)
     reject_unsupported(wire, UnsupportedResponsesFields.__struct_fields__)
-    if wire.text is not None and wire.text.verbosity not in {None, "medium"}:
-        raise Unsupported("text.verbosity")
     _check_metadata(wire.metadata or {})
     messages, paths = _messages(wire)
     chat = ChatBody(
@@ -183,11 +222,28 @@ def parse_responses(
         response_format=_format(wire.text),
         tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
         tool_choice=_tool_choice(wire.tool_choice),
+        logprobs=LOGPROBS in (wire.include or ()) or bool(wire.top_logprobs),
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
+
+    def parse(some: list[Message]) -> ParsedRequest:
+        one = structs.replace(chat, messages=some)
+        return parse_decoded_chat(one, served, request_id, service)
+
     with rename_params(paths):
-        parsed = parse_decoded_chat(chat, served, request_id, service)
+        parsed = parse(messages)
+    if parsed.tools is not None and chat.logprobs:
+        param = "top_logprobs" if wire.top_logprobs else "include"
+        raise Unsupported(param, " together with tools")
+    most = served.max_model_len - (wire.max_output_tokens or 1)
+    if wire.truncation == "auto" and _prompt_tokens(parsed) > most:
+        kept = drop_oldest_turns(messages, lambda some: _prompt_tokens(parse(some)) <= most)
+        parsed = parse(kept)
     return replace(parsed, include_usage=True, body=wire)
+
+
+def _prompt_tokens(parsed: ParsedRequest) -> int:
+    return len(parsed.job.prompts[0])
 
 
 def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
@@ -201,6 +257,9 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
     if isinstance(wire.input, str):
         return [*messages, Message("user", wire.input)], paths
     for index, item in enumerate(wire.input):
+        if item.type == "reasoning":
+            _check_reasoning(item, f"input[{index}]")
+            continue
         message = _message(item, f"input[{index}]")
         calls = message.tool_calls or []
         if calls and messages and messages[-1].role == "assistant":
@@ -234,6 +293,14 @@ def _message(item: InputItem, where: str) -> Message:
             call_id = _required_field(item, where, "call_id")
             return Message("tool", _content(item.output), tool_call_id=call_id)
     raise Unsupported(f"{where}.type", f" {item.type!r}")
+
+
+def _check_reasoning(item: InputItem, where: str) -> None:
+    for i, part in enumerate(item.content if isinstance(item.content, list) else ()):
+        if part.type != REASONING_PART:
+            raise Unsupported(f"{where}.content[{i}].type", f" {part.type!r} in reasoning")
+        if part.text is None:
+            raise invalid(f"{where}.content[{i}].text", "must be given")
 
 
 def _required_field(item: InputItem, where: str, name: str) -> str:
