@@ -248,6 +248,7 @@ async def test_malformed_allowed_tools_are_400_and_named(
         (allowed(path, ["now", "other"]), f"tool_choice.{tools}[1].{name}"),
         (allowed(path, ["now"], mode="often"), f"tool_choice.{tools[:-5]}mode"),
         (allowed(path, [], mode="required"), "tool_choice"),
+        (allowed(path, ["now"] * 129), f"tool_choice.{tools}"),
     ]
     for body, param in cases:
         response = await http.post(path, json={**history, **body})

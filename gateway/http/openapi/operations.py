@@ -139,6 +139,13 @@ OPERATIONS: Final = (
                 "metadata": {"purpose": "example"},
                 "stream": True,
             },
+            "log probabilities": {
+                "input": "def add(a, b):",
+                "max_output_tokens": 16,
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 2,
+                "truncation": "auto",
+            },
         },
     ),
     Operation(

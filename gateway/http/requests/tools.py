@@ -15,6 +15,7 @@ from draftgate.backends.types import GrammarKind, GrammarSpec
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
 from draftgate.gateway.http.requests.schemas import (
+    AllowedTool,
     AllowedToolChoice,
     AllowedTools,
     ChatBody,
@@ -107,6 +108,7 @@ def _allowed(allowed: AllowedTools, functions: Sequence[Function]) -> list[Funct
     The prompt shows only these functions, because with `auto` nothing else keeps the model from
     calling the others.
     """
+    _check_count(allowed.tools, "tool_choice.allowed_tools.tools")
     known, names = {function.name for function in functions}, set[str]()
     for i, tool in enumerate(allowed.tools):
         if tool.function.name not in known:
@@ -131,9 +133,13 @@ def _chosen(choice: str | NamedTool | None, functions: Sequence[Function]) -> st
     return choice or "auto"
 
 
-def _check_functions(tools: Sequence[Tool]) -> None:
+def _check_count(tools: Sequence[Tool | AllowedTool], where: str) -> None:
     if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
+        raise invalid(where, f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
+
+
+def _check_functions(tools: Sequence[Tool]) -> None:
+    _check_count(tools, "tools")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         function, where = tool.function, f"tools[{i}].function"
