@@ -29,7 +29,7 @@ from draftgate.gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from draftgate.gateway.http.endpoints import embeddings, health, live, models, page
+from draftgate.gateway.http.endpoints import embeddings, health, input_tokens, live, models, page
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
@@ -69,6 +69,7 @@ def build_app(node: Node) -> web.Application:
     app.add_routes(
         [
             *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
+            web.post(input_tokens.PATH, input_tokens.count_input_tokens),
             web.post(embeddings.PATH, embeddings.embed),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response
+from openai.types.responses import InputTokenCountResponse, Response
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
@@ -325,3 +325,25 @@ async def test_log_probabilities_are_those_of_the_equivalent_chat() -> None:
         (e["token"], e["logprob"], e["bytes"]) for e in expected
     ]
     assert len(part["logprobs"][0]["top_logprobs"]) == 3
+
+
+async def test_input_tokens_are_those_of_the_response(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """The counted input tokens are the input tokens of the response to the same body."""
+    function = {"type": "function", "name": "now"}
+    for body in (
+        {"input": "Time?"},
+        {"input": [{"role": "user", "content": "Time?"}], "instructions": "Be brief.",
+         "tools": [function]},
+        {"input": "Time? " * 5000},
+    ):  # fmt: skip
+        counted = await http.post(f"{PATH}/input_tokens", json=body)
+        count = InputTokenCountResponse.model_validate(counted.json(), strict=True).input_tokens
+        if count < 900:
+            _, response = await respond(qwen, http, last(), **body)
+            assert response.json()["usage"]["input_tokens"] == count
+        else:
+            assert (await http.post(PATH, json=body)).status_code == 400
+    refused = await http.post(f"{PATH}/input_tokens", json={"input": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")

@@ -54,6 +54,7 @@ LONG = {
     "POST /v1/chat/completions": Count(2400, 800),
     "POST /v1/completions": Count(4000, 1200),
     "POST /v1/responses": Count(2400, 800),
+    "POST /v1/responses/input_tokens": Count(600, 200),
     "POST /v1/embeddings": Count(800, 300),
     "POST /tokenize": Count(2000, 600),
     "POST /detokenize": Count(2500, 600),

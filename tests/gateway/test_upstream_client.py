@@ -128,20 +128,23 @@ async def test_cut_stream_raises_in_the_client() -> None:
             await anext(aiter(stream))
 
 
-async def test_tokenize_is_forwarded_or_501(gateway: Listening) -> None:
-    """The gateway forwards /tokenize, or responds with 501 if the upstream does not support the
-    path."""
+async def test_counts_of_tokens_are_forwarded_or_501(gateway: Listening) -> None:
+    """The gateway forwards counts of tokens, or responds with 501 if the upstream does not support
+    the path."""
     async with client(gateway) as http:
         assert (await http.post("/tokenize", json={"prompt": "a b"})).json()["count"] > 0
+        counted = await http.post("/v1/responses/input_tokens", json={"input": "a b"})
+        assert counted.json()["input_tokens"] > 0
         assert (await http.get("/decisions")).json() == {"decisions": []}
 
     async def missing(request):
         return web.Response(status=404)
 
     async with upstream(missing) as engine, forwarding(engine) as bare, client(bare) as http:
-        response = await http.post("/tokenize", json={"prompt": "a"})
-        assert response.status_code == 501
-        assert response.json()["error"]["code"] == "not_offered"
+        for path in ("/tokenize", "/v1/responses/input_tokens"):
+            response = await http.post(path, json={"prompt": "a", "input": "a"})
+            assert response.status_code == 501
+            assert response.json()["error"]["code"] == "not_offered"
         assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404
 
 

@@ -40,6 +40,11 @@ VALUES = (
          {"format": {"type": "text"}},
          [{"type": "function", "name": "f", "parameters": {}}],
          {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"},
+         {"type": "allowed_tools", "tools": [{"type": "function", "name": "f"}]}, "auto",
+         {"effort": "high", "summary": "auto"}, {"verbosity": "low"},
+         ["message.output_text.logprobs"],
+         [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+          {"role": "user", "content": "a"}],
          [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
           {"type": "function_call_output", "call_id": "c", "output": "o"}]]
     )

@@ -17,6 +17,7 @@ from draftgate.gateway.http.replies.shapes import (
     DetokenizeReply,
     EmbeddingList,
     HealthReply,
+    InputTokensReply,
     ModelList,
     ModelReply,
     ReadyReply,
@@ -147,6 +148,15 @@ OPERATIONS: Final = (
                 "truncation": "auto",
             },
         },
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        "Count the tokens of the input of a response.",
+        InputTokensReply,
+        ResponsesBody,
+        errors=OF_BODIES,
+        examples={"text": {"input": "def add(a, b):", "instructions": "Write Python."}},
     ),
     Operation(
         "POST",

@@ -314,6 +314,13 @@ class TokenizeReply(Struct):
     tokens: list[int]
 
 
+class InputTokensReply(Struct):
+    """The response of `/v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class DetokenizeReply(Struct):
     """The response of `/detokenize`."""
 
