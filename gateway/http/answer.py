@@ -83,11 +83,14 @@ class Answer:
         usage = self.usage() if self.parsed.continuous_usage else UNSET
         return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
 
-    def ending(self) -> bytes:
+    async def ending(self) -> bytes:
         """Return the events after the last delta."""
         if not self.parsed.include_usage:
             return self.rendering.ending()
-        return self.rendering.ending(self.usage(), self.metrics())
+        if self.parsed.job.sampling.logprobs is None:
+            return self.rendering.ending(self.usage(), self.metrics())
+        # The last events of `/v1/responses` repeat the log probabilities of all tokens.
+        return await offload(self.rendering.ending, self.usage(), self.metrics())
 
     async def whole(self) -> bytes:
         """Collect all deltas of the run and return the JSON of the response.

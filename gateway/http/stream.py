@@ -150,7 +150,7 @@ async def stream_answer(
             with Heartbeats(events):
                 async for delta in run.deltas:
                     await _send(events, answer, delta)
-        await events.write(answer.ending())
+        await events.write(await answer.ending())
 
 
 @asynccontextmanager
