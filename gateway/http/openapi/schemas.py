@@ -11,9 +11,8 @@ from draftgate.gateway.http.requests.decoding import neutral_values
 from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
 from draftgate.gateway.http.requests.messages import PART_TYPES, ROLES
 from draftgate.gateway.http.requests.responses import (
-    INPUT_PART_TYPES,
     ITEM_TYPES,
-    REASONING_PART,
+    PART_FIELDS,
     UnsupportedResponsesFields,
 )
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
@@ -28,7 +27,7 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "Message.role": tuple(ROLES),
     "ContentPart.type": PART_TYPES,
     "InputItem.type": ITEM_TYPES,
-    "InputPart.type": (*INPUT_PART_TYPES, REASONING_PART),
+    "InputPart.type": tuple(PART_FIELDS),
     "tool_choice": CHOICES,
 }
 """The allowed strings, by field or by struct and field."""
@@ -62,11 +61,7 @@ _BY_ROLE: Final = _kinds(
 
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
     "ContentPart": _kinds("type", *((kind, {kind: _TEXT}) for kind in PART_TYPES)),
-    "InputPart": _kinds(
-        "type",
-        (REASONING_PART, {"text": _TEXT}),
-        *((kind, {field: _TEXT}) for kind, field in INPUT_PART_TYPES.items()),
-    ),
+    "InputPart": _kinds("type", *((kind, {field: _TEXT}) for kind, field in PART_FIELDS.items())),
     "Message": _BY_ROLE,
     "InputItem": [
         *_BY_ROLE,

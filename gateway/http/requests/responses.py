@@ -179,10 +179,13 @@ _SAME_IN_CHATS: Final = (
 )  # fmt: skip
 
 ITEM_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
-INPUT_PART_TYPES: Final = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+INPUT_PART_TYPES: Final = {
+    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
+}  # fmt: skip
 """The types of content parts of messages, and the types of the same parts in chats."""
-REASONING_PART: Final = "reasoning_text"
-"""The type of the content parts of reasoning."""
+
+PART_FIELDS: Final = {**INPUT_PART_TYPES, "reasoning_text": "text"}
+"""The types of all content parts, and the fields with their texts."""
 
 PARAMS: Final = {
     "max_completion_tokens": "max_output_tokens",
@@ -257,8 +260,9 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
     if isinstance(wire.input, str):
         return [*messages, Message("user", wire.input)], paths
     for index, item in enumerate(wire.input):
+        _check_parts(item.content, f"input[{index}].content")
+        _check_parts(item.output, f"input[{index}].output")
         if item.type == "reasoning":
-            _check_reasoning(item, f"input[{index}]")
             continue
         message = _message(item, f"input[{index}]")
         calls = message.tool_calls or []
@@ -295,12 +299,13 @@ def _message(item: InputItem, where: str) -> Message:
     raise Unsupported(f"{where}.type", f" {item.type!r}")
 
 
-def _check_reasoning(item: InputItem, where: str) -> None:
-    for i, part in enumerate(item.content if isinstance(item.content, list) else ()):
-        if part.type != REASONING_PART:
-            raise Unsupported(f"{where}.content[{i}].type", f" {part.type!r} in reasoning")
-        if part.text is None:
-            raise invalid(f"{where}.content[{i}].text", "must be given")
+def _check_parts(parts: str | list[InputPart] | None, where: str) -> None:
+    """Check the parts of every item, including those that are not part of the prompt."""
+    for i, part in enumerate(parts if isinstance(parts, list) else ()):
+        if part.type not in PART_FIELDS:
+            raise Unsupported(f"{where}[{i}].type", f" {part.type!r}")
+        if getattr(part, PART_FIELDS[part.type]) is None:
+            raise invalid(f"{where}[{i}].{PART_FIELDS[part.type]}", "must be given")
 
 
 def _required_field(item: InputItem, where: str, name: str) -> str:
