@@ -7,6 +7,8 @@
     │   ├── ContextTooLong    400  ... code context_length_exceeded
     │   ├── ModelNotFound     404  ... code model_not_found
     │   ├── RouteNotFound     404  ... code not_found
+    │   ├── ForbiddenHost     403  ... code forbidden_host
+    │   ├── ForbiddenOrigin   403  ... code forbidden_origin
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
     │   └── BodyTooLarge      413  ... code body_too_large
     ├── Unauthorized          401  invalid_request_error, code invalid_api_key
@@ -134,6 +136,14 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
 
 class RouteNotFound(InvalidRequest, status=404, code="not_found"):
     """No endpoint has this path."""
+
+
+class ForbiddenHost(InvalidRequest, status=403, code="forbidden_host"):
+    """The node does not accept the name in the header `Host`."""
+
+
+class ForbiddenOrigin(InvalidRequest, status=403, code="forbidden_origin"):
+    """The request is from a web page of another origin, which is not in `--cors-origins`."""
 
 
 class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):

@@ -84,7 +84,8 @@ def request(prompt: str, tokens: int, *, stream: bool, version: str = "1.1") -> 
     """Return the bytes of a completion request."""
     fields = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
     body = json.dumps({**fields, "seed": 1}).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

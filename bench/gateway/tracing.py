@@ -132,7 +132,7 @@ async def cpu_per_request_s(port: int, tracing: Tracing, chunks: int, requests: 
         {"prompt": "def f(x):", "max_tokens": chunks, "stream": True, "ignore_eos": True}
     ).encode()
     length = f"Content-Length: {len(body)}\r\n"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n".encode() + body
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n".encode() + body
     lanes = [requests // LANES] * LANES
     gc.collect()
     begin_s = time.process_time()

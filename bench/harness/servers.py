@@ -174,7 +174,7 @@ async def _watch(server: Server, found: ResourceUse) -> None:
     try:
         while True:
             began_s = time.perf_counter()
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
             health = json.loads(await reader.readexactly(length))
@@ -191,7 +191,7 @@ async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the node's samples of the last minutes, and then a sample each second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
-        writer.write(b"GET /live HTTP/1.0\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.0\r\nHost: localhost\r\n\r\n")
         while line := await reader.readline():
             if line.startswith(b"data: "):
                 yield json.loads(line.removeprefix(b"data: "))

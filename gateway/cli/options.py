@@ -101,7 +101,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         opposite = bare.removeprefix("no-") if bare.startswith("no-") else f"no-{bare}"
         info = typer.Option(f"{setting.flag}/--{opposite}", **shared)
         return _keyword(setting.name, Annotated[bool | None, info])
-    several = setting.kind in {"list", "urls"}
+    several = setting.kind in {"hosts", "list", "origins", "urls"}
     info = typer.Option(setting.flag, metavar=metavar(setting), **shared)
     return _keyword(setting.name, Annotated[list[str] | None if several else str | None, info])
 
@@ -134,8 +134,10 @@ def shown_default(setting: Setting) -> str:
 
 _METAVARS: Final = {
     "bytes": "SIZE",
+    "hosts": "NAME",
     "indices": "INDICES",
     "list": "TEXT",
+    "origins": "ORIGIN",
     "urls": "URL",
     "url": "URL",
     "store": "URL",

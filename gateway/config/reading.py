@@ -29,7 +29,9 @@ from draftgate.gateway.config.values import (
     MASK,
     mask_url,
     read_bytes,
+    read_hosts,
     read_indices,
+    read_origins,
     read_texts,
     read_urls,
 )
@@ -46,8 +48,10 @@ _KUBERNETES_LINK: Final = re.compile(
 
 _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "bytes": read_bytes,
+    "hosts": read_hosts,
     "indices": read_indices,
     "list": read_texts,
+    "origins": read_origins,
     "urls": read_urls,
 }
 """Functions that convert a value before the type check, by kind of setting."""

@@ -93,6 +93,14 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on (0 picks a free port)."""
 
+    allowed_hosts: Annotated[tuple[str, ...], kind("hosts")] = ()
+    """Accept only this name in the Host header (default: any name, or loopback names if the node
+    listens on a loopback address without API keys). Repeatable."""
+
+    cors_origins: Annotated[tuple[str, ...], kind("origins")] = ()
+    """Let web pages of this origin use the API, such as https://chat.example.com (default: none).
+    Repeatable."""
+
     served_model_name: str | None = None
     """Model name for clients (default: the model's own)."""
 
@@ -168,8 +176,8 @@ def _usable_cores() -> int:
 
 _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
-    "HTTP and limits": "host port served_model_name api_keys_file api_keys max_body_bytes "
-    "drain_timeout_s",
+    "HTTP and limits": "host port allowed_hosts cors_origins served_model_name "
+    "api_keys_file api_keys max_body_bytes drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

@@ -57,6 +57,34 @@ def read_urls(value: object) -> list[str]:
     return found
 
 
+def read_hosts(value: object) -> list[str]:
+    """Return host names in lower case from a text with commas or a list.
+
+    Raises:
+        ValueError: an entry is not a host name, or has a port.
+    """
+    return _matching(value, r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", "host names such as api.example.com")
+
+
+def read_origins(value: object) -> list[str]:
+    """Return origins of web pages in lower case from a text with commas or a list.
+
+    Raises:
+        ValueError: an entry is not an origin, or has a path.
+    """
+    pattern = r"[a-z][a-z0-9+.-]*://[^\s/?#*]+"
+    return _matching(value, pattern, "origins such as https://example.com")
+
+
+def _matching(value: object, pattern: str, expected: str) -> list[str]:
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = (text.strip().lower() for item in items for text in str(item).split(","))
+    found = [text for text in texts if text]
+    if not all(re.fullmatch(pattern, item) for item in found):
+        raise ValueError(f"expected {expected}")
+    return found
+
+
 _UNITS: Final = {
     "": 1,
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,

@@ -21,6 +21,7 @@ from draftgate.gateway.errors import (
     Unauthorized,
     as_gateway_error,
 )
+from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
@@ -52,17 +53,20 @@ RESPONSES: Final = Endpoint("/v1/responses", "chat", parse_responses, ResponseRe
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their responses contain no request data."""
 
+BROWSER_ACCESS: Final = web.AppKey("browser_access", BrowserAccess)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[_assign_request_id, _convert_errors, _authenticate],
+        middlewares=[_assign_request_id, _convert_errors, _limit_browsers, _authenticate],
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
     app[SLOW_READERS] = SlowReaders(time.monotonic)
+    app[BROWSER_ACCESS] = BrowserAccess(node.config)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)
@@ -103,6 +107,20 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
     response.headers["Server"] = "draftgate"
+    request.app[BROWSER_ACCESS].add_headers(request, response)
+
+
+@web.middleware
+async def _limit_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reject requests of foreign pages, and respond to preflights of listed origins.
+
+    Raises:
+        ForbiddenHost, ForbiddenOrigin: a foreign page sent the request.
+    """
+    access = request.app[BROWSER_ACCESS]
+    access.check(request, keys=request.app[NODE].accounts.required)
+    preflight = access.preflight(request)
+    return await handler(request) if preflight is None else preflight
 
 
 @web.middleware

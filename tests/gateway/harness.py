@@ -211,7 +211,8 @@ async def post_raw(
     """Send a request over a bare socket, which the caller must read or close."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()
     return reader, writer

@@ -67,6 +67,10 @@ def test_environment_can_name_the_file(tmp_path: Path) -> None:
         ({"upstream": "localhost:8001"}, "--upstream: expected addresses such as http://localhost"),
         ({"upstream": "http://a,http://a/"}, "--upstream: expected distinct addresses"),
         ({"upstream": ""}, "--upstream: expected addresses"),
+        ({"allowed_hosts": "a.example:80"}, "--allowed-hosts: expected host names such as"),
+        ({"cors_origins": "a.example"}, "--cors-origins: expected origins such as https://"),
+        ({"cors_origins": "https://a.example/x"}, "--cors-origins: expected origins"),
+        ({"cors_origins": "*"}, "--cors-origins: expected origins"),
         ({"upstream_concurrency": "-1"}, "--upstream-concurrency: expected a whole number >= 0"),
         ({"exact": "perhaps"}, "--exact: expected true or false"),
         ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: expected a number > 0"),
@@ -147,6 +151,16 @@ def test_a_missing_file_is_an_error() -> None:
 def test_sizes_take_units(text: str, size: int) -> None:
     """A size may have a binary or decimal unit in upper or lower case."""
     assert effective_config({"kv_bytes": text}, {}).config.kv_bytes == size
+
+
+def test_hosts_and_origins_are_lists_in_lower_case() -> None:
+    """Names and origins may be repeated flags or one text with commas, in any case."""
+    environ = {"DRAFTGATE_CORS_ORIGINS": "https://A.example, http://b:3000"}
+    config = effective_config({"allowed_hosts": ["A.example,b", "[::1]"]}, environ).config
+    assert config.allowed_hosts == ("a.example", "b", "[::1]")
+    assert config.cors_origins == ("https://a.example", "http://b:3000")
+    empty = effective_config({}, {"DRAFTGATE_CORS_ORIGINS": ""}).config
+    assert empty.cors_origins == ()
 
 
 def test_every_setting_has_a_flag_a_variable_and_help() -> None:

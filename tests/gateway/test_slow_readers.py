@@ -49,7 +49,7 @@ class StoppedReader:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._socket, ("127.0.0.1", port_of(gateway)))
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
         await loop.sock_sendall(self._socket, head.encode() + data)
 

@@ -79,7 +79,7 @@ class Client:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._socket, ("127.0.0.1", port_of(gateway)))
         data = json.dumps({**api.body, "stream": True}).encode()
-        head = f"POST {api.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = f"POST {api.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
         await loop.sock_sendall(self._socket, head.encode() + data)
         self._task = asyncio.create_task(self._read())

@@ -31,6 +31,7 @@ _INFO: Final = {
 _ERRORS: Final = {
     400: "A parameter is malformed or not supported. The error names it.",
     401: "API keys are required, and the request has no known key.",
+    403: "A web page of another origin sent the request, or the node does not accept its `Host`.",
     404: "The model does not exist.",
     413: "The body is too large.",
     429: "The key's quota is used up, or the response would be too late. A retry may succeed.",
@@ -176,7 +177,7 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
     if operation.unready:
         found["503"] = _response("The same body if the check fails.", content)
     error = {JSON: {"schema": refs[ErrorReply]}}
-    for status in operation.errors if operation.open else sorted({401, *operation.errors}):
+    for status in operation.errors if operation.open else sorted({401, 403, *operation.errors}):
         found[str(status)] = _response(_ERRORS[status], error)
         if status in {429, 503}:
             found[str(status)]["headers"] |= _RETRY_HEADERS

@@ -207,7 +207,7 @@ OPERATIONS: Final = (
         open=True,
         unready=True,
     ),
-    Operation("GET", "/version", "Return the version.", VersionReply, open=True),
+    Operation("GET", "/version", "Return the version.", VersionReply, open=True, errors=(403,)),
     Operation("GET", "/metrics", "Return the metrics in Prometheus' text format.", ("text/plain",)),
     Operation(
         "GET",

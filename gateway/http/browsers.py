@@ -1,0 +1,108 @@
+"""Limits for web pages in browsers.
+
+A browser lets every page send requests to every server that the browser can reach, for example to a
+node on the same machine. The browser names the page's origin in `Origin`, so the node rejects
+origins that are not its own. A page can also give its own host name the address of the node (DNS
+rebinding). The origin of such a page is its own, but `Host` contains the name.
+
+The operator can list origins of pages that may use the API. Their scripts can read the responses,
+because the node then sends the headers of CORS (https://fetch.spec.whatwg.org/#http-cors-protocol).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiohttp import web
+
+from draftgate.backends.peer.channel import PREFIX
+from draftgate.gateway.cluster.access import is_loopback
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.errors import ForbiddenHost, ForbiddenOrigin
+from draftgate.gateway.http.context import REQUEST_ID_HEADER
+
+EXEMPT_PATHS: Final = frozenset({"/health", "/ready"})
+"""Paths for probes, which may use any address and name of the node."""
+
+PREFLIGHT_S: Final = 600
+"""Time for which a browser may reuse the response to a preflight, in seconds."""
+
+_EXPOSED: Final = f"{REQUEST_ID_HEADER}, Retry-After, retry-after-ms"
+"""Headers that scripts of listed origins can read."""
+
+
+class BrowserAccess:
+    """The rules for `Host` and `Origin` of a node."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._loopback = is_loopback(config.host)
+        self._hosts = frozenset(config.allowed_hosts)
+        self._origins = frozenset(config.cors_origins)
+
+    def check(self, request: web.Request, *, keys: bool) -> None:
+        """Check that the request is not from a foreign page.
+
+        Nodes of a cluster are exempt, because `PeerAccess` checks their requests.
+
+        Args:
+            keys: whether clients need an API key.
+
+        Raises:
+            ForbiddenHost: the node does not accept the name in `Host`.
+            ForbiddenOrigin: `Origin` is neither the node's own nor a listed origin.
+        """
+        if request.path.rstrip("/") in EXEMPT_PATHS or request.path.startswith(PREFIX):
+            return
+        host = request.headers.get("Host", "").lower()
+        if host and not self._accepts_host(_without_port(host), keys=keys):
+            raise ForbiddenHost(f"the Host {host!r} is not allowed; list it in --allowed-hosts")
+        origin = _origin_of(request)
+        if origin and origin not in (f"http://{host}", f"https://{host}", *self._origins):
+            raise ForbiddenOrigin(f"the Origin {origin!r} is not listed in --cors-origins")
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """Return the response to a preflight of a listed origin, or None for other requests.
+
+        A preflight has no API key, so the response must not depend on a key.
+        """
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None or not self._lists(request):
+            return None
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": method,
+                "Access-Control-Allow-Headers": request.headers.get(
+                    "Access-Control-Request-Headers", ""
+                ),
+                "Access-Control-Max-Age": str(PREFLIGHT_S),
+            },
+        )
+
+    def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let scripts of listed origins read a response."""
+        if not self._origins:
+            return
+        response.headers.add("Vary", "Origin")  # for caches between the node and its clients
+        if self._lists(request):
+            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+    def _accepts_host(self, name: str, *, keys: bool) -> bool:
+        if self._loopback and not keys:
+            return is_loopback(name.strip("[]")) or name in self._hosts
+        return not self._hosts or name in self._hosts
+
+    def _lists(self, request: web.Request) -> bool:
+        return _origin_of(request) in self._origins
+
+
+def _origin_of(request: web.Request) -> str:
+    """Return the origin of the page that sent a request, or an empty text."""
+    return request.headers.get("Origin", "").lower()
+
+
+def _without_port(host: str) -> str:
+    """Return the name in a `Host` header, with the brackets of an IPv6 address."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
