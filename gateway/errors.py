@@ -81,15 +81,15 @@ class GatewayError(Exception):
         fields = {"message": self.message, "type": self.type, "param": self.param}
         return msgspec.json.encode({"error": {**fields, "code": self.code}})
 
-    def headers(self) -> dict[str, str]:
-        """Return the headers of the response."""
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers of the response, in which a name may occur several times."""
         if self.retry_after_s is None:
-            return {}
+            return []
         # HTTP's header has whole seconds, rounded up. OpenAI's clients prefer milliseconds.
-        return {
-            "Retry-After": str(math.ceil(self.retry_after_s)),
-            "retry-after-ms": str(math.ceil(self.retry_after_s * 1e3)),
-        }
+        return [
+            ("Retry-After", str(math.ceil(self.retry_after_s))),
+            ("retry-after-ms", str(math.ceil(self.retry_after_s * 1e3))),
+        ]
 
 
 class InvalidRequest(GatewayError, status=400, type="invalid_request_error", code="invalid_value"):
@@ -153,9 +153,9 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
         super().__init__(message)
         self._allowed = allowed
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> list[tuple[str, str]]:
         """Return the methods of the path (RFC 9110, 15.5.6)."""
-        return {"Allow": ", ".join(self._allowed)}
+        return [("Allow", ", ".join(self._allowed))]
 
 
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
@@ -165,12 +165,16 @@ class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
 class Unauthorized(GatewayError, status=401, type="invalid_request_error", code="invalid_api_key"):
     """The request has no API key or an unknown key."""
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> list[tuple[str, str]]:
         """Return the supported authentication.
 
-        Programs use a bearer token, and browsers use a password.
+        Programs use a bearer token, and browsers use a password. Each scheme has a header of its
+        own, because Chromium reads only the first scheme of a header.
         """
-        return {"WWW-Authenticate": 'Bearer, Basic realm="draftgate"'}
+        return [
+            ("WWW-Authenticate", "Bearer"),
+            ("WWW-Authenticate", 'Basic realm="draftgate", charset="UTF-8"'),
+        ]
 
 
 class TooMany(GatewayError, status=429, type="rate_limit_error", code="too_many"):
