@@ -26,6 +26,7 @@ from draftgate.backends.errors import BackendError
 from draftgate.backends.registry import backend_factory
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
@@ -124,20 +125,34 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
     Raises:
         StartError: the address cannot be used.
     """
-    host, port = node.config.host, node.config.port
+    host = node.config.host
     runner = web.AppRunner(
-        build_app(node), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+        build_app(node), handler_cancellation=True, shutdown_timeout=CLOSE_S
     )
     await runner.setup()
     try:
+        assert runner.server is not None
+        server = await _listen(connection_factory(runner.server), host, node.config.port)
         try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
-        except OSError as error:
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        node.port = int(runner.addresses[0][1])
-        yield Listening(node, _url(host, node.port))
+            node.port = int(server.sockets[0].getsockname()[1])
+            yield Listening(node, _url(host, node.port))
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
+
+
+async def _listen(connect: Callable[[], Connection], host: str, port: int) -> asyncio.Server:
+    """Accept connections on an address.
+
+    Raises:
+        StartError: the address cannot be used.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.create_server(connect, host, port, backlog=1024)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 async def start_workers(node: Node) -> None:

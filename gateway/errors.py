@@ -10,7 +10,9 @@
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
-    │   └── BodyTooLarge      413  ... code body_too_large
+    │   ├── BodyTooLarge      413  ... code body_too_large
+    │   ├── ExpectationFailed 417  ... code expectation_failed
+    │   └── HeadersTooLarge   431  ... code headers_too_large
     ├── Unauthorized          401  invalid_request_error, code invalid_api_key
     ├── TooMany               429  rate_limit_error, with Retry-After
     │   ├── QuotaExceeded          ... code rate_limit_exceeded
@@ -160,6 +162,14 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
 
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
     """The body exceeds `--max-body-bytes`."""
+
+
+class ExpectationFailed(InvalidRequest, status=417, code="expectation_failed"):
+    """The header `Expect` has an unknown value."""
+
+
+class HeadersTooLarge(InvalidRequest, status=431, code="headers_too_large"):
+    """The request line or a header is too long."""
 
 
 class Unauthorized(GatewayError, status=401, type="invalid_request_error", code="invalid_api_key"):

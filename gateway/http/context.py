@@ -30,7 +30,7 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 _LONGEST_ID: Final = 128
 
 
-def client_request_id(request: web.Request) -> str:
+def client_request_id(request: web.BaseRequest) -> str:
     """Return the request id that the client sent, or a new id if that id is long or unprintable."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
@@ -88,7 +88,7 @@ async def read_body(request: web.Request) -> bytes:
         limit = request.app[NODE].config.max_body_bytes
         raise BodyTooLarge(f"the body exceeds {limit} bytes") from None
     except web.RequestPayloadError as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).removeprefix("400, message: ")
         raise InvalidRequest(f"the body cannot be read: {reason}") from None
 
 

@@ -276,4 +276,5 @@ def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) 
         headers[TPOT_HEADER] = f"{service.tpot_s * 1e3:g}"
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     headers.update(span.propagation())
-    return UpstreamCall(request.method, request.rel_url.raw_path_qs, headers, body)
+    path, mark, query = request.rel_url.raw_path_qs.partition("?")
+    return UpstreamCall(request.method, f"{path.rstrip('/')}{mark}{query}", headers, body)

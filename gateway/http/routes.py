@@ -12,25 +12,18 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.gateway.accounts import ANONYMOUS
-from draftgate.gateway.errors import (
-    Draining,
-    GatewayError,
-    InvalidRequest,
-    MethodNotAllowed,
-    RouteNotFound,
-    Unauthorized,
-    as_gateway_error,
-)
+from draftgate.gateway.errors import GatewayError, Unauthorized, as_gateway_error
 from draftgate.gateway.http.browsers import BrowserAccess
+from draftgate.gateway.http.connections import add_headers, ends_connection
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
     REQUEST_ID,
-    REQUEST_ID_HEADER,
     SLOW_READERS,
     client_request_id,
 )
 from draftgate.gateway.http.endpoints import embeddings, health, input_tokens, live, models, page
+from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
@@ -39,6 +32,7 @@ from draftgate.gateway.http.replies.responses import ResponseRendering
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
 from draftgate.gateway.http.slow_readers import SlowReaders
+from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import about_request, log
 
@@ -67,31 +61,39 @@ def build_app(node: Node) -> web.Application:
     app[NODE] = node
     app[SLOW_READERS] = SlowReaders(time.monotonic)
     app[BROWSER_ACCESS] = BrowserAccess(node.config)
-    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(_finish_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)
+    routes = _routes()
+    # A path may end with a slash. This form is first, because {model:.+} also matches a slash.
     app.add_routes(
-        [
-            *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
-            web.post(input_tokens.PATH, input_tokens.count_input_tokens),
-            web.post(embeddings.PATH, embeddings.embed),
-            web.get("/v1/models", models.list_models),
-            web.get("/v1/models/{model:.+}", models.get_model),
-            web.post("/tokenize", models.tokenize),
-            web.post("/detokenize", models.detokenize),
-            web.get("/health", health.health),
-            web.get("/ready", health.ready),
-            web.get("/version", health.version),
-            web.get("/metrics", health.metrics),
-            web.get("/decisions", live.list_decisions),
-            web.get("/live", live.live, allow_head=False),
-            web.get("/", page.index),
-            web.get("/web/{name}", page.file),
-            web.get("/openapi.json", get_document),
-        ]
+        web.RouteDef(route.method, f"{route.path}/", route.handler, route.kwargs)
+        for route in routes
     )
+    app.add_routes([web.get("/", page.index), *routes])
     add_peer_routes(app)
     return app
+
+
+def _routes() -> list[web.RouteDef]:
+    """Return the routes of clients."""
+    return [
+        *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
+        web.post(input_tokens.PATH, input_tokens.count_input_tokens),
+        web.post(embeddings.PATH, embeddings.embed),
+        web.get("/v1/models", models.list_models),
+        web.get("/v1/models/{model:.+}", models.get_model),
+        web.post("/tokenize", models.tokenize),
+        web.post("/detokenize", models.detokenize),
+        web.get("/health", health.health),
+        web.get("/ready", health.ready),
+        web.get("/version", health.version),
+        web.get("/metrics", health.metrics),
+        web.get("/decisions", live.list_decisions),
+        web.get("/live", live.live, allow_head=False),
+        web.get("/web/{name}", page.file),
+        web.get("/openapi.json", get_document),
+    ]
 
 
 @web.middleware
@@ -102,11 +104,14 @@ async def _assign_request_id(request: web.Request, handler: Handler) -> web.Stre
         return await handler(request)
 
 
-async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers of every response, streamed or not."""
-    # aiohttp rejects a bad `Expect` before the middlewares have run.
-    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
-    response.headers["Server"] = "draftgate"
+async def _finish_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the headers of every response, and announce the end of the connection."""
+    node = request.app[NODE]
+    # The next connection of a client reaches another node while this node drains.
+    draining = node.lifecycle.state is NodeState.DRAINING
+    if draining or ends_connection(request, response, node.config.max_body_bytes):
+        response.force_close()
+    add_headers(request, response)
     request.app[BROWSER_ACCESS].add_headers(request, response)
 
 
@@ -136,7 +141,7 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
     request[ACCOUNT] = ANONYMOUS
     if is_peer(request):
         return await handler(request)
-    if accounts.required and request.path not in OPEN_PATHS:
+    if accounts.required and request.path.rstrip("/") not in OPEN_PATHS:
         key = _key(request.headers.get("Authorization", ""))
         account = None if key is None else accounts.find(key)
         if account is None:
@@ -168,38 +173,9 @@ async def _convert_errors(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionResetError:
         return web.Response(status=CLIENT_GONE)  # the client cannot read this response
     except web.HTTPException as error:
-        return _error_response(_convert_http_error(error, request))
+        return error_response(convert_http_error(error, request))
     except Exception as error:  # noqa: BLE001 - every exception becomes a response
         shown = as_gateway_error(error)
         if type(shown) is GatewayError:
             log(logging.ERROR, "internal error", error=error)
-        return _error_response(shown)
-    finally:
-        # aiohttp would still read the rest of a body that it cannot decode after the response, and
-        # log a traceback.
-        if request.content.exception() is not None:
-            request.content.feed_eof()
-            request.protocol.close()
-
-
-def _convert_http_error(error: web.HTTPException, request: web.Request) -> GatewayError:
-    """Return the gateway error for an error that aiohttp raised."""
-    if error.status == 404:
-        return RouteNotFound(f"the path {request.path} does not exist")
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        return MethodNotAllowed(
-            f"{request.path} does not accept {request.method}", sorted(error.allowed_methods)
-        )
-    return InvalidRequest(error.reason or "the request is malformed")
-
-
-def _error_response(error: GatewayError) -> web.Response:
-    response = web.Response(
-        status=error.status,
-        body=error.body(),
-        content_type="application/json",
-        headers=error.headers(),
-    )
-    if isinstance(error, Draining):
-        response.force_close()  # so that the client's next connection reaches another node
-    return response
+        return error_response(shown)

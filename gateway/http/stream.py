@@ -175,7 +175,6 @@ async def ensure_one_ending(
             raise
         shown = as_gateway_error(error)
         watch.fail(Ending.FAILED, shown.status, error)
-        events.response.force_close()
         await events.write(failure(shown))
     finally:
         events.reader.left()

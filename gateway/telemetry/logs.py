@@ -16,8 +16,6 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 
@@ -75,7 +73,6 @@ def configure(level: str, form: str = "line") -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
-    logging.getLogger("aiohttp.server").filters = [_is_not_malformed_http]
 
 
 @contextmanager
@@ -101,12 +98,6 @@ def log(level: int, event: str, *, error: BaseException | None = None, **fields:
     if logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
         logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
-
-
-def _is_not_malformed_http(record: logging.LogRecord) -> bool:
-    # The server responds with 400 to bytes that are not HTTP. Port scanners could otherwise fill
-    # the log with tracebacks.
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

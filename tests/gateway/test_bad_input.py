@@ -272,9 +272,11 @@ async def test_unknown_paths_and_methods_return_openais_error(http: httpx.AsyncC
 
 
 async def test_unsupported_expect_header_is_417(http: httpx.AsyncClient) -> None:
-    """The response to an unsupported Expect header has status 417 and a request id."""
+    """The response to an unsupported Expect header has status 417, a request id and OpenAI's error
+    format."""
     response = await http.get("/health", headers={"expect": "tea"})
     assert response.status_code == 417
+    assert response.json()["error"]["code"] == "expectation_failed"
     assert response.headers["x-request-id"]
 
 

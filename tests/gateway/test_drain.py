@@ -38,7 +38,7 @@ async def test_draining_finishes_open_streams_and_refuses_new_requests(
     scripted: ScriptedBackend,
 ) -> None:
     """A draining node finishes open streams and responds to new requests with 503 and
-    Retry-After."""
+    Retry-After. Its responses announce that connections close."""
     async with running(backends=[scripted]) as gateway, client(gateway) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         request = await scripted.submitted.get()
@@ -47,8 +47,10 @@ async def test_draining_finishes_open_streams_and_refuses_new_requests(
         refused = await http.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) > 0
+        assert refused.headers["connection"] == "close"
         assert (await http.get("/ready")).status_code == 503
-        assert (await http.get("/health")).status_code == 200
+        alive = await http.get("/health")
+        assert (alive.status_code, alive.headers["connection"]) == (200, "close")
         assert not draining.done()
         scripted.emit(request, "the end", last=True)
         assert events((await open_stream).text)[-1] == "[DONE]"

@@ -57,7 +57,7 @@ async def served_document(http: httpx.AsyncClient) -> dict[str, Any]:
 async def test_routes_and_operations_are_the_same(gateway: Listening) -> None:
     """The document describes all routes and no other paths."""
     routes = {
-        (route.method, route.resource.canonical)
+        (route.method, route.resource.canonical.rstrip("/") or "/")
         for route in build_app(gateway.node).router.routes()
         if route.method != "HEAD" and not route.resource.canonical.startswith(PREFIX)
     }

@@ -198,7 +198,8 @@ def test_accepted_sockets_have_tcp_nodelay(loop: Any) -> None:
 
 async def test_all_endpoints_are_routed(sim: Listening) -> None:
     """The server routes exactly the paths of the API."""
-    paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
+    routes = [r for r in build_app(sim.node).router.routes() if r.resource]
+    paths = {route.resource.canonical.rstrip("/") or "/" for route in routes}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/v1/embeddings", "/tokenize", "/detokenize",

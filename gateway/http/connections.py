@@ -1,0 +1,122 @@
+"""Connections of clients: aiohttp's, with errors in OpenAI's format and announced endings.
+
+aiohttp rejects bytes that are not HTTP before a request exists. Its own response is plain text and
+names the versions of Python and aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
+
+from draftgate.gateway.errors import (
+    GatewayError,
+    HeadersTooLarge,
+    InvalidRequest,
+    as_gateway_error,
+)
+from draftgate.gateway.http.context import REQUEST_ID, REQUEST_ID_HEADER, client_request_id
+from draftgate.gateway.http.error_responses import convert_http_error, error_response
+from draftgate.gateway.telemetry.logs import log
+
+LONGEST_HEADER_BYTES: Final = (32 << 10) + 256
+"""Maximum bytes of the request line, and of a header with its name. Proxies that authenticate users
+add long headers, so values of 32 KiB pass."""
+
+
+class Connection(web.RequestHandler):
+    """A connection whose errors below the application have OpenAI's format."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the response to bytes that are not HTTP, or to an unexpected exception.
+
+        Raises:
+            ConnectionError: a response has begun, so aiohttp must close the connection.
+        """
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun")
+        response = error_response(_described(exc))
+        response.force_close()
+        add_headers(request, response)
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response. A bad `Expect` is an error that the middlewares have not seen."""
+        if isinstance(resp, web.HTTPException):
+            resp = error_response(convert_http_error(resp, request))
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log an exception, but not that the rest of a body is broken after the response."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
+
+def connection_factory(server: web.Server) -> Callable[[], Connection]:
+    """Return a function that creates the protocol of an accepted connection."""
+    options: dict[str, Any] = {
+        "access_log": None,
+        "max_line_size": LONGEST_HEADER_BYTES,
+        "max_field_size": LONGEST_HEADER_BYTES,
+    }
+    return partial(Connection, server, loop=asyncio.get_running_loop(), **options)
+
+
+def add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Add the headers of every response, streamed or not."""
+    # aiohttp rejects a bad `Expect` before the middlewares have run.
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
+    response.headers["Server"] = "draftgate"
+    if response.keep_alive is False:
+        response.headers["Connection"] = "close"
+
+
+def ends_connection(
+    request: web.BaseRequest, response: web.StreamResponse, most_bytes: int
+) -> bool:
+    """Return whether the connection cannot serve another request after a response.
+
+    Args:
+        most_bytes: the maximum size of a body, in bytes.
+    """
+    if request.version < HttpVersion11 and "Content-Length" not in response.headers:
+        return True  # the end of the connection is the end of the response
+    body = request.content
+    if body.is_eof() and body.exception() is None:
+        return False
+    # aiohttp reads the rest of the body after the response. The rest may be endless or broken,
+    # unless the client has stated its length and has not encoded it.
+    length = request.content_length
+    encoded = "Content-Encoding" in request.headers
+    return encoded or length is None or length > most_bytes or body.exception() is not None
+
+
+def _described(error: BaseException | None) -> GatewayError:
+    """Return the error that a client gets for an error that aiohttp raised below the handlers."""
+    if not isinstance(error, HttpProcessingError):
+        log(logging.ERROR, "internal error", error=error)
+        return as_gateway_error(RuntimeError())
+    if isinstance(error, LineTooLong):
+        return HeadersTooLarge(
+            f"the request line or a header exceeds {LONGEST_HEADER_BYTES} bytes"
+        )
+    if isinstance(error, ContentEncodingError):
+        return InvalidRequest("the Content-Encoding is not supported; use gzip or deflate")
+    reason = " ".join(error.message.split())
+    return InvalidRequest(f"the request is not valid HTTP: {reason}")

@@ -1,0 +1,36 @@
+"""Responses to errors, in OpenAI's format."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from draftgate.gateway.errors import (
+    ExpectationFailed,
+    GatewayError,
+    InvalidRequest,
+    MethodNotAllowed,
+    RouteNotFound,
+)
+
+
+def error_response(error: GatewayError) -> web.Response:
+    """Return the response to an error."""
+    return web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers=error.headers(),
+    )
+
+
+def convert_http_error(error: web.HTTPException, request: web.BaseRequest) -> GatewayError:
+    """Return the gateway error for an error that aiohttp raised."""
+    if error.status == 404:
+        return RouteNotFound(f"the path {request.path} does not exist")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowed(
+            f"{request.path} does not accept {request.method}", sorted(error.allowed_methods)
+        )
+    if isinstance(error, web.HTTPExpectationFailed):
+        return ExpectationFailed("the only supported value of Expect is 100-continue")
+    return InvalidRequest(error.reason or "the request is malformed")
