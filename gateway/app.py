@@ -132,7 +132,8 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
     await runner.setup()
     try:
         assert runner.server is not None
-        server = await _listen(connection_factory(runner.server), host, node.config.port)
+        connect = connection_factory(runner.server, node.config.keepalive_timeout_s)
+        server = await _listen(connect, host, node.config.port)
         try:
             node.port = int(server.sockets[0].getsockname()[1])
             yield Listening(node, _url(host, node.port))

@@ -10,6 +10,7 @@
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
+    │   ├── RequestTimeout    408  ... code request_timeout
     │   ├── BodyTooLarge      413  ... code body_too_large
     │   ├── ExpectationFailed 417  ... code expectation_failed
     │   └── HeadersTooLarge   431  ... code headers_too_large
@@ -158,6 +159,10 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
     def headers(self) -> list[tuple[str, str]]:
         """Return the methods of the path (RFC 9110, 15.5.6)."""
         return [("Allow", ", ".join(self._allowed))]
+
+
+class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
+    """The body did not arrive within `--body-timeout-s`."""
 
 
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):

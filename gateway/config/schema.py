@@ -113,6 +113,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     max_body_bytes: Size = 8 << 20
     """Largest request body, such as 8MiB."""
 
+    body_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Time that a client has to send the body of a request, in seconds."""
+
+    keepalive_timeout_s: Annotated[float, Meta(gt=0)] = 75.0
+    """Time after which a connection without the complete headers of its next request is closed, in
+    seconds. Must exceed the idle timeout of a proxy in front of the node."""
+
     drain_timeout_s: Amount = 30.0
     """Time that open streams have to finish after SIGTERM, in seconds."""
 
@@ -177,7 +184,7 @@ def _usable_cores() -> int:
 _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
     "HTTP and limits": "host port allowed_hosts cors_origins served_model_name "
-    "api_keys_file api_keys max_body_bytes drain_timeout_s",
+    "api_keys_file api_keys max_body_bytes body_timeout_s keepalive_timeout_s drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

@@ -68,10 +68,16 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **kwargs)
 
 
-def connection_factory(server: web.Server) -> Callable[[], Connection]:
-    """Return a function that creates the protocol of an accepted connection."""
+def connection_factory(server: web.Server, keepalive_s: float) -> Callable[[], Connection]:
+    """Return a function that creates the protocol of an accepted connection.
+
+    Args:
+        keepalive_s: time for the complete headers of a request, in seconds. The time begins with
+            the connection, and again after each response.
+    """
     options: dict[str, Any] = {
         "access_log": None,
+        "keepalive_timeout": keepalive_s,
         "max_line_size": LONGEST_HEADER_BYTES,
         "max_field_size": LONGEST_HEADER_BYTES,
     }

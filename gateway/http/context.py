@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from dataclasses import replace
@@ -13,7 +14,7 @@ from aiohttp import web
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, invalid
+from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, RequestTimeout, invalid
 from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.node import Node
 
@@ -81,12 +82,17 @@ async def read_body(request: web.Request) -> bytes:
     Raises:
         BodyTooLarge: the body exceeds the limit.
         InvalidRequest: the transfer or content encoding of the body is broken.
+        RequestTimeout: the body did not arrive in time.
     """
+    config = request.app[NODE].config
     try:
-        return await request.read()
+        async with asyncio.timeout(config.body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        seconds = f"{config.body_timeout_s:g} s"
+        raise RequestTimeout(f"the body did not arrive within {seconds}") from None
     except web.HTTPRequestEntityTooLarge:
-        limit = request.app[NODE].config.max_body_bytes
-        raise BodyTooLarge(f"the body exceeds {limit} bytes") from None
+        raise BodyTooLarge(f"the body exceeds {config.max_body_bytes} bytes") from None
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split()).removeprefix("400, message: ")
         raise InvalidRequest(f"the body cannot be read: {reason}") from None

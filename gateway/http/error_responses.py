@@ -9,18 +9,22 @@ from draftgate.gateway.errors import (
     GatewayError,
     InvalidRequest,
     MethodNotAllowed,
+    RequestTimeout,
     RouteNotFound,
 )
 
 
 def error_response(error: GatewayError) -> web.Response:
     """Return the response to an error."""
-    return web.Response(
+    response = web.Response(
         status=error.status,
         body=error.body(),
         content_type="application/json",
         headers=error.headers(),
     )
+    if isinstance(error, RequestTimeout):
+        response.force_close()  # RFC 9110, 15.5.9: the rest of the request is not awaited
+    return response
 
 
 def convert_http_error(error: web.HTTPException, request: web.BaseRequest) -> GatewayError:

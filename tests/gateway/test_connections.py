@@ -200,6 +200,50 @@ async def test_connection_survives_an_error_event(scripted: ScriptedBackend) -> 
         writer.close()
 
 
+async def test_slow_headers_end_the_connection() -> None:
+    """The server closes a connection whose headers are incomplete, although bytes arrive."""
+    async with running(keepalive_timeout_s=0.1) as gateway:
+        reader, writer = await connect(gateway)
+        writer.write(b"GET /health HTTP/1.1\r\n" + HOST + b"a: ")
+        response = asyncio.ensure_future(reader.read())
+        async with asyncio.timeout(PATIENCE_S):
+            while not response.done():
+                writer.write(b"x")
+                await asyncio.wait({response}, timeout=0.01)
+        writer.close()
+    # A byte that arrives after the close resets the connection.
+    assert isinstance(response.exception(), ConnectionResetError) or response.result() == b""
+
+
+async def test_idle_time_does_not_end_a_running_request(scripted: ScriptedBackend) -> None:
+    """A response may take longer than the time in which idle connections are closed."""
+    async with running(backends=[scripted], keepalive_timeout_s=0.1) as gateway:
+        reader, writer = await post_raw(gateway, TEXT, BODY)
+        request = await scripted.submitted.get()
+        for _ in range(2):
+            idle, idle_writer = await connect(gateway)
+            assert await is_closed(idle)
+            idle_writer.close()
+        scripted.emit(request, "late", last=True)
+        status, _, body = await read_response(reader)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, "late")
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions", "/v1/responses", "/tokenize"])
+async def test_slow_body_is_408(path: str) -> None:
+    """The server responds with 408 if the body does not arrive in time, and closes the
+    connection."""
+    async with running(body_timeout_s=0.05) as gateway:
+        reader, writer = await connect(gateway)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        writer.write(head.encode() + b"{")
+        status, headers, body = await read_response(reader)
+        assert (status, headers["connection"]) == (408, "close")
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

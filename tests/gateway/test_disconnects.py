@@ -65,6 +65,18 @@ async def test_connection_reset_frees_the_request(sim: Listening) -> None:
     await until(lambda: is_idle(sim.node))
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_half_closed_connection_counts_as_a_disconnect(sim: Listening, stream: bool) -> None:
+    """A client that closes its sending direction loses its request, although it could still
+    read."""
+    reader, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": stream})
+    await until(lambda: load_of(sim.node).running == 1)
+    writer.write_eof()
+    await until(lambda: is_idle(sim.node))
+    assert b"[DONE]" not in await reader.read()
+    writer.close()
+
+
 async def test_disconnect_releases_the_lease(sim: Listening) -> None:
     """A disconnect releases the request's lease in the store."""
     node = sim.node

@@ -77,8 +77,8 @@ def _in_query(name: str, description: str, default: int, most: int) -> dict[str,
     return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
-OF_BODIES: Final = (400, 404, 413, 503)
-OF_GENERATION: Final = (400, 404, 413, 429, 503)
+OF_BODIES: Final = (400, 404, 408, 413, 503)
+OF_GENERATION: Final = (400, 404, 408, 413, 429, 503)
 _HELLO: Final = [{"role": "user", "content": "def add(a, b):"}]
 
 OPERATIONS: Final = (
