@@ -13,6 +13,7 @@ from tests.gateway.harness import ScriptedBackend, client, port_of, running
 PAGE = "https://chat.example.com"
 BODY = '{"prompt": "x", "max_tokens": 1}'
 KEY = {"authorization": "Bearer sk-page"}
+LISTED: dict[str, Any] = {"cors_origins": (PAGE,), "api_keys": ("sk-page",)}
 
 
 async def status_of(gateway: Listening, host: str, path: str = "/v1/models", **headers: str) -> int:
@@ -108,11 +109,10 @@ async def test_preflight_of_a_listed_origin_needs_no_key() -> None:
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
-    async with running(cors_origins=(PAGE,), api_keys=("sk-page",)) as gateway:
-        async with client(gateway) as http:
-            listed = await http.options("/v1/completions", headers=wanted)
-            foreign = {**wanted, "origin": "https://a.example"}
-            other = await http.options("/v1/completions", headers=foreign)
+    foreign = {**wanted, "origin": "https://a.example"}
+    async with running(**LISTED) as gateway, client(gateway) as http:
+        listed = await http.options("/v1/completions", headers=wanted)
+        other = await http.options("/v1/completions", headers=foreign)
     assert listed.status_code == 204
     assert listed.headers["access-control-allow-origin"] == PAGE
     assert listed.headers["access-control-allow-methods"] == "POST"
@@ -136,9 +136,8 @@ async def test_scripts_of_a_listed_origin_can_read_responses(
     path: str, body: dict[str, Any], headers: dict[str, str], status: int
 ) -> None:
     """Responses, streams and errors have the headers of CORS for a listed origin."""
-    async with running(cors_origins=(PAGE,), api_keys=("sk-page",)) as gateway:
-        async with client(gateway) as http:
-            response = await http.post(path, json=body, headers={**headers, "origin": PAGE})
+    async with running(**LISTED) as gateway, client(gateway) as http:
+        response = await http.post(path, json=body, headers={**headers, "origin": PAGE})
     assert response.status_code == status
     assert response.headers["access-control-allow-origin"] == PAGE
     assert "x-request-id" in response.headers["access-control-expose-headers"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+import uvloop
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.stream import EventStream
@@ -65,16 +67,24 @@ async def test_connection_reset_frees_the_request(sim: Listening) -> None:
     await until(lambda: is_idle(sim.node))
 
 
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_half_closed_connection_counts_as_a_disconnect(sim: Listening, stream: bool) -> None:
+def test_half_closed_connection_counts_as_a_disconnect(loop: Any, stream: bool) -> None:
     """A client that closes its sending direction loses its request, although it could still
     read."""
-    reader, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": stream})
-    await until(lambda: load_of(sim.node).running == 1)
-    writer.write_eof()
-    await until(lambda: is_idle(sim.node))
-    assert b"[DONE]" not in await reader.read()
-    writer.close()
+
+    async def scenario() -> bytes:
+        async with running() as gateway:
+            reader, writer = await post_raw(gateway, "/v1/completions", {**LONG, "stream": stream})
+            await until(lambda: load_of(gateway.node).running == 1)
+            writer.write_eof()
+            await until(lambda: is_idle(gateway.node))
+            response = await reader.read()
+            writer.close()
+        return response
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert b"[DONE]" not in runner.run(scenario())
 
 
 async def test_disconnect_releases_the_lease(sim: Listening) -> None:
