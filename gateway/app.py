@@ -126,9 +126,7 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
         StartError: the address cannot be used.
     """
     host = node.config.host
-    runner = web.AppRunner(
-        build_app(node), handler_cancellation=True, shutdown_timeout=CLOSE_S
-    )
+    runner = web.AppRunner(build_app(node), handler_cancellation=True, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
         assert runner.server is not None

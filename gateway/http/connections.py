@@ -119,9 +119,7 @@ def _described(error: BaseException | None) -> GatewayError:
         log(logging.ERROR, "internal error", error=error)
         return as_gateway_error(RuntimeError())
     if isinstance(error, LineTooLong):
-        return HeadersTooLarge(
-            f"the request line or a header exceeds {LONGEST_HEADER_BYTES} bytes"
-        )
+        return HeadersTooLarge(f"the request line or a header exceeds {LONGEST_HEADER_BYTES} bytes")
     if isinstance(error, ContentEncodingError):
         return InvalidRequest("the Content-Encoding is not supported; use gzip or deflate")
     reason = " ".join(error.message.split())
