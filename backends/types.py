@@ -154,6 +154,8 @@ class GenerationRequest:
             computes missing hashes.
         trace_context: W3C Trace Context headers, with which a worker on another machine joins the
             trace of the request, or empty without a trace.
+        prediction_ids: tokens of the output that the client predicts, from which the worker drafts,
+            or empty without a prediction. They never change the output.
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class GenerationRequest:
     task: Task = Task.GENERATE
     block_hashes: tuple[bytes, ...] = ()
     trace_context: tuple[tuple[str, str], ...] = ()
+    prediction_ids: tuple[int, ...] = ()
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan."""
@@ -203,6 +206,8 @@ class SpeculationOutcome:
         num_drafted_tokens, num_accepted_tokens: numbers of verified and accepted draft tokens.
         acceptance_histogram: numbers of steps that accepted 0, 1, 2, ... tokens.
         revisions: revisions of the plan, in order.
+        accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
+            draft tokens from the client's prediction.
     """
 
     num_spec_steps: int = 0
@@ -210,6 +215,8 @@ class SpeculationOutcome:
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
     revisions: tuple[PlanRevision, ...] = ()
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
         """Return the sum of both outcomes."""
@@ -220,6 +227,8 @@ class SpeculationOutcome:
             self.num_accepted_tokens + other.num_accepted_tokens,
             tuple(map(sum, zip_longest(*histograms, fillvalue=0))),
             self.revisions + other.revisions,
+            self.accepted_prediction_tokens + other.accepted_prediction_tokens,
+            self.rejected_prediction_tokens + other.rejected_prediction_tokens,
         )
 
 

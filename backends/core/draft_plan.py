@@ -117,6 +117,8 @@ class DraftPlan:
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum([offer.expected for offer in drafted])
         self._slots = sum([_length(offer) for offer in drafted])
+        for offer in drafted:
+            offer.sequence.draft_source = offer.source
         self._learn_gains(offers, [_length(offer) for offer in drafted], cost)
         taken_s = step_s(view, cost, self._slots) + self.drafting_s
         self._speedup.add_step(view.total_weight + self._accepted, plain_rate * taken_s)

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 
 from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
-from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
+from draftgate.backends.core.drafts import NO_DRAFT, PREDICTION, ROOT, Draft
 from draftgate.backends.core.proposer import (
     NO_CANDIDATE,
     DraftOffer,
@@ -40,9 +40,11 @@ class Drafting:
         """Start without a record.
 
         Args:
-            proposers: proposers, cheapest first.
+            proposers: proposers, cheapest first. `PREDICTION` drafts only for sequences with a
+                prediction.
         """
         self._proposers = proposers
+        self._names = tuple([name for name in proposers if name != PREDICTION])
         self._scores = DraftScores()
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # by sequence key
         self._gate = ProposerGate(proposers, self._scores)
@@ -52,8 +54,8 @@ class Drafting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the proposers, cheapest first."""
-        return tuple(self._proposers)
+        """Names of the proposers that draft for any sequence, cheapest first."""
+        return self._names
 
     @property
     def acceptance(self) -> float:
@@ -70,17 +72,11 @@ class Drafting:
 
         The result is None if no proposer of the worker may draft for the sequence.
         """
-        if not self._has_proposer(sequence):
+        names = self._allowed_names(sequence)
+        if not names:
             return None
-        wanted = sequence.proposer
-        names = self._proposers if wanted == ANY_PROPOSER else (wanted or "",)
         looks_up, best_for = self._gate.looks_up, self._scores.best_for
         return max([best_for(sequence, name, looks_up=looks_up[name]) for name in names])
-
-    def _has_proposer(self, sequence: Sequence) -> bool:
-        if sequence.proposer == ANY_PROPOSER:
-            return bool(self._proposers)
-        return sequence.proposer in self._proposers
 
     def offers(self, sequences: Many[Sequence], terms: DraftTerms) -> list[DraftOffer]:
         """Begin a step, and return at most one offer for each decoding sequence."""
@@ -195,12 +191,16 @@ class Drafting:
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
-    def _allowed_names(self, sequence: Sequence) -> Iterable[str]:
+    def _allowed_names(self, sequence: Sequence) -> tuple[str, ...]:
         """Return the proposers that may draft for a sequence, cheapest first."""
-        wanted = sequence.proposer
-        if wanted == ANY_PROPOSER:
-            return self._proposers
-        return (wanted,) if wanted is not None and wanted in self._proposers else ()
+        wanted, names = sequence.proposer, self._names
+        if wanted is None:
+            return ()
+        if wanted != ANY_PROPOSER:
+            names = (wanted,) if wanted in names else ()
+        if sequence.has_prediction and PREDICTION in self._proposers:
+            return (PREDICTION, *names)
+        return names
 
     def _offers_of(
         self, name: str, requests: list[DraftRequest], terms: DraftTerms

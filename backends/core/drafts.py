@@ -18,6 +18,12 @@ PER_MILLE: Final = 1000
 ROOT: Final = -1
 """The parent of tokens that follow the sequence itself."""
 
+PREDICTION: Final = "prediction"
+"""Name of the proposer that drafts from a request's own prediction.
+
+A worker does not announce this proposer, because it drafts for no other request.
+"""
+
 
 @dataclass(slots=True)
 class Draft:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Many
 from typing import Final
 
 from draftgate.backends.core.draft_scores import DraftScores
+from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.proposer import DraftRequest, DraftTerms, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import Pace
@@ -86,7 +87,7 @@ class ProposerGate:
         if may_skip and quiet and self._step < self._quiet_until:
             return ()
         self._quiet_terms = None
-        if self._is_hopeful(terms):
+        if self._is_hopeful(sequences, terms):
             return sequences
         self._probed = self._representative(sequences)
         return [s for s in sequences if s.grammar is not None or s is self._probed]
@@ -193,11 +194,13 @@ class ProposerGate:
         """Offer a proposer in every step again after a step that used it."""
         self._resting.pop(name, None)
 
-    def _is_hopeful(self, terms: DraftTerms) -> bool:
+    def _is_hopeful(self, sequences: Many[Sequence], terms: DraftTerms) -> bool:
         """Return whether a slot could be worth its price with the best possible evidence."""
+        least = terms.least_survival
         for name, looks_up in self.looks_up.items():
             best = self._scores.best_found(name) if looks_up else self._scores.best_predicted(name)
-            if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
+            hopeful = least is None or terms.most_weight * best > least
+            if hopeful and (name != PREDICTION or any(s.has_prediction for s in sequences)):
                 return True
         return False
 

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Final
 
 from draftgate.backends.core.draft_pages import DraftTable
+from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.grammar import Grammar
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.token_ids import TokenIds, compact
@@ -28,7 +29,7 @@ from draftgate.backends.types import (
 from draftgate.policies.speculation.revision import DraftingSwitch, PlanRevision
 from draftgate.policies.speculation.survival import RequestRecord
 from draftgate.policies.speculation.weights import due_in_s
-from draftgate.policies.types import ANYTIME
+from draftgate.policies.types import ANYTIME, SpeculationMode
 
 
 class SequenceState(Enum):
@@ -84,8 +85,12 @@ class Sequence:
         has_service: whether the request has a service level.
         proposer: proposer that may draft while drafting is on, or None.
         draft_cap: maximum number of draft tokens in a step while drafting is on.
+        has_prediction: whether the worker may draft from the prediction of the request.
+        draft_source: proposer of its last draft that was verified.
         drafting: whether drafting is on, and the basis for its next revision.
         revisions: revisions of the plan.
+        accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
+            draft tokens from the prediction.
     """
 
     key: int
@@ -122,8 +127,12 @@ class Sequence:
     has_service: bool = field(init=False)
     proposer: str | None = field(init=False)
     draft_cap: int = field(init=False)
+    has_prediction: bool = field(init=False)
+    draft_source: str = ""
     drafting: DraftingSwitch = field(init=False)
     revisions: list[PlanRevision] = field(default_factory=list)
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Compute the fields that every step needs."""
@@ -137,6 +146,9 @@ class Sequence:
         self.proposer = plan.proposer or plan.later_proposer
         self.draft_cap = plan.max_draft_tokens or plan.later_draft_tokens
         self.drafting = DraftingSwitch(on=plan.max_draft_tokens > 0)
+        # A client that names a proposer gets no other drafts.
+        may_draft = self.proposer is not None and plan.mode is SpeculationMode.AUTO
+        self.has_prediction = may_draft and bool(request.prediction_ids)
 
     @classmethod
     def for_choice(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -216,6 +228,9 @@ class Sequence:
         self.accepted_tokens += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
+        if self.draft_source == PREDICTION:
+            self.accepted_prediction_tokens += accepted
+            self.rejected_prediction_tokens += drafted - accepted
 
     def outcome(self) -> SpeculationOutcome:
         """Return the totals of speculation for this sequence."""
@@ -225,4 +240,6 @@ class Sequence:
             self.accepted_tokens,
             tuple(self.histogram),
             tuple(self.revisions),
+            self.accepted_prediction_tokens,
+            self.rejected_prediction_tokens,
         )

@@ -29,6 +29,7 @@ class Job:
         traced: whether the response reports each step.
         retries: the number of earlier attempts that the client reports, or None.
         task: whether to generate or embed. To embed, `max_tokens` is 0 and no plan is made.
+        prediction_ids: tokens of the predicted output, or empty without a prediction.
     """
 
     request_id: str
@@ -47,3 +48,4 @@ class Job:
     retries: int | None = None
     traced: bool = False
     task: Task = Task.GENERATE
+    prediction_ids: tuple[int, ...] = ()

@@ -273,6 +273,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         service=job.service,
         traced=job.traced,
         task=job.task,
+        prediction_ids=job.prediction_ids,
     )
     worker.generating.check(request)
     return request

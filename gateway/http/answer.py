@@ -9,6 +9,7 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
+    CompletionTokensDetails,
     PromptMetrics,
     PromptTokensDetails,
     ResponseMetrics,
@@ -58,7 +59,13 @@ class Answer:
         """Return the token usage so far."""
         prompt, output = self.watch.prompt_tokens, self.watch.output_tokens
         details = PromptTokensDetails(self.watch.cached_tokens)
-        return Usage(prompt, output, prompt + output, details)
+        if not self.parsed.job.prediction_ids:
+            return Usage(prompt, output, prompt + output, details)
+        outcome = self.watch.outcome
+        drafted = CompletionTokensDetails(
+            outcome.accepted_prediction_tokens, outcome.rejected_prediction_tokens
+        )
+        return Usage(prompt, output, prompt + output, details, drafted)
 
     def metrics(self) -> ResponseMetrics:
         """Return the decisions and their outcomes, summed over the choices of each prompt."""

@@ -106,6 +106,8 @@ class Outcome:
     leaked_blocks: int = 0
     cached_tokens: int = 0
     revisions: list[PlanRevision] = field(default_factory=list)
+    accepted_predictions: int = 0
+    rejected_predictions: int = 0
 
 
 class Engine:
@@ -163,6 +165,8 @@ def add_delta(outcome: Outcome, request_id: str, delta: Delta) -> None:
         outcome.accepted += delta.outcome.num_accepted_tokens
         outcome.rejected += delta.outcome.num_drafted_tokens - delta.outcome.num_accepted_tokens
         outcome.revisions += delta.outcome.revisions
+        outcome.accepted_predictions += delta.outcome.accepted_prediction_tokens
+        outcome.rejected_predictions += delta.outcome.rejected_prediction_tokens
 
 
 def request(

@@ -273,7 +273,7 @@ def test_worker_starts_on_a_gpu() -> None:
     assert "triton-" in numerics
     assert numerics.endswith("/threads-any/inexact")
     assert engine.worker.load().kv_blocks_total >= 64 * 512 // BLOCK_TOKENS
-    assert set(engine.proposers) == {"ngram", "draft_model", "sparse_self"}
+    assert set(engine.proposers) == {"ngram", "draft_model", "sparse_self", "prediction"}
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])

@@ -128,6 +128,12 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": HI, "prediction": "a"}, "prediction"),
+    ({"messages": HI, "prediction": {"type": "content"}}, "prediction"),
+    ({"messages": HI, "prediction": {"type": "text", "content": "a"}}, "prediction.type"),
+    ({"messages": HI, "prediction": {"type": "content", "content": 5}}, "prediction.content"),
+    ({"messages": HI, "prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+     "prediction.content[0].type"),
 ]  # fmt: skip
 
 CASES = [(TEXT, *case) for case in BAD_TEXT] + [(CHAT, *case) for case in BAD_CHAT]

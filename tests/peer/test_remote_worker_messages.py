@@ -72,10 +72,11 @@ FULL = GenerationRequest(
     traced=True,
     block_hashes=(b"\x00" * 16, b"\xff" * 16),
     trace_context=(("traceparent", "00-1-2-01"),),
+    prediction_ids=(4, 1 << 40),
 )
 PLAIN = GenerationRequest("a", compact([1, 2]), SamplingParams(5, 0), PLAN)
 EMBEDDING = GenerationRequest("c", compact([]), SamplingParams(0, 0), PLAN, task=Task.EMBED)
-OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1))
+OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1), (), 2, 1)
 STEP = StepTrace(2, "ngram", 3, (5, 9), 1, (0.75, 0.5), 0.125)
 PHASES = Phases(1.0, 2.0, ((3.0, 16), (4.0, 5)), 4.0, recorded=True)
 LOGPROBS = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from draftgate.backends.core.draft_pages import DraftPages
+from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.gpu.forward import DeviceForward
@@ -18,6 +19,7 @@ from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.chains import Forward
 from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
 from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.proposers.prediction import PredictionProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.warmup import measure_depths
 from draftgate.backends.worker_config import WorkerConfig
@@ -139,7 +141,7 @@ def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
 
 
 def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
-    """Return the configured proposer of a worker, or all available proposers.
+    """Return the configured proposer of a worker or all available ones, and that of predictions.
 
     Other packages register proposers as entry points in `draftgate.proposers`: callables that take
     a `ProposerSetup` and return a `Proposer`.
@@ -150,7 +152,10 @@ def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
     wanted, has_draft = setup.config.proposer, setup.draft is not None
     check_proposer_name(wanted, has_draft=has_draft)
     names = proposer_names(has_draft=has_draft) if wanted is None else (wanted,)
-    return {name: _factory(name)(setup) for name in names}
+    proposers = {name: _factory(name)(setup) for name in names}
+    if setup.config.record_acceptance is None:  # a recording has no predictions to replay
+        proposers[PREDICTION] = PredictionProposer()
+    return proposers
 
 
 def _factory(name: str) -> ProposerFactory:

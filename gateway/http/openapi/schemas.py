@@ -39,7 +39,9 @@ _NEUTRAL_ONLY: Final = {
 }
 """Unsupported fields, by struct."""
 
-_TYPE_IS_OPTIONAL: Final = {"AllowedTool", "FlatAllowedTool", "FlatTool", "Tool", "ToolCallMessage"}
+_TYPE_IS_OPTIONAL: Final = {
+    *("AllowedTool", "FlatAllowedTool", "FlatTool", "Prediction", "Tool", "ToolCallMessage")
+}
 """Structs whose `type` has only one value and is therefore optional."""
 
 

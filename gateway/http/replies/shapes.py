@@ -16,13 +16,24 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """The numbers of tokens that the worker drafted from the prediction."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Struct):
-    """The token usage of a request, summed over its choices."""
+    """The token usage of a request, summed over its choices.
+
+    The field `completion_tokens_details` is present if the request has a prediction.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class RevisionReply(Struct):

@@ -122,10 +122,22 @@ def _text(message: Message, where: str) -> str:
         if message.role == "assistant":
             return refusal
         raise invalid(f"{where}.content", "must be given")
+    return content_text(content, message.role, f"{where}.content") + refusal
+
+
+def content_text(content: str | Sequence[ContentPart], role: str, where: str) -> str:
+    """Return the text of a content, which is a text or a list of parts.
+
+    Args:
+        role: the role of the author, which decides on the allowed types of parts.
+        where: path of the content in the request.
+
+    Raises:
+        InvalidRequest: a part is no text.
+    """
     if isinstance(content, str):
-        return content + refusal
-    parts = (_part(part, message.role, f"{where}.content[{i}]") for i, part in enumerate(content))
-    return "".join(parts) + refusal
+        return content
+    return "".join(_part(part, role, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _part(part: ContentPart, role: str, where: str) -> str:

@@ -229,6 +229,12 @@ class AllowedToolChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
+class Prediction(Struct, tag_field="type", tag="content"):
+    """The output that the client predicts, from which the worker drafts."""
+
+    content: str | list[ContentPart]
+
+
 class ChatBody(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -239,6 +245,7 @@ class ChatBody(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prediction: Prediction | None = None
 
 
 class EmbeddingBody(UnsupportedFields):

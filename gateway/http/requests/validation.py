@@ -27,13 +27,14 @@ from draftgate.gateway.http.requests.limits import (
     MAX_STOPS,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.messages import chat_prompt, content_text
 from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
+    Prediction,
     RegexFormat,
     ResponseFormat,
     SpeculationOptions,
@@ -105,6 +106,9 @@ def parse_decoded_chat(
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
     parsed = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
+    if wire.prediction is not None:
+        ids = _prediction_ids(wire.prediction, served)
+        parsed = replace(parsed, job=replace(parsed.job, prediction_ids=ids))
     if tools is not None and tools.grammar is not None:
         parsed = replace(parsed, job=replace(parsed.job, grammar=tools.grammar))
     return replace(parsed, tools=tools)
@@ -237,6 +241,12 @@ def _logit_bias(
         served.check_token_id(token_id, "logit_bias")
         BIAS.check("logit_bias", value)
     return tuple(pairs)
+
+
+def _prediction_ids(prediction: Prediction, served: ServedModel) -> tuple[int, ...]:
+    """Return the tokens of a prediction, at most as many as an output can have."""
+    text = content_text(prediction.content, "user", "prediction.content")
+    return tuple(served.tokenizer.encode(text, add_special_tokens=False)[: served.max_model_len])
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from openai import AsyncOpenAI
 
+from draftgate.gateway.app import Listening
 from tests.gateway.conformance.asks import CHAT, PROMPT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,3 +59,29 @@ async def test_chunks_have_no_usage_by_default(api: AsyncOpenAI, model: str) -> 
     """The chunks of a stream have no usage by default."""
     stream = await api.completions.create(model=model, prompt="x", max_tokens=3, stream=True)
     assert [chunk.usage async for chunk in stream if chunk.usage is not None] == []
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["text", "parts"])
+async def test_usage_reports_prediction_tokens(
+    api: AsyncOpenAI, model: str, gateway: Listening, parts: bool
+) -> None:
+    """Whole and streamed usage report accepted and rejected tokens of the prediction, and the text
+    is that of a request without a prediction."""
+    body = {"model": model, "messages": CHAT, "max_tokens": 40, "seed": 3, "temperature": 0}
+    plain = await api.chat.completions.create(**body)
+    text = plain.choices[0].message.content
+    content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+    body |= {"prediction": {"type": "content", "content": content if parts else text}}
+    whole = await api.chat.completions.create(**body)
+    options = {"include_usage": True}
+    stream = await api.chat.completions.create(**body, stream=True, stream_options=options)
+    streamed = [chunk async for chunk in stream]
+    pieces = [choice.delta.content or "" for chunk in streamed for choice in chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content == text
+    assert plain.usage.completion_tokens_details is None
+    for usage in (whole.usage, streamed[-1].usage):
+        details = usage.completion_tokens_details
+        assert details.rejected_prediction_tokens >= 0
+        assert 0 <= details.accepted_prediction_tokens <= usage.completion_tokens
+        if gateway.node.config.backend != "engine":  # simulated drafts do not depend on texts
+            assert details.accepted_prediction_tokens == 0
