@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.limits import MAX_SEQUENCES
 from draftgate.gateway.http.requests.responses import ResponsesBody, parse_responses
@@ -141,3 +143,79 @@ def test_max_completion_tokens_overrides_max_tokens() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     body["max_completion_tokens"] = 7
     assert parse_chat(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7
+
+
+def completion(**fields: object) -> Job:
+    """Return the job of a completion with these fields."""
+    return parse_completion(json.dumps({"prompt": "a", **fields}).encode(), SERVED, "id").job
+
+
+def test_seed_of_minus_one_is_random() -> None:
+    """A seed of -1 requests a random seed, and 0 is a seed."""
+    seeds = {completion(seed=-1).sampling.seed for _ in range(50)}
+    assert len(seeds) == 50
+    assert 0 <= min(seeds) <= max(seeds) < 1 << GENERATED_SEED_BITS
+    assert completion(seed=0).sampling.seed == 0
+
+
+@pytest.mark.parametrize("top_p", [0, 0.0])
+def test_top_p_of_zero_is_greedy(top_p: float) -> None:
+    """A `top_p` of 0 samples greedily at any temperature."""
+    sampling = completion(top_p=top_p, temperature=1.5).sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("", ()), ([""], ()), (["a", "", "b"], ("a", "b"))])
+def test_empty_stop_texts_are_ignored(stop: object, kept: tuple[str, ...]) -> None:
+    """Only stop texts with characters end a choice."""
+    assert completion(stop=stop).sampling.stop == kept
+
+
+def test_bias_outside_the_vocabulary_is_named() -> None:
+    """The error of a `logit_bias` outside the vocabulary names the range of token ids."""
+    with pytest.raises(InvalidRequest, match="between 0 and 4095, not 4096") as raised:
+        completion(logit_bias={"4096": 1})
+    assert raised.value.param == "logit_bias"
+
+
+def test_add_special_tokens_is_honoured() -> None:
+    """Texts of completions begin with the tokens that the tokenizer adds, and templates with none,
+    unless the request says otherwise."""
+    tokenizer = RecordingTokenizer(SHIPPED_MODEL)
+    served = ServedModel("m", tokenizer, 8192)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for wanted, in_text, in_chat in [
+        (None, True, False),
+        (True, True, True),
+        (False, False, False),
+    ]:
+        tokenizer.added.clear()
+        fields = {"add_special_tokens": wanted}
+        parse_completion(json.dumps({"prompt": ["a", "b"], **fields}).encode(), served, "id")
+        parse_chat(json.dumps(chat | fields).encode(), served, "id")
+        assert tokenizer.added == [in_text, in_text, in_chat]
+
+
+class RecordingTokenizer(Tokenizer):
+    """A tokenizer that records for which texts it adds special tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.added: list[bool] = []
+        super().__init__(directory)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.added.append(add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_prediction_is_tokenised_and_bounded() -> None:
+    """The prediction of a chat becomes tokens without special tokens, up to the context length."""
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    parts = [{"type": "text", "text": "def f"}, {"type": "text", "text": "():\n"}]
+    expected = tuple(SERVED.tokenizer.encode("def f():\n", add_special_tokens=False))
+    for content in ("def f():\n", parts):
+        body["prediction"] = {"type": "content", "content": content}
+        job = parse_chat(json.dumps(body).encode(), SERVED, "id").job
+        assert job.prediction_ids == expected
+    short = ServedModel("m", SERVED.tokenizer, 2)
+    assert parse_chat(json.dumps(body).encode(), short, "id").job.prediction_ids == expected[:2]

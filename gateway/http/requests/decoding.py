@@ -21,11 +21,15 @@ _PATH = re.compile(
 
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
 
-_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
+_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking", "skip_special_tokens"})
+
+_ON_IF_GIVEN = frozenset({"web_search_options"})
+"""Fields that switch a feature on with any value but null, such as an empty object."""
 
 ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
     "length_penalty": (1,),
+    "modalities": (["text"],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
@@ -65,9 +69,14 @@ def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -
     neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
     for name in names:
         value = getattr(wire, name)
-        empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
+        empty = value is None or (not value and not _matters_if_empty(name, value))
         if not empty and not any(_same(value, one) for one in neutral.get(name, ())):
             raise Unsupported(name)
+
+
+def _matters_if_empty(name: str, value: Any) -> bool:
+    """Return whether an empty value of a field changes the output."""
+    return name in _ON_IF_GIVEN or (value is False and name in _TRUE_BY_DEFAULT)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -77,6 +86,8 @@ def _same(value: Any, other: Any) -> bool:
 
 def neutral_values(name: str) -> list[Any]:
     """Return the values that `reject_unsupported` accepts for a field."""
+    if name in _ON_IF_GIVEN:
+        return [None]
     empty: list[Any] = [None, 0, "", [], {}]
     if name not in _TRUE_BY_DEFAULT:
         empty.append(False)

@@ -29,6 +29,9 @@ MAX_PRIORITY: Final = 1 << 31
 MAX_SEQUENCES: Final = 128
 """Maximum choices of all prompts of a request together, which is twice a default batch."""
 
+RANDOM_SEED: Final = -1
+"""The seed that requests a random seed, as in vLLM and llama.cpp."""
+
 MAX_TOOLS: Final = 128
 FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
 """OpenAI's rule for names of functions. Such a name needs no quoting in any dialect."""
@@ -40,21 +43,14 @@ MAX_METADATA_VALUE: Final = 512
 
 
 class Range(NamedTuple):
-    """The range of a number.
-
-    Attributes:
-        above: whether `least` itself is excluded.
-        hint: text that the error message ends with, to say what to do instead.
-    """
+    """The range of a number, with both ends."""
 
     least: float
     most: float | None = None
-    above: bool = False
-    hint: str = ""
 
     def keywords(self) -> dict[str, float]:
         """Return the range as keywords of JSON schemas."""
-        words = {"exclusiveMinimum" if self.above else "minimum": self.least}
+        words = {"minimum": self.least}
         return words if self.most is None else {**words, "maximum": self.most}
 
     def check(self, name: str, value: float | None) -> None:
@@ -66,14 +62,10 @@ class Range(NamedTuple):
         """
         if value is None:
             return
-        inside = self.least < value if self.above else self.least <= value
-        if not (inside and value < math.inf and (self.most is None or value <= self.most)):
-            raise invalid(name, f"must be {self._words()}, not {value}{self.hint}")
+        if not (self.least <= value < math.inf and (self.most is None or value <= self.most)):
+            raise invalid(name, f"must be {self._words()}, not {value}")
 
     def _words(self) -> str:
-        if self.above:
-            most = "" if self.most is None else f" and at most {_plain(self.most)}"
-            return f"greater than {_plain(self.least)}{most}"
         if self.most is None:
             return f"at least {_plain(self.least)}"
         return f"between {_plain(self.least)} and {_plain(self.most)}"
@@ -94,11 +86,11 @@ RANGES: Final[Mapping[str, Range]] = {
     "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
     # Wider than any model needs, and far from an overflow of float32 logits.
     "repetition_penalty": Range(0.01, 100.0),
-    "seed": Range(0, (1 << 64) - 1),
+    "seed": Range(RANDOM_SEED, (1 << 64) - 1),
     "temperature": Range(0.0),
     "top_k": Range(-1),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
-    "top_p": Range(0.0, 1.0, above=True, hint="; use temperature 0 for greedy sampling"),
+    "top_p": Range(0.0, 1.0),
 }
 """The range of each numeric field, by its name in every body."""
 
@@ -127,7 +119,7 @@ def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(name for name in kind.__struct_fields__ if name in RANGES)
 
 
-_STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}
 _FUNCTION_NAME: Final = {"string": {"pattern": FUNCTION_NAME}}
 
 KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {

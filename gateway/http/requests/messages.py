@@ -30,6 +30,8 @@ def chat_prompt(
     messages: Sequence[Message] | None,
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_special_tokens: bool = False,
 ) -> TokenIds:
     """Return the token ids of the prompt for a chat.
 
@@ -37,6 +39,7 @@ def chat_prompt(
         messages: the messages as received.
         tokenizer: the tokenizer with the model's template.
         tools: functions on offer, in the form that templates expect.
+        add_special_tokens: whether to add special tokens to those that the template writes.
 
     Raises:
         InvalidRequest: a message is malformed.
@@ -51,8 +54,8 @@ def chat_prompt(
             _check_no_call(message, f"messages[{i}]")
     elif dialect.between is None:
         plain = [part for message in plain for part in _single_calls(message)]
-    # The template itself writes the special tokens.
-    ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
+    text = tokenizer.render_chat(plain, tools)
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not ids:
         raise invalid("messages", "the chat template makes an empty prompt")
     return compact(ids)

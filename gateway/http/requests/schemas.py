@@ -84,6 +84,7 @@ class UnsupportedFields(Struct):
     continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
+    enable_thinking: Any = None
     function_call: Any = None
     functions: Any = None
     guided_choice: Any = None
@@ -93,13 +94,18 @@ class UnsupportedFields(Struct):
     include_stop_str_in_output: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
+    modalities: Any = None
     prompt_logprobs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
     skip_special_tokens: Any = None
     stop_token_ids: Any = None
     structured_outputs: Any = None
     suffix: Any = None
+    thinking: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
+    web_search_options: Any = None
 
 
 class GenerationFields(UnsupportedFields):
@@ -121,6 +127,7 @@ class GenerationFields(UnsupportedFields):
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None

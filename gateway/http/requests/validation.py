@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -25,6 +26,7 @@ from draftgate.gateway.http.requests.limits import (
     MAX_SEQUENCES,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    RANDOM_SEED,
     check_ranges,
 )
 from draftgate.gateway.http.requests.messages import chat_prompt, content_text
@@ -102,7 +104,8 @@ def parse_decoded_chat(
     reject_unsupported(wire, UnsupportedFields.__struct_fields__, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
-    prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
+    special = bool(wire.add_special_tokens)
+    prompts = (chat_prompt(wire.messages, served.tokenizer, shown, add_special_tokens=special),)
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
     parsed = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
@@ -130,7 +133,8 @@ def parse_completion(
     _check_common(wire)
     unsupported = (*UnsupportedFields.__struct_fields__, "tools", "tool_choice")
     reject_unsupported(wire, unsupported, wire.n or 1)
-    prompts = prompts_of("prompt", wire.prompt, served)
+    special = wire.add_special_tokens is not False
+    prompts = prompts_of("prompt", wire.prompt, served, add_special_tokens=special)
     n = wire.n or 1
     if len(prompts) * n > MAX_SEQUENCES:
         sequences = f"{len(prompts)} prompts of {n} choices"
@@ -149,12 +153,13 @@ def _call(
     service: ServiceLevel,
 ) -> ParsedRequest:
     speculation = wire.speculation or SpeculationOptions()
+    random_seed = wire.seed in {None, RANDOM_SEED}
     sampling = SamplingParams(
         max_tokens=max_tokens or 1,
-        seed=secrets.randbits(GENERATED_SEED_BITS) if wire.seed is None else wire.seed,
-        temperature=1.0 if wire.temperature is None else wire.temperature,
+        seed=secrets.randbits(GENERATED_SEED_BITS) if random_seed else wire.seed or 0,
+        temperature=_temperature(wire),
         top_k=max(wire.top_k or 0, 0),
-        top_p=1.0 if wire.top_p is None else wire.top_p,
+        top_p=wire.top_p or 1.0,
         min_p=wire.min_p or 0.0,
         logit_bias=_logit_bias(wire.logit_bias, served),
         repetition_penalty=1.0 if wire.repetition_penalty is None else wire.repetition_penalty,
@@ -196,13 +201,21 @@ def _check_common(wire: GenerationFields) -> None:
     _stops(wire.stop)
 
 
+def _temperature(wire: GenerationFields) -> float:
+    """Return the temperature, which is 0 if `top_p` keeps no more than the likeliest token."""
+    if wire.top_p == 0:
+        return 0.0
+    return 1.0 if wire.temperature is None else wire.temperature
+
+
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop texts. Empty texts are ignored, because clients send them for none."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"must have at most {MAX_STOPS} texts, not {len(stops)}")
-    if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stops):
-        raise invalid("stop", f"each text must have 1 to {MAX_STOP_CHARACTERS} characters")
-    return stops
+    if any(len(text) > MAX_STOP_CHARACTERS for text in stops):
+        raise invalid("stop", f"each text must have at most {MAX_STOP_CHARACTERS} characters")
+    return tuple(text for text in stops if text)
 
 
 def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
@@ -258,20 +271,25 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
 
 
 def prompts_of(
-    name: str, given: str | list[str | int | list[int]] | None, served: ServedModel
+    name: str,
+    given: str | list[str | int | list[int]] | None,
+    served: ServedModel,
+    *,
+    add_special_tokens: bool = True,
 ) -> tuple[TokenIds, ...]:
     """Return the token ids of every prompt.
 
     Args:
         name: name of the parameter.
         given: a text, token ids, or a list of either.
+        add_special_tokens: whether texts get the special tokens of the tokenizer, such as BOS.
 
     Raises:
         InvalidRequest: no prompt is given, a prompt is empty, or a token id is out of range.
     """
-    tokenizer = served.tokenizer
+    encode = partial(_encoded, served.tokenizer, add_special_tokens=add_special_tokens)
     if isinstance(given, str):
-        return (_encoded(given, tokenizer, name),)
+        return (encode(given, name),)
     if not given:
         raise invalid(name, "must be given and must not be empty")
     if all(isinstance(item, int) for item in given):
@@ -279,15 +297,15 @@ def prompts_of(
     if any(isinstance(item, int) for item in given):
         raise invalid(name, "token ids cannot be mixed with texts or lists")
     return tuple(
-        _encoded(item, tokenizer, f"{name}[{index}]")
+        encode(item, f"{name}[{index}]")
         if isinstance(item, str)
         else _ids(item if isinstance(item, list) else (), served, f"{name}[{index}]")
         for index, item in enumerate(given)
     )
 
 
-def _encoded(text: str, tokenizer: Tokenizer, param: str) -> TokenIds:
-    ids = tokenizer.encode(text)
+def _encoded(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> TokenIds:
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not ids:
         begin = tokenizer.special_id("bos_token")
         if begin is None:

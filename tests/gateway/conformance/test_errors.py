@@ -28,7 +28,7 @@ async def test_client_raises_the_exception_of_each_error(api: AsyncOpenAI, model
 CASES = [
     ({"temperature": -1}, "temperature", "invalid_value"),
     ({"n": 99}, "n", "invalid_value"),
-    ({"seed": -1}, "seed", "invalid_value"),
+    ({"seed": -2}, "seed", "invalid_value"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
     ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type", "invalid_value"),
