@@ -89,7 +89,7 @@ def add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
     response.headers["Server"] = "draftgate"
-    if response.keep_alive is False:
+    if response.keep_alive is False and response.status != 101:
         response.headers["Connection"] = "close"
 
 
@@ -101,6 +101,8 @@ def ends_connection(
     Args:
         most_bytes: the maximum size of a body, in bytes.
     """
+    if response.status == 101:
+        return False  # a WebSocket uses the connection
     if request.version < HttpVersion11 and "Content-Length" not in response.headers:
         return True  # the end of the connection is the end of the response
     body = request.content
