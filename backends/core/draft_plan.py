@@ -116,10 +116,11 @@ class DraftPlan:
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum([offer.expected for offer in drafted])
-        self._slots = sum([_length(offer) for offer in drafted])
+        lengths = [len(offer.draft) if offer.draft else 0 for offer in drafted]
+        self._slots = sum(lengths)
         for offer in drafted:
             offer.sequence.draft_source = offer.source
-        self._learn_gains(offers, [_length(offer) for offer in drafted], cost)
+        self._learn_gains(offers, lengths, cost)
         taken_s = step_s(view, cost, self._slots) + self.drafting_s
         self._speedup.add_step(view.total_weight + self._accepted, plain_rate * taken_s)
         self._step_work = self._drafting.step_work
@@ -319,10 +320,6 @@ class DraftPlan:
             tokens = len(offer.sequence.token_ids) + len(draft.token_ids)
             self._blocks.trim(offer.sequence.block_table, tokens)
         return draft.depth_first()
-
-
-def _length(offer: DraftOffer) -> int:
-    return len(offer.draft) if offer.draft else 0
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:

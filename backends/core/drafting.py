@@ -49,7 +49,8 @@ class Drafting:
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # by sequence key
         self._gate = ProposerGate(proposers, self._scores)
         self._exploration = Exploration()
-        self._catching_up = {name: CatchingUp() for name in proposers}
+        looks_up = self._gate.looks_up
+        self._catching_up = {name: CatchingUp() for name in proposers if not looks_up[name]}
         self.step_work = StepDrafting()
 
     @property
@@ -108,8 +109,11 @@ class Drafting:
         if found:
             self.step_work.weighed = len(found)
             return _choose(list(found.values()), terms)
-        may_draft = any(_most_tokens(sequence) for sequence in sequences)
-        if may_draft and not self.step_work.looked_up and all(s.grammar is None for s in sequences):
+        if (
+            not self.step_work.looked_up
+            and all(s.grammar is None for s in sequences)
+            and any(_most_tokens(s) >= 1 for s in sequences)
+        ):
             self._gate.skip_coming_steps(sequences, terms)
         return []
 

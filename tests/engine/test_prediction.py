@@ -113,7 +113,7 @@ def test_mode_of_the_client_excludes_the_prediction(
 
 
 def test_workers_do_not_announce_the_proposer() -> None:
-    """The proposer is no mode of a request, and not in the load of a worker."""
+    """A request cannot name the proposer, and a worker does not report it in its load."""
     assert PREDICTION not in proposer_names(has_draft=True)
 
 
