@@ -8,9 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.redis_server import RedisServer, redis_running
+from tests.gateway.tool_models import with_template
 
 
 @pytest.fixture
@@ -31,6 +33,14 @@ async def http(sim: Listening) -> AsyncIterator[httpx.AsyncClient]:
 async def scripted() -> ScriptedBackend:
     """A backend whose steps the test decides, not started yet."""
     return ScriptedBackend()
+
+
+@pytest.fixture
+def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
+    """A worker whose model has Qwen's template."""
+    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
+    scripted.kv_tokens = 1000
+    return scripted
 
 
 @pytest.fixture(scope="session")

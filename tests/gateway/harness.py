@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 from aiohttp import web_app
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
@@ -183,6 +184,18 @@ async def client(gateway: Listening) -> AsyncIterator[httpx.AsyncClient]:
     """Open a plain HTTP client of a node."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as http:
         yield http
+
+
+async def accepted_request(
+    backend: ScriptedBackend, response: asyncio.Task[httpx.Response]
+) -> GenerationRequest:
+    """Return what the worker gets from a request, or fail with a response that comes before."""
+    submitted = asyncio.create_task(backend.submitted.get())
+    await asyncio.wait({response, submitted}, return_when=asyncio.FIRST_COMPLETED)
+    if not submitted.done():
+        submitted.cancel()
+        pytest.fail((await response).text)
+    return submitted.result()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest
-from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.harness import ScriptedBackend, accepted_request, client, running
 from tests.gateway.tool_models import TOOLS, with_template
 
 CHAT = "/v1/chat/completions"
@@ -35,14 +35,6 @@ TRUNCATED_TEXTS = {
 
 
 @pytest.fixture
-def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
-    """A worker whose model has Qwen's template."""
-    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
-    scripted.kv_tokens = 1000
-    return scripted
-
-
-@pytest.fixture
 async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client of a node with that worker."""
     async with running(backends=[qwen]) as gateway, client(gateway) as opened:
@@ -59,12 +51,7 @@ async def respond(
 ) -> tuple[GenerationRequest, str, dict[str, Any]]:
     """Send a request, and return what the worker got, its prompt and the response to this text."""
     response = asyncio.create_task(http.post(path, json={"max_tokens": 100, **body}))
-    submitted = asyncio.create_task(backend.submitted.get())
-    await asyncio.wait({response, submitted}, return_when=asyncio.FIRST_COMPLETED)
-    if not submitted.done():
-        submitted.cancel()
-        pytest.fail((await response).text)
-    request = submitted.result()
+    request = await accepted_request(backend, response)
     delta = Delta(0, (1,), text, (), reason)
     backend.streams.deliver([(request.request_id, delta)])
     prompt = backend.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +15,10 @@ from hypothesis import strategies as st
 from openai.types.responses import InputTokenCountResponse, Response
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from draftgate.gateway.http.requests.schemas import Message
 from draftgate.gateway.http.requests.truncation import drop_oldest_turns
-from tests.gateway.harness import ScriptedBackend, client, events, running
-from tests.gateway.tool_models import with_template
+from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -42,14 +39,6 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 @pytest.fixture
-def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
-    """A worker whose model has Qwen's template."""
-    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
-    scripted.kv_tokens = 1000
-    return scripted
-
-
-@pytest.fixture
 async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client of a node with that worker."""
     async with running(backends=[qwen]) as gateway, client(gateway) as opened:
@@ -61,12 +50,7 @@ async def respond(
 ) -> tuple[GenerationRequest, httpx.Response]:
     """Send a request, and return what the worker got and the response to these deltas."""
     response = asyncio.create_task(http.post(PATH, json={"input": "hi", **body}))
-    submitted = asyncio.create_task(backend.submitted.get())
-    await asyncio.wait({response, submitted}, return_when=asyncio.FIRST_COMPLETED)
-    if not submitted.done():
-        submitted.cancel()
-        pytest.fail((await response).text)
-    request = submitted.result()
+    request = await accepted_request(backend, response)
     for delta in deltas:
         backend.streams.deliver([(request.request_id, delta)])
         await asyncio.sleep(0)

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,13 +18,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.requests.decoding import client_name
 from draftgate.gateway.http.requests.responses import PARAMS
 from tests.gateway.harness import ScriptedBackend, client, running
-from tests.gateway.tool_models import NOW, WEATHER, with_template
+from tests.gateway.tool_models import NOW, WEATHER
 
 PATH = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -36,14 +34,6 @@ needs_engine = pytest.mark.skipif(
     or not (SHIPPED_MODEL / "model.safetensors").is_file(),
     reason="needs torch and the shipped model",
 )
-
-
-@pytest.fixture
-def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
-    """A worker whose model has Qwen's template."""
-    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
-    scripted.kv_tokens = 1000
-    return scripted
 
 
 @pytest.fixture

@@ -38,14 +38,6 @@ needs_engine = pytest.mark.skipif(
 
 
 @pytest.fixture
-def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
-    """A worker whose model has Qwen's template."""
-    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
-    scripted.kv_tokens = 1000
-    return scripted
-
-
-@pytest.fixture
 async def api(qwen: ScriptedBackend) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of a node with that worker."""
     async with (
