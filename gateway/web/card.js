@@ -92,7 +92,8 @@ function place() {
 }
 
 byId("card").addEventListener("mouseleave", hideCard);
-byId("output").addEventListener("scroll", () => owner && place());
+// Several boxes with tokens scroll, and scroll events do not bubble.
+document.addEventListener("scroll", () => owner && place(), { capture: true });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideCard();
 });

@@ -1,6 +1,6 @@
 /** Requests to the node that served this page, for JSON and server-sent events. */
 
-/** An error response of the node. `status` is the HTTP status, or 0 within a stream. */
+/** An error response of the node. `status` is the HTTP status, or 0 without a response. */
 export class NodeError extends Error {
   constructor(message, status) {
     super(message);
@@ -10,41 +10,84 @@ export class NodeError extends Error {
 
 const NO_KEY =
   "This node requires an API key. Reload the page and enter the key as the password.";
+const SILENT = "The server does not respond.";
+const HEALTH_MS = 5000; // a node responds in milliseconds, also under load
 
 /** Fetch JSON from a path. Throws NodeError. */
 export async function getJson(path) {
-  const response = await fetch(path);
+  const response = await reached(fetch(path));
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
-/** Post a body and yield the JSON of each event, until `[DONE]`. Throws NodeError. */
-export async function* streamed(path, body, signal) {
-  const response = await fetch(path, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
+/** Fetch `/health`, which a failed node answers with status 503. Throws NodeError. */
+export async function getHealth() {
+  const response = await reached(fetch("/health", { signal: AbortSignal.timeout(HEALTH_MS) }));
+  if (!response.ok && response.status !== 503) throw await refusal(response);
+  return response.json().catch(() => {
+    throw new NodeError(`The node responded with status ${response.status}.`, response.status);
   });
+}
+
+/**
+ * Post a body. Returns the headers of the response and `events`, which yields the JSON of each event
+ * until `[DONE]`. Throws NodeError.
+ */
+export async function send(path, body, signal) {
+  const response = await reached(
+    fetch(path, {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    }),
+  );
   if (!response.ok) throw await refusal(response);
-  for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
-    const event = JSON.parse(data);
-    if (event.error) throw new NodeError(event.error.message, 0);
-    yield event;
+  return { headers: response.headers, events: parsed(response.body) };
+}
+
+/** Wait for a response. Browsers have no other sign of an unreachable server than a TypeError. */
+async function reached(fetching) {
+  try {
+    return await fetching;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new NodeError(SILENT, 0);
+  }
+}
+
+async function* parsed(stream) {
+  try {
+    for await (const data of eventData(stream)) {
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new NodeError(event.error.message, 0);
+      yield event;
+    }
+  } catch (error) {
+    if (error instanceof TypeError) throw new NodeError("The connection to the server broke.", 0);
+    throw error;
   }
   throw new NodeError("The stream ended early.", 0);
 }
 
-async function* events(stream) {
+/** Yield the data of each server-sent event. Lines end with LF, CR or CRLF. */
+export async function* eventData(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let data = [];
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const blocks = (rest + value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) if (block.startsWith("data: ")) yield block.slice(6);
+    // A CR at the end may be the first half of a CRLF.
+    const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
+      if (line !== "" || !data.length) continue;
+      yield data.join("\n");
+      data = [];
+    }
   }
 }
 

@@ -8,7 +8,7 @@ const EVERY_MS = 3000;
 const SHOWN = 50;
 const KEPT = 1000; // all stored decisions, to find those of one request
 
-let last = null; // id of the last run
+let last = []; // ids of the last run's requests
 let shown = ""; // key of the rows in the table, to skip updates without news
 
 /** Refresh the table regularly while the page is visible. */
@@ -18,9 +18,9 @@ export function setUp() {
   refresh();
 }
 
-/** Mark and show the decisions of a run. */
-export function follow(requestId) {
-  last = requestId;
+/** Mark and show the decisions of a run's requests. */
+export function follow(...requestIds) {
+  last = requestIds;
   byId("only-last").disabled = false;
   refresh();
 }
@@ -33,7 +33,7 @@ async function refresh() {
   } catch {
     return; // the header shows the state of the node
   }
-  if (only) found = found.filter((decision) => decision.request_id === last);
+  if (only) found = found.filter((decision) => last.includes(decision.request_id));
   const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome])]);
   if (key === shown) return;
   shown = key;
@@ -53,9 +53,9 @@ function row({ request_id: id, decided_s: at, plan, load, outcome }) {
   const used = 1 - load.kv_blocks_free / Math.max(load.kv_blocks_total, 1);
   return make(
     "tr",
-    id === last ? { className: "mine" } : {},
+    last.includes(id) ? { className: "mine" } : {},
     make("td", {}, make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString())),
-    make("td", { title: id }, make("code", {}, id.slice(0, 8)), id === last ? " (yours)" : ""),
+    make("td", { title: id }, make("code", {}, id.slice(0, 8)), last.includes(id) ? " (yours)" : ""),
     make("td", {}, plan.policy),
     make("td", {}, plan.proposer ?? "none"),
     make("td", { className: "number" }, String(plan.max_draft_tokens)),

@@ -28,3 +28,10 @@ export function duration(seconds) {
 }
 
 export const percent = (share) => `${Math.round(share * 100)} %`;
+
+/** Change the content of a box, and scroll to its end unless the user has scrolled up. */
+export function followEnd(box, change) {
+  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24;
+  change();
+  if (follows) box.scrollTop = box.scrollHeight;
+}

@@ -1,25 +1,26 @@
-/** The form, the streamed response, and the statistics of a run. */
+/** The form, and the completions and chats that it generates. */
 
-import { streamed } from "/web/client.js";
-import { byId, duration, figure, make, percent } from "/web/dom.js";
+import { compare } from "/web/compare.js";
+import { byId, duration, make } from "/web/dom.js";
 import { Output } from "/web/output.js";
+import { Run, showFigures } from "/web/run.js";
+import { settings } from "/web/settings.js";
+import * as tabs from "/web/tabs.js";
+import * as task from "/web/task.js";
 
-const KINDS = ["completion", "chat"];
 const EXAMPLE =
   "class TestParser(unittest.TestCase):\n    def test_empty(self):\n        self.assertEqual(parse(''), [])\n\n" +
   "    def test_one(self):\n        self.assertEqual(parse('a'), ['a'])\n\n";
 
-let kind = "completion";
 let conversation = []; // messages of the chat
-let running = null; // the AbortController of the run
 let ended = () => {};
 
-/** Set up the form. `onEnd(requestId)` is called after each run. */
+/** Set up the form. `onEnd(...requestIds)` is called after each task. */
 export function setUp(onEnd) {
   ended = onEnd;
   byId("prompt").value = EXAMPLE;
-  for (const one of KINDS) byId(`tab-${one}`).addEventListener("click", () => choose(one));
-  document.querySelector("[role=tablist]").addEventListener("keydown", moveTab);
+  tabs.setUp();
+  task.setUp();
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
@@ -30,71 +31,27 @@ export function setUp(onEnd) {
       run();
     }
   });
-  byId("stop").addEventListener("click", () => running?.abort());
   byId("fresh").addEventListener("click", startAfresh);
 }
 
-function choose(chosen) {
-  kind = chosen;
-  for (const one of KINDS) {
-    const tab = byId(`tab-${one}`);
-    tab.setAttribute("aria-selected", String(one === kind));
-    tab.tabIndex = one === kind ? 0 : -1;
-    byId(`panel-${one}`).hidden = byId(`said-${one}`).hidden = one !== kind;
-  }
-  byId("fresh").hidden = kind !== "chat";
-  byId("empty").hidden = byId(`said-${kind}`).hasChildNodes();
+function run() {
+  if (tabs.kind === "compare") return task.perform((signal) => compare(signal, ended));
+  return task.perform(generate);
 }
 
-function moveTab(event) {
-  if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-  choose(KINDS[1 - KINDS.indexOf(kind)]);
-  byId(`tab-${kind}`).focus();
-}
-
-function startAfresh() {
-  running?.abort();
-  conversation = [];
-  byId("said-chat").replaceChildren();
-  byId("empty").hidden = false;
-  byId("message").focus();
-}
-
-/** The body of the request, without the prompt and empty fields. */
-function settings() {
-  const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
-  const form = byId("form").value;
-  return {
-    model: byId("model").value || undefined,
-    temperature: number("temperature"),
-    max_tokens: number("max-tokens"),
-    seed: number("seed"),
-    response_format: form ? { type: form } : undefined,
-    speculation: { mode: byId("mode").value, trace: true },
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-}
-
-async function run() {
-  if (running) return;
+async function generate(signal) {
+  const kind = tabs.kind; // the user may change tabs before the end
   const asked = kind === "chat" ? askedInChat() : askedForCompletion();
-  if (!asked) return;
-  const { path, body, said } = asked;
-  const output = new Output();
-  said.append(output.element);
-  const figures = { begun: performance.now(), first: null, last: null, id: "", usage: null, decision: null };
+  if (!asked) return "";
+  const run = new Run(new Output(), byId("output"));
+  asked.said.append(run.output.element);
   begin();
   try {
-    for await (const event of streamed(path, { ...settings(), ...body }, running.signal)) {
-      take(event, output, figures);
-    }
-    setRunState(`Done in ${duration((performance.now() - figures.begun) / 1e3)}.`);
-  } catch (error) {
-    if (error.name === "AbortError") setRunState("Stopped.");
-    else fail(error);
+    await run.stream(asked.path, { ...settings(), ...asked.body }, signal);
+    return `Done in ${duration((performance.now() - run.begun_ms) / 1e3)}.`;
   } finally {
-    finish(asked, output, figures);
+    asked.keep(run.output);
+    finish(run, kind);
   }
 }
 
@@ -125,72 +82,28 @@ function askedInChat() {
   return { path: "/v1/chat/completions", body: { messages: turns }, said, keep };
 }
 
+function startAfresh() {
+  task.stop();
+  conversation = [];
+  byId("said-chat").replaceChildren();
+  tabs.showOutput();
+  byId("message").focus();
+}
+
 function begin() {
-  running = new AbortController();
-  byId("run").disabled = true;
-  byId("stop").disabled = false;
-  byId("empty").hidden = byId("problem").hidden = true;
+  byId("empty").hidden = true;
+  byId("stats").dataset.kind = "";
   byId("stats").hidden = byId("reason").hidden = true;
   byId("output").setAttribute("aria-busy", "true");
-  setRunState("Generating.");
 }
 
-function take(event, output, figures) {
-  figures.id = event.id;
-  figures.usage = event.usage ?? figures.usage;
-  figures.decision = event.metrics?.speculative_decoding ?? figures.decision;
-  const choice = event.choices[0];
-  if (!choice) return;
-  const text = choice.text ?? choice.delta.content ?? "";
-  if (text) {
-    figures.last = performance.now();
-    figures.first ??= figures.last;
-  }
-  const box = byId("output");
-  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24; // the user has not scrolled up
-  output.add(text, choice.steps);
-  if (follows) box.scrollTop = box.scrollHeight;
-}
-
-function finish({ keep }, output, figures) {
-  running = null;
-  byId("run").disabled = false;
-  if (document.activeElement === byId("stop")) byId("run").focus();
-  byId("stop").disabled = true;
+function finish(run, kind) {
   byId("output").setAttribute("aria-busy", "false");
-  keep(output);
-  byId("empty").hidden = byId(`said-${kind}`).hasChildNodes();
-  if (figures.usage) show(figures);
-  if (figures.id) ended(figures.id.replace(/^[a-z]+-/, ""));
-}
-
-function show({ begun, first, last, usage, decision }) {
-  const tokens = usage.completion_tokens;
-  const seconds = (last - first) / 1e3;
-  const drafted = decision.num_drafted_tokens;
-  const steps = tokens - decision.num_accepted_tokens;
-  const values = {
-    tokens: String(tokens),
-    rate: seconds > 0 ? figure((tokens - 1) / seconds) : "–",
-    ttft: first === null ? "–" : duration((first - begun) / 1e3),
-    "per-step": steps > 0 ? figure(tokens / steps) : "–",
-    accepted: drafted
-      ? `${decision.num_accepted_tokens} of ${drafted} (${percent(decision.num_accepted_tokens / drafted)})`
-      : "no drafts",
-  };
-  for (const [name, value] of Object.entries(values)) {
-    document.querySelector(`[data-stat="${name}"]`).textContent = value;
+  if (run.first_ms !== null) {
+    byId("stats").dataset.kind = kind;
+    showFigures(byId("stats"), run.figures());
+    byId("reason").textContent = run.reason;
   }
-  byId("stats").hidden = byId("reason").hidden = false;
-  byId("reason").textContent = `Policy ${decision.policy}: ${decision.reason}`;
-}
-
-function setRunState(words) {
-  byId("run-state").textContent = words;
-}
-
-function fail(error) {
-  setRunState("");
-  byId("problem").textContent = error.message;
-  byId("problem").hidden = false;
+  tabs.showOutput();
+  if (run.id) ended(run.requestId);
 }

@@ -20,11 +20,11 @@ export class Output {
   #steps = new Map(); // step -> its number, from 1
   #current = null; // the span with the tab stop
 
-  constructor() {
+  constructor(name = "Generated tokens") {
     this.element = make("div", {
       className: "tokens",
       role: "group",
-      "aria-label": "Generated tokens; use the arrow keys to move between them",
+      "aria-label": `${name}; use the arrow keys to move between them`,
     });
     this.text = ""; // the whole response
     for (const [event, react] of Object.entries({

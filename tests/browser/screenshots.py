@@ -79,6 +79,20 @@ async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, pat
         visit.check()
 
 
+async def take_comparison(browser: Browser, gateway: Listening, scheme: str, path: Path) -> None:
+    """Compare the page's example with and without speculation, and save a screenshot."""
+    async with visiting(
+        browser, gateway.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
+    ) as visit:
+        page = visit.page
+        await page.get_by_label("Seed").fill("1")
+        await page.get_by_role("tab", name="Compare").click()
+        await page.get_by_role("button", name="Compare").click()
+        await expect(page.locator("#run-state")).to_have_text("Done.", timeout=60_000)
+        await page.locator("#box").screenshot(path=path, animations="disabled")
+        visit.check()
+
+
 async def open_draft_card(page: Page) -> None:
     """Open the card of a step with accepted and rejected draft tokens."""
     tokens = page.locator("#said-completion .token")
@@ -93,11 +107,12 @@ async def open_draft_card(page: Page) -> None:
 
 
 async def take_all(directory: Path) -> None:
-    """Take the light and the dark screenshot."""
+    """Take the light and the dark screenshots."""
     async with engine() as gateway, chromium() as browser:
         await load(gateway)
         for scheme in ("light", "dark"):
             await take_screenshot(browser, gateway, scheme, directory / f"live-page-{scheme}.png")
+            await take_comparison(browser, gateway, scheme, directory / f"comparison-{scheme}.png")
 
 
 if __name__ == "__main__":

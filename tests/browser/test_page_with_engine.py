@@ -49,7 +49,7 @@ async def test_drafted_tokens_are_marked(browser, settings) -> None:
     """The number of marked tokens equals the accepted tokens in the response's metrics."""
     async with running(**settings) as gateway, visiting(browser, gateway.url) as visit:
         page = visit.page
-        await page.get_by_label("Speculation").select_option("ngram")
+        await page.get_by_label("Speculation", exact=True).select_option("ngram")
         await page.get_by_label("Seed").fill("1")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(DONE)
@@ -61,3 +61,21 @@ async def test_drafted_tokens_are_marked(browser, settings) -> None:
         await expect(tokens.locator(".from-ngram")).to_have_count(accepted, timeout=1000)
         await tokens.locator(".from-ngram").first.hover()
         await expect(page.get_by_role("tooltip")).to_contain_text("draft tokens verified")
+
+
+@pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
+async def test_comparison_shows_equal_texts_and_a_speed_up(browser, settings) -> None:
+    """Both texts are equal, only the run with speculation has drafts, and the page shows a
+    factor."""
+    async with running(**settings) as gateway, visiting(browser, gateway.url) as visit:
+        page = visit.page
+        await page.get_by_role("tab", name="Compare").click()
+        await page.get_by_label("Speculation", exact=True).select_option("ngram")
+        await page.get_by_role("button", name="Compare").click()
+        await expect(page.locator("#same-text")).to_have_text("Both texts are equal.")
+        await expect(page.locator("#speed-up strong")).to_have_text(re.compile(r"^[\d.]+×$"))
+        await expect(page.locator("#said-with .from-ngram").first).to_be_visible()
+        await expect(page.locator("#said-without .from-ngram")).to_have_count(0)
+        plain = await page.locator("#said-without .tokens").text_content()
+        await expect(page.locator("#said-with .tokens")).to_have_js_property("textContent", plain)
+        visit.check()

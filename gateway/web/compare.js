@@ -1,0 +1,137 @@
+/** The comparison of one prompt with and without speculation. */
+
+import { byId, duration, figure, followEnd, make } from "/web/dom.js";
+import { Output } from "/web/output.js";
+import { Run, showFigures } from "/web/run.js";
+import { settings } from "/web/settings.js";
+import { say } from "/web/task.js";
+
+const MOST_SEED = 2 ** 31;
+
+/**
+ * Run the prompt with speculation and then without, and show both beside each other.
+ *
+ * Runs at the same time would share steps and slow each other down, so the requests run one after the
+ * other. During the second run, the first one appears again at its measured times. The run with
+ * speculation goes first, because caches can only favour the second one. `onEnd(...requestIds)` is
+ * called with both requests.
+ */
+export async function compare(signal, onEnd) {
+  const given = settings();
+  const mode = given.speculation.mode === "off" ? "auto" : given.speculation.mode;
+  const body = { ...given, prompt: byId("prompt").value, seed: given.seed ?? randomSeed() };
+  const drafted = begin("with", mode);
+  const plain = begin("without", "off");
+  verdict("…", "", "");
+  let replay = null;
+  try {
+    say("With speculation.");
+    await drafted.run(body, signal);
+    say("Without speculation, beside the first run at its measured times.");
+    replay = drafted.replay();
+    await Promise.all([plain.run(body, signal), replay.done]);
+    conclude(drafted.last, plain.last);
+    return "Done.";
+  } finally {
+    replay?.end();
+    const ids = [drafted, plain].flatMap(({ last }) => (last?.id ? [last.requestId] : []));
+    if (ids.length) onEnd(...ids);
+  }
+}
+
+const randomSeed = () => Math.floor(Math.random() * MOST_SEED);
+
+/** Empty the column of a side, and return it. */
+function begin(side, mode) {
+  const column = new Column(side, mode);
+  column.clear();
+  return column;
+}
+
+/** One side of the comparison: `with` or `without`. */
+class Column {
+  #times = []; // {at_ms, count}: number of pieces on the page, and when since the request
+
+  constructor(side, mode) {
+    this.side = side;
+    this.mode = mode;
+    this.box = byId(`said-${side}`);
+    this.figures = byId(`stats-${side}`);
+    this.last = null; // the Run
+  }
+
+  clear() {
+    this.box.replaceChildren();
+    this.figures.hidden = true;
+    byId(`mode-${this.side}`).textContent = this.mode;
+  }
+
+  /** Send the prompt. Throws NodeError. */
+  async run(body, signal) {
+    const output = new Output(`Tokens ${this.side} speculation`);
+    this.box.replaceChildren(output.element);
+    this.box.setAttribute("aria-busy", "true");
+    const run = (this.last = new Run(output, this.box));
+    const note = () => {
+      this.#times.push({ at_ms: performance.now() - run.begun_ms, count: output.element.childElementCount });
+    };
+    try {
+      const speculation = { ...body.speculation, mode: this.mode };
+      await run.stream("/v1/completions", { ...body, speculation }, signal, note);
+    } finally {
+      this.box.setAttribute("aria-busy", "false");
+    }
+    const seconds = (run.last_ms - run.begun_ms) / 1e3;
+    showFigures(this.figures, { ...run.figures(), time: duration(seconds) });
+  }
+
+  /** Show the run again at its measured times. Returns `done`, a promise, and `end`, which shows the rest. */
+  replay() {
+    const pieces = [...this.last.output.element.children];
+    for (const piece of pieces) piece.hidden = true;
+    const begun_ms = performance.now();
+    const due = [...this.#times];
+    let timer = 0;
+    let finish;
+    const done = new Promise((resolve) => (finish = resolve));
+    const reveal = (count) => followEnd(this.box, () => pieces.slice(0, count).forEach(show));
+    const advance = () => {
+      const now_ms = performance.now() - begun_ms;
+      let count = 0;
+      while (due.length && due[0].at_ms <= now_ms) ({ count } = due.shift());
+      if (count) reveal(count);
+      // Timers also run in hidden pages, unlike animation frames.
+      if (due.length) timer = setTimeout(advance, due[0].at_ms - now_ms);
+      else finish();
+    };
+    const end = () => {
+      clearTimeout(timer);
+      pieces.forEach(show);
+      finish();
+    };
+    advance();
+    return { done, end };
+  }
+}
+
+function show(piece) {
+  piece.hidden = false;
+}
+
+/** Show the speed-up and whether both texts are equal. */
+function conclude(drafted, plain) {
+  const ratio = drafted.rate && plain.rate ? drafted.rate / plain.rate : null;
+  if (ratio === null) return verdict("–", "no speed-up: the server reports no usage", "");
+  verdict(`${figure(ratio)}×`, "as fast with speculation", equality(drafted, plain));
+}
+
+function equality(drafted, plain) {
+  if (drafted.decision?.num_drafted_tokens === 0) return "Neither run had drafts.";
+  if (drafted.output.text === plain.output.text) return "Both texts are equal.";
+  return "The texts differ.";
+}
+
+function verdict(factor, meaning, note) {
+  byId("speed-up").replaceChildren(make("strong", {}, factor), " ", make("span", {}, meaning));
+  byId("same-text").textContent = note;
+}
