@@ -4,15 +4,6 @@
  * (each is U+FFFD alone), if text is held back, or if the tokenizer strips a space.
  */
 
-const KNOWN = new Set(["ngram", "draft_model", "sparse_self", "grammar"]);
-
-/** The origin of the token at an index of a step. */
-export function source(step, place) {
-  if (step === null) return "unknown";
-  if (place >= step.accepted) return "target";
-  return KNOWN.has(step.proposer) ? step.proposer : "other";
-}
-
 /** Cuts streamed text into pieces `{text, step, place}`, whose joined texts are that text. */
 export class Aligner {
   #waiting = []; // tokens whose text has not arrived, as {text, step, place}

@@ -48,9 +48,14 @@ function happened(outcome) {
   return [accepted, ...outcome.revisions.map((revision) => revision.reason)].join("; ");
 }
 
+/** The load of a worker. Servers without metrics do not report their KV blocks. */
+function describeLoad({ running, waiting, kv_blocks_free: free, kv_blocks_total: total }) {
+  const memory = total ? `, KV ${percent(1 - free / total)}` : "";
+  return `${running} running, ${waiting} waiting${memory}`;
+}
+
 function row({ request_id: id, decided_s: at, plan, load, outcome }) {
   const time = new Date(at * 1e3);
-  const used = 1 - load.kv_blocks_free / Math.max(load.kv_blocks_total, 1);
   return make(
     "tr",
     last.includes(id) ? { className: "mine" } : {},
@@ -62,6 +67,6 @@ function row({ request_id: id, decided_s: at, plan, load, outcome }) {
     make("td", { className: "number" }, figure(plan.price)),
     make("td", { className: "reason" }, plan.reason),
     make("td", { className: "reason" }, happened(outcome)),
-    make("td", {}, `${load.running} running, ${load.waiting} waiting, KV ${percent(used)}`),
+    make("td", {}, describeLoad(load)),
   );
 }

@@ -28,13 +28,26 @@ let summed_ms = -Infinity;
 /** Whether updates are paused. */
 export const isPaused = () => paused;
 
-/** Create the charts and update them from the node. */
-export function setUp() {
+let source = null; // the EventSource
+let lost = () => {};
+
+/** Create the charts. `onLost()` is called when the connection breaks. */
+export function setUp(onLost) {
+  lost = onLost;
   byId("charts").append(...charts.map((chart) => chart.element));
   byId("pause").addEventListener("click", pause);
-  const source = new EventSource("/live");
+}
+
+/** Connect to the node, unless a connection exists. */
+export function connect() {
+  // An EventSource gives up after an error response, such as that of a proxy.
+  if (source && source.readyState !== EventSource.CLOSED) return;
+  source = new EventSource("/live");
   source.addEventListener("message", (event) => take(JSON.parse(event.data)));
-  source.addEventListener("error", () => state("disconnected, reconnecting"));
+  source.addEventListener("error", () => {
+    state("disconnected");
+    lost();
+  });
 }
 
 function pause() {

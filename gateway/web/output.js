@@ -1,17 +1,9 @@
 /** Generated text on the page, with a span for each token, one tab stop, and cards of steps. */
 
-import { Aligner, source } from "/web/align.js";
+import { Aligner } from "/web/align.js";
 import { make } from "/web/dom.js";
 import { describe, hideCard, showCard } from "/web/card.js";
-
-const NAMES = {
-  target: "target",
-  ngram: "n-gram",
-  draft_model: "draft model",
-  sparse_self: "sparse-self",
-  grammar: "grammar",
-  unknown: "unknown",
-};
+import { NAMES, showInLegend, source } from "/web/sources.js";
 
 /** A streamed response. `element` is its element on the page. */
 export class Output {
@@ -50,7 +42,7 @@ export class Output {
     const span = make("span", { className: `token from-${from}`, tabIndex: -1 }, piece.text);
     if (piece.text.startsWith("\n")) span.classList.add("line-end");
     this.#pieces.set(span, piece);
-    revealInLegend(from);
+    showInLegend(from);
     if (this.#current === null) this.#makeCurrent(span);
     return span;
   }
@@ -122,9 +114,4 @@ export class Output {
         return undefined;
     }
   }
-}
-
-function revealInLegend(from) {
-  const entry = document.querySelector(`#legend [data-when="${from}"][hidden]`);
-  if (entry) entry.hidden = false;
 }

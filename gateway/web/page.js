@@ -1,39 +1,69 @@
 /** The live page: the form, the charts and the table of decisions. */
 
-import { getJson } from "/web/client.js";
-import { byId, make } from "/web/dom.js";
+import { getHealth, getJson } from "/web/client.js";
+import { byId } from "/web/dom.js";
 import * as decisions from "/web/decisions.js";
 import * as generate from "/web/generate.js";
 import * as live from "/web/live.js";
+import * as settings from "/web/settings.js";
 
-const RETRY_MS = 1000;
+const CHECK_MS = 5000;
+const RETRY_MS = 1000; // while the node does not serve
 
-/** Wait until the node is ready, then show its model. */
-async function introduce() {
-  try {
-    const { status } = await getJson("/health");
-    if (status === "ready") return await name();
-    node(`the node is ${status}`, status);
-  } catch (error) {
-    node(error.message, "failed");
-    if (error.status === 401) return;
+let checking = false;
+let timer = 0;
+let names = ""; // of the models, or "" while unknown
+
+/** Check the node now, and again later. */
+async function check() {
+  if (checking) return;
+  checking = true;
+  clearTimeout(timer);
+  const outage = await findOutage();
+  if (outage) {
+    names = "";
+    show(outage.message, outage.state);
+  } else {
+    show(names, "ready");
+    live.connect();
   }
-  setTimeout(introduce, RETRY_MS);
+  checking = false;
+  if (outage?.status !== 401) timer = setTimeout(check, outage ? RETRY_MS : CHECK_MS);
 }
 
-async function name() {
+/** Return why the node does not serve, as `{message, state}`, or null after the models are known. */
+async function findOutage() {
+  try {
+    const { status, reason, workers } = await getHealth();
+    if (status === "failed") return { message: `The node has failed: ${reason}`, state: status };
+    if (status !== "ready") return { message: `The node is ${status}.`, state: status };
+    const reasons = workers.map((worker) => worker.reason);
+    if (reasons.length && reasons.every(Boolean)) {
+      return { message: `No worker serves: ${reasons[0]}`, state: "failed" };
+    }
+    if (!names) await introduce();
+    return null;
+  } catch (error) {
+    return { message: error.message, status: error.status, state: "failed" };
+  }
+}
+
+/** Show the models and the version of the node. */
+async function introduce() {
   const [{ data }, { version }] = await Promise.all([getJson("/v1/models"), getJson("/version")]);
-  byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+  settings.offer(data);
   byId("version").textContent = `v${version}`;
-  node(data.map(({ id }) => id).join(", "), "ready");
+  names = data.map(({ id }) => id).join(", ");
 }
 
-function node(words, state) {
-  byId("node").textContent = words;
+function show(words, state) {
+  // Screen readers announce each change of a status.
+  if (byId("node").textContent !== words) byId("node").textContent = words;
   byId("node").dataset.state = state;
 }
 
+settings.setUp();
 generate.setUp(decisions.follow);
-live.setUp();
+live.setUp(check);
 decisions.setUp();
-introduce();
+check();

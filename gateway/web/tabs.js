@@ -17,6 +17,12 @@ export function setUp() {
   document.querySelector("[role=tablist]").addEventListener("keydown", move);
 }
 
+/** Show the tabs of the kinds that the model supports, as `{kind: boolean}`. */
+export function offer(supported) {
+  for (const [one, shown] of Object.entries(supported)) byId(`tab-${one}`).hidden = !shown;
+  if (!offered().includes(kind)) choose("completion");
+}
+
 /** Choose a kind: show its prompt and its output. */
 export function choose(chosen) {
   kind = chosen;

@@ -18,6 +18,7 @@ PATTERN = (
     StepTrace(1, "ngram", 2, (), 0, (0.4, 0.3), 0.25),
     StepTrace(2, "sparse_self", 1, (), 1, (0.8,), 0.2),
     StepTrace(3, "grammar", 2, (), 2, (1.0, 1.0), 0.2),
+    StepTrace(2, "prediction", 1, (), 1, (0.7,), 0.2),
     StepTrace(2, "medusa", 1, (), 1, (0.8,), 0.2),
 )
 """Steps with their number of tokens and their draft statistics, but without the drafts."""

@@ -21,6 +21,7 @@ SOURCES = {
     "ngram": "ngram",
     "draft_model": "draft_model",
     "sparse_self": "sparse_self",
+    "prediction": "prediction",
     "grammar": "grammar",
     "medusa": "other",
 }
@@ -189,8 +190,8 @@ async def test_page_shows_statistics_of_the_run(scene: Scene) -> None:
     deltas = await generate(scene)
     outcome = deltas[-1].outcome
     tokens = sum(len(delta.token_ids) for delta in deltas)
-    await expect(scene.page.locator("[data-stat=tokens]")).to_have_text(str(tokens))
-    await expect(scene.page.locator("[data-stat=accepted]")).to_contain_text(
+    await expect(scene.page.locator("#stats [data-stat=tokens]")).to_have_text(str(tokens))
+    await expect(scene.page.locator("#stats [data-stat=accepted]")).to_contain_text(
         f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens}"
     )
     (decision,) = scene.gateway.node.decisions.latest(1)

@@ -142,7 +142,7 @@ async def test_sources_differ_by_underline_too(scene: Scene) -> None:
         " return s.textDecorationLine === 'none' && !span.matches('.from-unknown')"
         " ? 'none' : s.textDecorationStyle + s.textDecorationLine; })"
     )
-    assert len(styles) == len(set(styles)) == 7
+    assert len(styles) == len(set(styles)) == 8
 
 
 async def test_all_controls_have_accessible_names(scene: Scene) -> None:

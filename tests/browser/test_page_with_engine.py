@@ -53,7 +53,7 @@ async def test_drafted_tokens_are_marked(browser, settings) -> None:
         await page.get_by_label("Seed").fill("1")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(DONE)
-        words = await page.locator("[data-stat=accepted]").text_content()
+        words = await page.locator("#stats [data-stat=accepted]").text_content()
         accepted = int(words.split()[0])
         assert accepted > 0
         tokens = page.locator("#said-completion .tokens")

@@ -57,6 +57,7 @@ class ScriptedBackend:
         self.progress = 1.0
         self.kv_tokens = 500
         self.max_sequences = 0  # unknown
+        self.proposers: tuple[str, ...] = ("ngram",)
         self.waiting = 0
         self.steps: int | None = None  # unknown
 
@@ -89,7 +90,7 @@ class ScriptedBackend:
     def load(self) -> WorkerLoad:
         running = len(self.streams) - self.waiting
         known = {"max_sequences": self.max_sequences, "steps": self.steps}
-        return WorkerLoad(running, self.waiting, 8, 8, 0.0, 0.5, ("ngram",), **known)
+        return WorkerLoad(running, self.waiting, 8, 8, 0.0, 0.5, self.proposers, **known)
 
     def emit(
         self,

@@ -209,6 +209,15 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
     }  # fmt: skip
 
 
+async def test_model_reports_its_chat_template_and_proposers() -> None:
+    """The entry of the model says whether it has a chat template, and which proposers it has."""
+    async with running() as gateway, client(gateway) as http:
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        proposers = gateway.node.fleet.workers[0].backend.load().proposers
+    assert model["chat"] is True
+    assert model["proposers"] == list(proposers) != []
+
+
 async def test_served_model_name_replaces_the_model_id() -> None:
     """The setting `--served-model-name` renames the model for clients."""
     async with running(served_model_name="org/mine") as gateway, client(gateway) as http:

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.errors import ModelNotFound, invalid
+from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.context import NODE, json_response, read_body
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
@@ -63,11 +64,25 @@ def _model(node: Node) -> ModelReply:
     Raises:
         Unavailable: the model is not loaded.
     """
-    forwards = node.fleet.forwards
-    name = node.model_name if forwards else node.served.name
     card = node.fleet.card
-    root = name if forwards else card.root  # hides the upstream's address
-    return ModelReply(name, card.created_s, root, card.max_model_len)
+    if node.fleet.forwards:
+        # The card's root would show the upstream's address.
+        return ModelReply(node.model_name, card.created_s, node.model_name, card.max_model_len)
+    served = node.served
+    return ModelReply(
+        served.name,
+        card.created_s,
+        card.root,
+        card.max_model_len,
+        chat=served.tokenizer.tool_template is not None,
+        proposers=_proposers(node.fleet),
+    )
+
+
+def _proposers(fleet: Fleet) -> list[str]:
+    """Return the names of the proposers of all serving workers, in the order of the workers."""
+    names = (name for worker in fleet.serving for name in worker.backend.load().proposers)
+    return list(dict.fromkeys(names))
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:

@@ -300,7 +300,11 @@ class EmbeddingList(Struct):
 
 
 class ModelReply(Struct):
-    """An entry of `/v1/models`."""
+    """An entry of `/v1/models`.
+
+    The fields `chat` and `proposers` are extensions, which the model of an upstream lacks. `chat`
+    says whether the model has a chat template, and `proposers` names what its workers draft with.
+    """
 
     id: str
     created: int
@@ -308,6 +312,8 @@ class ModelReply(Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "draftgate"
+    chat: bool | UnsetType = UNSET
+    proposers: list[str] | UnsetType = UNSET
 
 
 class ModelList(Struct):

@@ -1,0 +1,93 @@
+"""Tests of the state of the node on the page: what its model supports, and outages."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from playwright.async_api import expect
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from tests.browser.browse import visiting
+from tests.browser.conftest import Scene
+from tests.gateway.harness import ScriptedBackend, port_of, running
+from tests.gateway.upstreams import forwarding, upstream
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def test_stopped_server_is_shown_until_its_restart(browser) -> None:
+    """The page says that a stopped server does not respond, and recovers when it is back."""
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        gateway = await first.enter_async_context(running())
+        visit = await stack.enter_async_context(visiting(browser, gateway.url))
+        node, state = visit.page.locator("#node"), visit.page.locator("#live-state")
+        gateway.node.live.take()
+        await expect(state).to_have_text("last two minutes")
+        await first.aclose()
+        await expect(node).to_have_text("The server does not respond.")
+        await expect(node).to_have_attribute("data-state", "failed")
+        await expect(state).to_have_text("disconnected")
+        await visit.page.get_by_role("button", name="Generate").click()
+        alert = visit.page.get_by_role("alert")
+        await expect(alert).to_have_text("The server does not respond.")
+        again = await stack.enter_async_context(running(port=port_of(gateway)))
+        await expect(node).to_have_attribute("data-state", "ready")
+        await expect(node).to_have_text("draftgate-demo")
+        again.node.live.take()
+        await expect(state).to_have_text("last two minutes")
+
+
+async def test_failed_node_is_shown_with_its_reason(scene: Scene) -> None:
+    """The page shows the reason of a node whose worker has failed."""
+    scene.backend.crash("the device is gone")
+    await scene.page.reload()
+    node = scene.page.locator("#node")
+    await expect(node).to_have_text("The node has failed: the device is gone")
+    await expect(node).to_have_attribute("data-state", "failed")
+    scene.visit.problems.clear()  # browsers log every 503
+
+
+async def test_unreachable_upstream_is_shown(browser) -> None:
+    """The page shows that the only upstream of a node does not respond."""
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        engine = await first.enter_async_context(upstream())
+        gateway = await stack.enter_async_context(forwarding(engine))
+        visit = await stack.enter_async_context(visiting(browser, gateway.url))
+        await first.aclose()
+        for _ in range(3):  # single failures may be chance
+            await gateway.node.fleet.workers[0].backend.probe()
+        await visit.page.reload()
+        node = visit.page.locator("#node")
+        await expect(node).to_have_text("No worker serves: upstream 1: connection refused")
+        await expect(node).to_have_attribute("data-state", "failed")
+
+
+async def test_only_the_proposers_of_the_node_are_offered(scene: Scene) -> None:
+    """The form offers the proposers of the workers, and the legend shows their colours."""
+    modes = scene.page.get_by_label("Speculation", exact=True).locator("option")
+    await expect(modes).to_have_text(["auto", "off", "n-gram"])
+    legend = scene.page.get_by_role("list", name="Origin").get_by_role("listitem")
+    await expect(legend).to_have_text(["target", "n-gram", "grammar"])
+
+
+async def test_kinds_that_the_model_cannot_do_are_hidden(browser, tmp_path: Path) -> None:
+    """A model without a chat template offers no chat, and one without proposers no comparison."""
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", tmp_path)
+    backend = ScriptedBackend()
+    backend.tokenizer = Tokenizer(tmp_path)
+    backend.proposers = ()
+    async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
+        tabs = visit.page.get_by_role("tab")
+        await expect(tabs).to_have_text(["Completion"])
+        await expect(
+            visit.page.get_by_label("Speculation", exact=True).locator("option")
+        ).to_have_count(2)
+        await visit.page.get_by_role("tab", name="Completion").press("ArrowRight")
+        await expect(tabs).to_have_attribute("aria-selected", "true")
+        visit.check()

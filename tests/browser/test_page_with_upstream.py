@@ -1,0 +1,122 @@
+"""Tests of the live page of a node that forwards to a server without Draftgate's extensions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.async_api import expect
+
+from tests.browser.browse import visiting
+from tests.browser.conftest import Scene
+from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE, forwarding, stream_of, upstream
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+FINISHED = re.compile("^Done")
+CHAT = (
+    b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" a"},"finish_reason":"stop"}]}\n\n'
+)
+PARSE = """
+async (streams) => {
+  const { eventData } = await import("/web/client.js");
+  const encoder = new TextEncoder();
+  return Promise.all(streams.map(async (pieces) => {
+    const stream = new ReadableStream({
+      start(controller) {
+        for (const piece of pieces) controller.enqueue(encoder.encode(piece));
+        controller.close();
+      },
+    });
+    const found = [];
+    for await (const data of eventData(stream)) found.push(data);
+    return found;
+  }));
+}
+"""
+EVENTS = ": comment\n\ndata: {}\n\ndata:a\ndata: b\n\nevent: x\ndata:  c\n\ndata: unfinished"
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+async def test_events_are_read_with_every_line_end(scene: Scene, line_end: str) -> None:
+    """Events with LF, CRLF or CR are equal, wherever the network divides them."""
+    text = EVENTS.replace("\n", line_end)
+    streams = [[text[:cut], text[cut:]] for cut in range(len(text))] + [list(text)]
+    found = await scene.page.evaluate(PARSE, streams)
+    assert found == [["{}", "a\nb", " c"]] * len(streams)
+
+
+async def test_page_shows_what_a_plain_server_reports(browser) -> None:
+    """The page shows text, tokens and times without metrics, and offers no proposers."""
+    async with (
+        upstream(stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        page = visit.page
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        output = page.locator("#said-completion .tokens")
+        await expect(output).to_have_js_property("textContent", " a a.")
+        await expect(page.locator("#stats [data-stat=tokens]")).to_have_text("3")
+        await expect(page.locator("#stats [data-stat=ttft]")).to_have_text(re.compile(r"\d m?s$"))
+        await expect(page.locator("#stats [data-stat=accepted]")).to_be_hidden()
+        await expect(page.locator("#stats [data-stat=per-step]")).to_be_hidden()
+        modes = page.get_by_label("Speculation", exact=True).locator("option")
+        await expect(modes).to_have_text(["auto", "off"])
+        await expect(page.get_by_role("list", name="Origin").get_by_role("listitem")).to_have_text(
+            ["unknown"]
+        )
+        visit.check()
+
+
+async def test_stream_with_crlf_and_without_usage_is_shown(browser) -> None:
+    """The page shows a stream with CRLF whose server ignores the request for usage."""
+    blocks = [block.replace(b"\n", b"\r\n") for block in (TOKEN, LAST, DONE)]
+    async with (
+        upstream(stream_of(*blocks)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        page = visit.page
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        output = page.locator("#said-completion .tokens")
+        await expect(output).to_have_js_property("textContent", " a.")
+        await expect(page.locator("#stats [data-stat=ttft]")).to_be_visible()
+        await expect(page.locator("#stats [data-stat=tokens]")).to_be_hidden()
+        visit.check()
+
+
+async def test_chat_with_a_plain_server(browser) -> None:
+    """The page sends chats to a server that does not report whether its model can chat."""
+    async with (
+        upstream(stream_of(CHAT, USAGE, DONE)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        page = visit.page
+        await page.get_by_role("tab", name="Chat").click()
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#said-chat .tokens")).to_have_js_property("textContent", " a")
+        visit.check()
+
+
+async def test_comparison_of_a_plain_server_reports_its_limits(browser) -> None:
+    """The comparison shows both texts of a server that reports neither drafts nor usage."""
+    async with (
+        upstream(stream_of(TOKEN, LAST, DONE)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        page = visit.page
+        await page.get_by_role("tab", name="Compare").click()
+        await page.get_by_role("button", name="Compare").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#speed-up")).to_contain_text("the server reports no usage")
+        for side in ("with", "without"):
+            tokens = page.locator(f"#said-{side} .tokens")
+            await expect(tokens).to_have_js_property("textContent", " a.")
+        visit.check()
