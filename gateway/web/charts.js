@@ -9,6 +9,8 @@ const HEIGHT = 56;
 /** Seconds that a chart spans. */
 export const SPAN_S = 120;
 
+const GAP_S = 3.5; // the node samples each second, so a longer pause means missing samples
+
 /**
  * One chart.
  *
@@ -41,14 +43,13 @@ export class Chart {
     const known = series.flat().filter((value) => value !== null);
     const most = this.most ?? roundUp(Math.max(this.least, ...known));
     const end_s = samples.at(-1)?.at_s ?? 0;
-    const spots = (values) =>
-      values.map((value, index) =>
-        value === null
-          ? null
-          : [WIDTH * (1 - (end_s - samples[index].at_s) / SPAN_S), (HEIGHT - 2) * (1 - Math.min(value / most, 1)) + 1],
-      );
-    series.forEach((values, index) => this.paths[index].setAttribute("d", path(spots(values))));
-    this.area.setAttribute("d", this.lines.length === 1 ? area(spots(series[0])) : "");
+    const spot = ({ at_s }, value) => [
+      WIDTH * (1 - (end_s - at_s) / SPAN_S),
+      (HEIGHT - 2) * (1 - Math.min(value / most, 1)) + 1,
+    ];
+    const parts = series.map((values) => unbroken(samples, values).map((part) => part.map((one) => spot(...one))));
+    parts.forEach((spots, index) => this.paths[index].setAttribute("d", spots.map(path).join("")));
+    this.area.setAttribute("d", this.lines.length === 1 ? parts[0].map(area).join("") : "");
     const latest = series.map((values) => values.at(-1) ?? null);
     this.bound.textContent = this.show(most);
     this.#say(latest);
@@ -81,16 +82,24 @@ function roundUp(value) {
 
 const at = ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`;
 
-/** A line through the spots, broken where a spot is null. */
-function path(spots) {
-  return spots
-    .map((spot, index) => (spot === null ? "" : spots[index - 1] ? `L${at(spot)}` : `M${at(spot)}h.1`))
-    .join("");
+/** Divide samples and values into parts without missing values and without gaps in time. */
+function unbroken(samples, values) {
+  const parts = [];
+  let before_s = -Infinity;
+  samples.forEach((sample, index) => {
+    if (values[index] === null) return;
+    if (sample.at_s - before_s > GAP_S) parts.push([]);
+    parts.at(-1).push([sample, values[index]]);
+    before_s = sample.at_s;
+  });
+  return parts;
 }
 
-/** The area below a line without breaks. */
+/** A line through spots. A single spot becomes a dot. */
+const path = (spots) => `M${spots.map(at).join("L")}${spots.length === 1 ? "h.1" : ""}`;
+
+/** The area below a line. */
 function area(spots) {
-  const there = spots.filter((spot) => spot !== null);
-  if (there.length < 2) return "";
-  return `M${at([there[0][0], HEIGHT])}L${there.map(at).join("L")}L${at([there.at(-1)[0], HEIGHT])}Z`;
+  if (spots.length < 2) return "";
+  return `M${at([spots[0][0], HEIGHT])}L${spots.map(at).join("L")}L${at([spots.at(-1)[0], HEIGHT])}Z`;
 }

@@ -8,6 +8,8 @@ const EVERY_MS = 3000;
 const SHOWN = 50;
 const KEPT = 1000; // all stored decisions, to find those of one request
 
+const headers = document.querySelectorAll("#decided th");
+
 let last = []; // ids of the last run's requests
 let shown = ""; // key of the rows in the table, to skip updates without news
 
@@ -56,17 +58,23 @@ function describeLoad({ running, waiting, kv_blocks_free: free, kv_blocks_total:
 
 function row({ request_id: id, decided_s: at, plan, load, outcome }) {
   const time = new Date(at * 1e3);
-  return make(
-    "tr",
-    last.includes(id) ? { className: "mine" } : {},
-    make("td", {}, make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString())),
-    make("td", { title: id }, make("code", {}, id.slice(0, 8)), last.includes(id) ? " (yours)" : ""),
-    make("td", {}, plan.policy),
-    make("td", {}, plan.proposer ?? "none"),
-    make("td", { className: "number" }, String(plan.max_draft_tokens)),
-    make("td", { className: "number" }, figure(plan.price)),
-    make("td", { className: "reason" }, plan.reason),
-    make("td", { className: "reason" }, happened(outcome)),
-    make("td", {}, describeLoad(load)),
-  );
+  const mine = last.includes(id);
+  const cells = [
+    [make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString())],
+    [make("code", { title: id }, id.slice(0, 8)), mine ? " (yours)" : ""],
+    [plan.policy],
+    [plan.proposer ?? "none"],
+    [String(plan.max_draft_tokens)],
+    [figure(plan.price)],
+    [plan.reason],
+    [happened(outcome)],
+    [describeLoad(load)],
+  ];
+  // Narrow screens show rows as cards, in which each cell has the name of its column. Explicit roles
+  // keep the table a table for screen readers.
+  const row = cells.map((content, index) => {
+    const { textContent, className } = headers[index];
+    return make("td", { role: "cell", className, "data-name": textContent }, ...content);
+  });
+  return make("tr", { role: "row", className: mine ? "mine" : "" }, ...row);
 }

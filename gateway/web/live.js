@@ -8,16 +8,17 @@ const SUMMARY_MS = 60_000; // interval of the summaries for screen readers
 const one = (of) => [{ name: "", of }];
 const ranks = (field) => ["p50", "p90", "p99"].map((rank) => ({ name: rank, of: (s) => s[field]?.[rank] ?? null }));
 
+/** What users feel comes first, then speculation, then the load. */
 const CHARTS = [
-  { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1 },
-  { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1 },
-  { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1 },
-  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: figure, least: 4 },
-  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: figure, least: 4 },
-  { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1 },
   { title: "Tokens/s", hint: "Tokens generated for all requests", lines: one((s) => s.tokens_per_s), show: figure, least: 10, size: "full" },
   { title: "TTFT", hint: "Time to first token, percentiles over the last minute", lines: ranks("ttft_s"), show: duration, least: 0.001, size: "half" },
   { title: "TPOT", hint: "Time per output token, percentiles over the last minute", lines: ranks("tpot_s"), show: duration, least: 0.001, size: "half" },
+  { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1 },
+  { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1 },
+  { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1 },
+  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: figure, least: 4 },
+  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: figure, least: 4 },
+  { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1 },
 ];
 
 const charts = CHARTS.map((spec) => new Chart(spec));

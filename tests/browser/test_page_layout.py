@@ -1,0 +1,94 @@
+"""Tests of the page's layout on wide and narrow screens, and of gaps in its charts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.async_api import expect
+
+from tests.browser.conftest import Scene
+from tests.browser.draft_steps import TEXT, in_steps
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+SIZES = [(1400, 900), (1280, 900), (1020, 800), (768, 1024), (390, 844)]
+
+DRAW = """
+async (times) => {
+  const { Chart } = await import("/web/charts.js");
+  const lines = [{ name: "", of: (sample) => sample.value }];
+  const chart = new Chart({ title: "t", hint: "", lines, show: String });
+  chart.update(times.map(([at_s, value]) => ({ at_s, value })));
+  const drawn = (name) => chart.element.querySelector(name).getAttribute("d");
+  return [drawn(".line"), drawn(".area")];
+}
+"""
+
+
+async def generate(scene: Scene) -> None:
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
+    await expect(scene.page.locator("#decisions tr")).to_have_count(1)
+    await expect(scene.page.locator("#decisions tr")).to_contain_text("drafts accepted")
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+async def test_every_cell_of_a_decision_is_visible(scene: Scene, width: int, height: int) -> None:
+    """The list of decisions does not scroll sideways, and no cell is cut off."""
+    await scene.page.set_viewport_size({"width": width, "height": height})
+    await generate(scene)
+    box = scene.page.locator("#decided .scroll")
+    inner, outer = await box.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
+    assert inner <= outer
+    cells = scene.page.locator("#decisions td")
+    await expect(cells).to_have_count(9)
+    cut_off = "(all) => all.filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert await cells.evaluate_all(cut_off) == 0
+
+
+async def test_decisions_are_cards_on_a_phone(scene: Scene) -> None:
+    """On a phone, a decision is a card whose cells have the names of their columns."""
+    await scene.page.set_viewport_size({"width": 390, "height": 844})
+    await generate(scene)
+    names = await scene.page.locator("#decisions td").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one, '::before').content)"
+    )
+    assert [re.match(r'"(.*?)"', name)[1] for name in names] == [
+        "Time", "Request", "Policy", "Proposer", "Max drafts", "Price", "Reason", "Outcome", "Load"
+    ]  # fmt: skip
+    tops = await scene.page.locator("#decisions td").evaluate_all(
+        "(all) => all.map((one) => one.getBoundingClientRect().top)"
+    )
+    assert len(set(tops)) == 5  # two lines with three cells, and three lines with one
+    # The roles keep the table a table for screen readers.
+    table = scene.page.get_by_role("table", name="Recent decisions")
+    await expect(table.get_by_role("columnheader")).to_have_count(9)
+    await expect(table.get_by_role("row").last.get_by_role("cell")).to_have_count(9)
+
+
+async def test_useful_charts_are_first(scene: Scene) -> None:
+    """The first charts show what clients feel: throughput and latencies."""
+    titles = await scene.page.locator("#charts .name").all_text_contents()
+    assert titles[:3] == ["Tokens/s", "TTFT", "TPOT"]
+    assert len(titles) == 9
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts"),
+    [
+        ([(0, 1), (1, 2), (2, 3)], 1),
+        ([(0, 1), (1, 2), (9, 3), (10, 4)], 2),  # the node did not respond
+        ([(0, 1), (1, None), (2, None), (3, None), (4, 4), (5, 4)], 2),  # no requests
+        ([(0, 1), (2, 1), (4, 1)], 1),  # late samples
+        ([(0, 1), (30, 1), (60, 1)], 3),
+    ],
+)
+async def test_charts_do_not_bridge_gaps(
+    scene: Scene, samples: list[tuple[int, int | None]], parts: int
+) -> None:
+    """A line and its area end at missing samples, and begin again with the next sample."""
+    line, area = await scene.page.evaluate(DRAW, samples)
+    assert line.count("M") == parts
+    assert area.count("M") == area.count("Z") == sum(one.count("L") > 0 for one in line.split("M"))
