@@ -1,5 +1,6 @@
 /** The form, and the completions and chats that it generates. */
 
+import * as chat from "/web/chat.js";
 import { compare } from "/web/compare.js";
 import { byId, duration, make } from "/web/dom.js";
 import { Output } from "/web/output.js";
@@ -12,7 +13,6 @@ const EXAMPLE =
   "class TestParser(unittest.TestCase):\n    def test_empty(self):\n        self.assertEqual(parse(''), [])\n\n" +
   "    def test_one(self):\n        self.assertEqual(parse('a'), ['a'])\n\n";
 
-let conversation = []; // messages of the chat
 let ended = () => {};
 
 /** Set up the form. `onEnd(...requestIds)` is called after each task. */
@@ -21,6 +21,7 @@ export function setUp(onEnd) {
   byId("prompt").value = EXAMPLE;
   tabs.setUp();
   task.setUp();
+  chat.setUp();
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
@@ -31,7 +32,6 @@ export function setUp(onEnd) {
       run();
     }
   });
-  byId("fresh").addEventListener("click", startAfresh);
 }
 
 function run() {
@@ -41,53 +41,24 @@ function run() {
 
 async function generate(signal) {
   const kind = tabs.kind; // the user may change tabs before the end
-  const asked = kind === "chat" ? askedInChat() : askedForCompletion();
+  const asked = kind === "chat" ? chat.ask() : askForCompletion();
   if (!asked) return "";
-  const run = new Run(new Output(), byId("output"));
-  asked.said.append(run.output.element);
+  const run = new Run(asked.output, byId("output"));
   begin();
   try {
-    await run.stream(asked.path, { ...settings(), ...asked.body }, signal);
+    await run.stream(asked.path, { ...settings(), ...asked.body }, signal, asked.update);
     return `Done in ${duration((performance.now() - run.begun_ms) / 1e3)}.`;
   } finally {
-    asked.keep(run.output);
+    asked.keep();
     finish(run, kind);
   }
 }
 
-function askedForCompletion() {
+function askForCompletion() {
   const prompt = byId("prompt").value;
-  const said = byId("said-completion");
-  said.replaceChildren(make("span", { className: "given" }, prompt));
-  return { path: "/v1/completions", body: { prompt }, said, keep() {} };
-}
-
-function askedInChat() {
-  const content = byId("message").value;
-  if (!content.trim()) return null;
-  const said = byId("said-chat");
-  const turns = conversation;
-  turns.push({ role: "user", content });
-  const turn = make("p", { className: "turn" }, content);
-  said.append(turn);
-  byId("message").value = "";
-  const keep = (output) => {
-    if (output.text) return turns.push({ role: "assistant", content: output.text });
-    // The message returns to the input if the response is empty.
-    turns.pop();
-    turn.remove();
-    output.element.remove();
-    byId("message").value ||= content;
-  };
-  return { path: "/v1/chat/completions", body: { messages: turns }, said, keep };
-}
-
-function startAfresh() {
-  task.stop();
-  conversation = [];
-  byId("said-chat").replaceChildren();
-  tabs.showOutput();
-  byId("message").focus();
+  const output = new Output();
+  byId("said-completion").replaceChildren(make("span", { className: "given" }, prompt), output.element);
+  return { path: "/v1/completions", body: { prompt }, output, update() {}, keep() {} };
 }
 
 function begin() {

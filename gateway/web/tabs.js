@@ -33,7 +33,7 @@ export function choose(chosen) {
   }
   byId("panel-prompt").setAttribute("aria-labelledby", `tab-${kind === "chat" ? "completion" : kind}`);
   byId("panel-prompt").hidden = kind === "chat";
-  byId("panel-chat").hidden = byId("fresh").hidden = kind !== "chat";
+  byId("panel-chat").hidden = byId("conversation").hidden = kind !== "chat";
   byId("run").textContent = RUN[kind];
   document.body.dataset.kind = kind;
   showOutput();

@@ -63,7 +63,7 @@ async def visible_text(tokens: Locator) -> str:
 async def test_speed_up_is_the_ratio_of_both_rates(still_scene: Scene) -> None:
     """Both requests have the same prompt and seed, and the speed-up compares their rates."""
     scene, page = still_scene, still_scene.page
-    await page.get_by_label("Prompt").fill("def area(self):\n")
+    await page.get_by_label("Prompt", exact=True).fill("def area(self):\n")
     drafted = await start(scene)
     await stream(scene, drafted, TWO_TOKENS)
     plain = await scene.backend.submitted.get()

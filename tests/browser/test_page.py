@@ -43,7 +43,7 @@ async def generate(scene: Scene, text: str = TEXT) -> list[Delta]:
 
 async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
     """The page shows the text so far after each step and marks each token's source."""
-    await scene.page.get_by_label("Prompt").fill("class Box:\n")
+    await scene.page.get_by_label("Prompt", exact=True).fill("class Box:\n")
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
     assert scene.backend.tokenizer.decode(request.prompt_ids).endswith("class Box:\n")
@@ -123,8 +123,9 @@ async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
     await expect(focused).to_have_text("Completion")
     await keyboard.press("ArrowLeft")
     await expect(focused).to_have_text("Chat")
-    await keyboard.press("Tab")
-    await expect(focused).to_have_attribute("id", "message")
+    for label in ("system", "message"):
+        await keyboard.press("Tab")
+        await expect(focused).to_have_attribute("id", label)
     await keyboard.type("def f")
     for label in ("model", "temperature", "max-tokens", "mode", "form", "seed"):
         await keyboard.press("Tab")
@@ -136,10 +137,14 @@ async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
     assert "def f" in scene.backend.tokenizer.decode(request.prompt_ids)
     scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
     await expect(scene.page.locator("#run-state")).to_have_text(DONE)
-    for _ in range(3):
+    for label in ("fresh", "conversations", "delete", "show-tokens"):
         await keyboard.press("Tab")
-        if await focused.evaluate("element => element.classList.contains('token')"):
-            break
+        await expect(focused).to_have_attribute("id", label)
+    await keyboard.press("Space")
+    await keyboard.press("Tab")
+    await expect(focused).to_have_text("Copy")
+    await keyboard.press("Tab")
+    await expect(focused).to_have_class(re.compile("token"))
     await expect(scene.page.get_by_role("tooltip")).to_be_visible()
     await keyboard.press("Tab")  # all tokens share one tab stop
     await expect(focused).to_have_text("Pause")
@@ -153,7 +158,7 @@ async def test_settings_reach_the_worker(scene: Scene) -> None:
     await page.get_by_label("Seed").fill("7")
     await page.get_by_label("Speculation", exact=True).select_option("off")
     await page.get_by_label("Format").select_option("json_object")
-    await page.get_by_label("Prompt").press("Control+Enter")
+    await page.get_by_label("Prompt", exact=True).press("Control+Enter")
     request = await scene.backend.submitted.get()
     sampling = request.sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, 12, 7)

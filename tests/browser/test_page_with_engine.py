@@ -28,7 +28,7 @@ async def test_page_shows_the_response_and_updates_charts(browser, settings) -> 
         tokens = page.get_by_role("img", name=re.compile("^Tokens.s:"))
         await expect(tokens).to_have_accessible_name(re.compile("^Tokens.s: [0-9]"))
         before = await tokens.locator(".line").get_attribute("d")
-        await page.get_by_label("Prompt").fill(PROMPT)
+        await page.get_by_label("Prompt", exact=True).fill(PROMPT)
         await page.get_by_label("Max tokens").fill("40")
         await page.get_by_label("Seed").fill("7")
         await page.get_by_role("button", name="Generate").click()

@@ -1,0 +1,91 @@
+"""Tests of `markdown.js`, which shows answers without HTML from the model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.browser.conftest import Scene
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+RENDER = """
+async (texts) => {
+  const { render } = await import("/web/markdown.js");
+  return texts.map((text) => {
+    const box = document.createElement("div");
+    box.append(...render(text));
+    const all = [...box.querySelectorAll("*")];
+    return {
+      html: box.innerHTML,
+      text: box.textContent,
+      tags: [...new Set(all.map((one) => one.tagName.toLowerCase()))],
+      links: all.filter((one) => one.href).map((one) => one.getAttribute("href")),
+    };
+  });
+}
+"""
+TAGS = {
+    "p", "h3", "hr", "pre", "code", "blockquote", "ul", "ol", "li", "div", "table", "thead",
+    "tbody", "tr", "th", "td", "strong", "em", "del", "a",
+}  # fmt: skip
+LINK = '<a href="https://x.org/a" target="_blank" rel="noopener noreferrer">'
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+        ("## Title ##\ntext", "<h3>Title</h3><p>text</p>"),
+        ("**bold** and *soft*", "<p><strong>bold</strong> and <em>soft</em></p>"),
+        ("_soft_, snake_case_name", "<p><em>soft</em>, snake_case_name</p>"),
+        ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
+        ("2 * 3 * 4", "<p>2 * 3 * 4</p>"),
+        (r"\*plain\*", "<p>*plain*</p>"),
+        ("~~gone~~", "<p><del>gone</del></p>"),
+        ("`a < b` and ``x`y``", "<p><code>a &lt; b</code> and <code>x`y</code></p>"),
+        ("- a\n- b\n  - c\n\nend", "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><p>end</p>"),
+        ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+        ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
+        ("a\n\n---\nb", "<p>a</p><hr><p>b</p>"),
+        ("[x](https://x.org/a)", f"<p>{LINK}x</a></p>"),
+        ("![x](https://x.org/a)", f"<p>{LINK}x</a></p>"),
+        ("[x](javascript:alert)", "<p>[x](javascript:alert)</p>"),
+        ("<img src=x onerror=alert()>", "<p>&lt;img src=x onerror=alert()&gt;</p>"),
+        ("**not closed", "<p>**not closed</p>"),
+    ],
+)
+async def test_markdown_becomes_elements(scene: Scene, text: str, html: str) -> None:
+    """Headings, emphasis, lists, quotes, code and links become elements, and HTML stays text."""
+    (found,) = await scene.page.evaluate(RENDER, [text])
+    assert found["html"] == html
+
+
+@pytest.mark.parametrize("end", ["\n```\nafter", ""])
+async def test_code_blocks_keep_their_text(scene: Scene, end: str) -> None:
+    """A code block keeps its spaces and marks, also before its end has arrived."""
+    code = "def f(*a):\n    # not a heading\n\n    return a"
+    (found,) = await scene.page.evaluate(RENDER, [f"```python\n{code}{end}"])
+    assert found["text"] == code + end.removeprefix("\n```\n")
+    assert set(found["tags"]) <= {"pre", "code", "p"}
+
+
+async def test_tables_have_headers(scene: Scene) -> None:
+    """A table has a header of each column and a cell for each value."""
+    (found,) = await scene.page.evaluate(RENDER, ["| a | b |\n|---|:-:|\n| 1 | **2** |\n"])
+    assert '<th scope="col">a</th><th scope="col">b</th>' in found["html"]
+    assert "<td>1</td><td><strong>2</strong></td>" in found["html"]
+
+
+async def test_any_text_becomes_safe_elements_without_loss(scene: Scene) -> None:
+    """Random marks become only known elements, links are safe, and no letter is lost."""
+    rng = random.Random(5)
+    marks = "*_`~[]()!#>-+.|\\<& \n\n  1ab"
+    texts = ["".join(rng.choices(marks, k=rng.randint(1, 120))) for _ in range(2000)]
+    texts += ["> " * 20_000 + "a", "- " * 20_000 + "a", "**a " * 5_000, "# " + " " * 5_000 + "a"]
+    for text, found in zip(texts, await scene.page.evaluate(RENDER, texts), strict=True):
+        assert set(found["tags"]) <= TAGS
+        assert all(link.startswith(("https:", "http:", "mailto:")) for link in found["links"])
+        if "```" not in text and "~~~" not in text and "](" not in text:
+            assert [c for c in found["text"] if c in "ab"] == [c for c in text if c in "ab"]
