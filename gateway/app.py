@@ -232,6 +232,7 @@ async def serve(
             await node.stop()
             await _wait_for_streams(node)
             await node.heartbeat.write_decisions()
+    await node.responses.close()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
     if failure is not None:

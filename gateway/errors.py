@@ -5,7 +5,9 @@
     │   ├── Unsupported       400  ... code unsupported_parameter
     │   ├── NoEmbeddings      400  ... code unsupported
     │   ├── ContextTooLong    400  ... code context_length_exceeded
+    │   ├── PreviousResponseNotFound 400 code previous_response_not_found
     │   ├── ModelNotFound     404  ... code model_not_found
+    │   ├── ResponseNotFound  404  ... code response_not_found
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
@@ -135,6 +137,25 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
         super().__init__(
             f"the model {requested!r} does not exist; this node serves {served!r}", "model"
         )
+
+
+class ResponseNotFound(InvalidRequest, status=404, code="response_not_found"):
+    """The store has no response of this id for the API key."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"the response {response_id!r} does not exist or is not stored any more")
+
+
+class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
+    """The response that a request continues does not exist.
+
+    The status is 400, as in OpenAI's API, because the error concerns a parameter.
+    """
+
+    def __init__(self, response_id: str) -> None:
+        param = "previous_response_id"
+        problem = f"the response {response_id!r} does not exist or is not stored any more"
+        super().__init__(f"{param}: {problem}", param)
 
 
 class RouteNotFound(InvalidRequest, status=404, code="not_found"):

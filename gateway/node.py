@@ -27,6 +27,7 @@ from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Live
@@ -60,6 +61,9 @@ class Node:
         self.fleet = fleet
         self.store = store
         self.tracing = tracing
+        self.responses = open_response_store(
+            config.join, config.pool, config.response_store_bytes, config.response_store_ttl_s
+        )
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
         path = None if config.decisions_file is None else Path(config.decisions_file)

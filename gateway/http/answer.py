@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from msgspec import UNSET
 
 from draftgate.backends.types import Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
-from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
+from draftgate.gateway.http.replies.rendering import Choices, Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     CompletionTokensDetails,
     PromptMetrics,
@@ -23,6 +25,9 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.speculation.revision import PlanRevision
 
+StoreReply = Callable[[bytes], Awaitable[bool]]
+"""A function that stores the JSON of a response, and returns whether the response is stored."""
+
 
 class Answer:
     """A response, streamed or whole.
@@ -31,11 +36,18 @@ class Answer:
         run: the run of the job, set once the job is admitted.
     """
 
-    def __init__(self, parsed: ParsedRequest, rendering: Rendering, watch: RequestWatch) -> None:
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        rendering: Rendering,
+        watch: RequestWatch,
+        store: StoreReply | None = None,
+    ) -> None:
         self.parsed = parsed
         self.rendering = rendering
         self.watch = watch
         self.run: Run
+        self._store = store
         prompts = len(parsed.job.prompts)
         self._outcomes = [SpeculationOutcome() for _ in range(prompts)]
         self._open_choices = parsed.job.n * prompts
@@ -94,10 +106,9 @@ class Answer:
         """Return the events after the last delta."""
         if not self.parsed.include_usage:
             return self.rendering.ending()
-        if self.parsed.job.sampling.logprobs is None:
-            return self.rendering.ending(self.usage(), self.metrics())
+        await self._store_response(())
         # The last events of `/v1/responses` repeat the log probabilities of all tokens.
-        return await offload(self.rendering.ending, self.usage(), self.metrics())
+        return await self._render(self.rendering.ending)
 
     async def whole(self) -> bytes:
         """Collect all deltas of the run and return the JSON of the response.
@@ -109,10 +120,26 @@ class Answer:
         async for delta in self.run.deltas:
             self.observe(delta)
             choices[delta.choice].append(delta)
-        if self.parsed.job.sampling.logprobs is None and not self.parsed.job.traced:
-            return self.rendering.response(choices, self.usage(), self.metrics())
+        await self._store_response(choices)
+        return await self._render(self.rendering.response, choices)
+
+    async def _store_response(self, choices: Choices) -> None:
+        """Store the response, if the client wants it.
+
+        The client may continue the response as soon as it has read the end. The response is
+        therefore stored before.
+        """
+        if self._store is not None:
+            reply = await self._render(self.rendering.finish, choices)
+            self.rendering.stored = await self._store(reply)
+
+    async def _render(self, render: Callable[..., bytes], *collected: Choices) -> bytes:
+        """Return what the rendering makes of the whole output, in a thread if this takes long."""
+        job, end = self.parsed.job, (self.usage(), self.metrics())
+        if job.sampling.logprobs is None and not job.traced:
+            return render(*collected, *end)
         # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
-        return await offload(self.rendering.response, choices, self.usage(), self.metrics())
+        return await offload(render, *collected, *end)
 
 
 def _resume_reply(resume: Resume) -> ResumeReply:

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from aiohttp import web
 
 from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
-from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
@@ -72,14 +72,23 @@ class Endpoint:
         """Respond to a request."""
         return await respond_watched(request, self.path, self.operation, self._respond)
 
+    async def parsed(self, request: web.Request, node: Node, watch: RequestWatch) -> ParsedRequest:
+        """Return the parsed request, as `parse_request` does."""
+        return await parse_request(request, node, self.parse, watch)
+
+    def store(self, node: Node, parsed: ParsedRequest) -> StoreReply | None:
+        """Return the function that stores the response, or None if it is not stored."""
+        return None
+
     async def _respond(
         self, request: web.Request, node: Node, watch: RequestWatch
     ) -> web.StreamResponse:
         if node.fleet.forwards:
             return await forward(request, node, watch)
         with rename_params(self.params):
-            parsed = await parse_request(request, node, self.parse, watch)
-            answer = Answer(parsed, self.rendering(parsed, int(time.time())), watch)
+            parsed = await self.parsed(request, node, watch)
+            rendering = self.rendering(parsed, int(time.time()))
+            answer = Answer(parsed, rendering, watch, self.store(node, parsed))
             running = node.dispatcher.run(parsed.job, watch.span, watch)
             if parsed.stream:
                 events = EventStream(request, request.app[SLOW_READERS])
@@ -129,9 +138,12 @@ async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
 
 
 async def parse_request(
-    request: web.Request, node: Node, parse: Parse, watch: RequestWatch
+    request: web.Request, node: Node, parse: Parse, watch: RequestWatch, more_bytes: int = 0
 ) -> ParsedRequest:
     """Return the parsed request, within the bounds of its account.
+
+    Args:
+        more_bytes: bytes that the parser reads in addition to the body.
 
     Raises:
         GatewayError, RequestRejected: the request cannot run.
@@ -146,14 +158,14 @@ async def parse_request(
         parsed = parse(body, served, internal_id, service)
         return replace(parsed, job=for_account(parsed.job, account, body, retries))
 
-    parsed = await offload_if_long(work, body)
+    parsed = await offload_if_long(work, len(body) + more_bytes)
     watch.parsed(parsed.job, served.name, stream=parsed.stream)
     return parsed
 
 
-async def offload_if_long(parse: Callable[[], T], body: bytes) -> T:
-    """Return the result of parsing a body, in a thread if the body is long."""
-    return parse() if len(body) <= INLINE_BODY_BYTES else await offload(parse)
+async def offload_if_long(parse: Callable[[], T], read_bytes: int) -> T:
+    """Return the result of a parser, in a thread if the parser reads many bytes."""
+    return parse() if read_bytes <= INLINE_BODY_BYTES else await offload(parse)
 
 
 def _begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:

@@ -22,14 +22,21 @@ from draftgate.gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from draftgate.gateway.http.endpoints import embeddings, health, input_tokens, live, models, page
+from draftgate.gateway.http.endpoints import (
+    embeddings,
+    health,
+    input_tokens,
+    live,
+    models,
+    page,
+    stored_responses,
+)
+from draftgate.gateway.http.endpoints.responses import RESPONSES
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
-from draftgate.gateway.http.replies.responses import ResponseRendering
-from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
 from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.lifecycle import NodeState
@@ -42,7 +49,6 @@ CHAT: Final = Endpoint(
 COMPLETIONS: Final = Endpoint(
     "/v1/completions", "text_completion", parse_completion, CompletionRendering
 )
-RESPONSES: Final = Endpoint("/v1/responses", "chat", parse_responses, ResponseRendering, PARAMS)
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their responses contain no request data."""
@@ -80,6 +86,9 @@ def _routes() -> list[web.RouteDef]:
     return [
         *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
         web.post(input_tokens.PATH, input_tokens.count_input_tokens),
+        web.get(stored_responses.PATH, stored_responses.get_response),
+        web.delete(stored_responses.PATH, stored_responses.delete_response),
+        web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
         web.post(embeddings.PATH, embeddings.embed),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.get_model),

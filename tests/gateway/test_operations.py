@@ -205,7 +205,8 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
         "/v1/embeddings", "/tokenize", "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
         "/live", "/", "/web/{name}",
-        "/v1/responses", "/v1/responses/input_tokens", "/openapi.json", "/peer/v1/workers/{number}",
+        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items", "/openapi.json", "/peer/v1/workers/{number}",
     }  # fmt: skip
 
 

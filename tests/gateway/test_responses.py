@@ -113,7 +113,7 @@ async def test_whole_response_satisfies_openais_type(
 ) -> None:
     """A whole response satisfies OpenAI's type and repeats fields of the request."""
     response = send_request(
-        http, store=True, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
+        http, store=False, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
         instructions="Be brief.", max_output_tokens=9,
     )  # fmt: skip
     request = await qwen.submitted.get()

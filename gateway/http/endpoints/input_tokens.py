@@ -9,9 +9,12 @@ from aiohttp import web
 from draftgate.gateway.http.context import NODE, json_response, new_id, read_body
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
+from draftgate.gateway.http.history import find_previous
 from draftgate.gateway.http.replies.shapes import InputTokensReply
+from draftgate.gateway.http.requests.conversation import items_of
 from draftgate.gateway.http.requests.decoding import rename_params
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
+from draftgate.gateway.http.requests.validation import ParsedRequest
 
 PATH: Final = "/v1/responses/input_tokens"
 
@@ -26,6 +29,12 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     if node.fleet.forwards:
         return await pass_on(request, missing=(404, 405))
     served, body = node.served, await read_body(request)
+    previous = await find_previous(request)
+
+    def parse() -> ParsedRequest:
+        earlier = () if previous is None else items_of(previous)
+        return parse_responses(body, served, new_id(), earlier=earlier)
+
     with rename_params(PARAMS):
-        parsed = await offload_if_long(lambda: parse_responses(body, served, new_id()), body)
+        parsed = await offload_if_long(parse, len(body) + len(previous or b""))
     return json_response(InputTokensReply(len(parsed.job.prompts[0])))

@@ -102,7 +102,7 @@ async def _answer(
         return await pass_on(request, missing=(404, 405))
     served = request.app[NODE].served
     body = await read_body(request)
-    return json_response(await offload_if_long(lambda: encode(work(body, served)), body))
+    return json_response(await offload_if_long(lambda: encode(work(body, served)), len(body)))
 
 
 def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:

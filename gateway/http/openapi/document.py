@@ -32,10 +32,11 @@ _ERRORS: Final = {
     400: "A parameter is malformed or not supported. The error names it.",
     401: "API keys are required, and the request has no known key.",
     403: "A web page of another origin sent the request, or the node does not accept its `Host`.",
-    404: "The model does not exist.",
+    404: "The model or the stored response does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The key's quota is used up, or the response would be too late. A retry may succeed.",
+    501: "The node only forwards requests, so it does not have this endpoint.",
     503: "The node accepts no requests at present, but another node may.",
 }
 

@@ -9,14 +9,23 @@ from typing import Any, Final
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
+from draftgate.gateway.http.endpoints.stored_responses import (
+    DEFAULT_ITEMS,
+    ITEMS_PATH,
+    MOST_ITEMS,
+    ORDERS,
+    PATH,
+)
 from draftgate.gateway.http.replies.responses import ResponseEvent, ResponseReply
 from draftgate.gateway.http.replies.shapes import (
     ChatChunk,
     ChatReply,
     CompletionReply,
+    DeletedResponse,
     DetokenizeReply,
     EmbeddingList,
     HealthReply,
+    InputItemList,
     InputTokensReply,
     ModelList,
     ModelReply,
@@ -77,6 +86,13 @@ def _in_query(name: str, description: str, default: int, most: int) -> dict[str,
     return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
+def _in_query_text(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    text = {"type": "string", **schema}
+    return {"name": name, "in": "query", "description": description, "schema": text}
+
+
+_RESPONSE_ID: Final = _in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
+
 OF_BODIES: Final = (400, 404, 408, 413, 503)
 OF_GENERATION: Final = (400, 404, 408, 413, 429, 503)
 _HELLO: Final = [{"role": "user", "content": "def add(a, b):"}]
@@ -126,7 +142,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/responses",
-        "Create a response, without storing it.",
+        "Create a response, and store it unless `store` is false.",
         ResponseReply,
         ResponsesBody,
         ResponseEvent,
@@ -157,6 +173,38 @@ OPERATIONS: Final = (
         ResponsesBody,
         errors=OF_BODIES,
         examples={"text": {"input": "def add(a, b):", "instructions": "Write Python."}},
+    ),
+    Operation(
+        "GET",
+        PATH,
+        "Return a stored response.",
+        ResponseReply,
+        errors=(400, 404, 501, 503),
+        parameters=(
+            _RESPONSE_ID,
+            _in_query_text("stream", "Streams are not supported.", enum=["false"]),
+        ),
+    ),
+    Operation(
+        "DELETE",
+        PATH,
+        "Delete a stored response.",
+        DeletedResponse,
+        errors=(404, 501, 503),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Operation(
+        "GET",
+        ITEMS_PATH,
+        "List the input items of a stored response.",
+        InputItemList,
+        errors=(400, 404, 501, 503),
+        parameters=(
+            _RESPONSE_ID,
+            _in_query("limit", "Number of items.", DEFAULT_ITEMS, MOST_ITEMS),
+            _in_query_text("order", "The order of the items.", enum=list(ORDERS), default="desc"),
+            _in_query_text("after", "The id of the item that precedes the page."),
+        ),
     ),
     Operation(
         "POST",

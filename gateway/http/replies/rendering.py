@@ -62,6 +62,9 @@ class Rendering:
     The rendering keeps track of the sent output. A stream has the result of `chunk` for each delta,
     followed by the result of `ending` or `failure`. Each result has complete server-sent events,
     possibly none.
+
+    Attributes:
+        stored: whether the response is stored, or is to be stored at its end.
     """
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
@@ -72,6 +75,17 @@ class Rendering:
         """
         self._parsed = parsed
         self._created_s = created_s
+        self.stored = bool(parsed.conversation)
+
+    def finish(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Finish a response that is to be stored, and return its JSON.
+
+        The call precedes `response` or `ending`. Only endpoints that store responses support it.
+
+        Args:
+            choices: the whole output, or nothing if `chunk` has rendered the output.
+        """
+        raise NotImplementedError
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response."""

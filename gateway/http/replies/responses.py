@@ -150,7 +150,7 @@ class ResponseReply(Struct):
     background: bool = False
     store: bool = False
     service_tier: str = "default"
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     metrics: OptionalMetrics = UNSET
 
 
@@ -181,6 +181,7 @@ class ResponseRendering(Rendering):
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
         self._reason: FinishReason | None = None
+        self._final: ResponseReply | None = None
         self._items: list[MessageItem | FunctionCallItem] = []
         self._item_is_open = False
         self._events: list[bytes] = []  # not yet returned
@@ -191,11 +192,11 @@ class ResponseRendering(Rendering):
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
-        (choice,) = choices
-        self._reason = choice.finish_reason
-        self._read("".join(choice.texts), choice.logprobs)
-        self._finish_items()
-        return encode(self._ended(usage, metrics))
+        return encode(self._finished(choices, usage, metrics))
+
+    def finish(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Return the JSON of the response to store, as `Rendering.finish` describes."""
+        return encode(self._finished(choices, usage, metrics))
 
     def chunk(
         self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
@@ -210,13 +211,13 @@ class ResponseRendering(Rendering):
     def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
         """Return the events after the last delta, as `Rendering.ending` describes."""
         self._begin_response()
-        self._finish_items()
-        self._emit(f"response.{self._status}", response=self._ended(usage, metrics))
+        self._emit(f"response.{self._status}", response=self._finished((), usage, metrics))
         return self._take_events()
 
     def failure(self, error: GatewayError) -> bytes:
         """Return the events of an error, as `Rendering.failure` describes."""
         self._begin_response()
+        self.stored = False
         failed = self._reply("failed")
         failed.error = ResponseFailure("server_error", error.message)
         self._emit("response.failed", response=failed)
@@ -325,13 +326,22 @@ class ResponseRendering(Rendering):
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._parsed.job.request_id}_{len(self._items)}"
 
-    def _ended(self, usage: OptionalUsage, metrics: OptionalMetrics) -> ResponseReply:
-        whole = self._reply(self._status)
-        if whole.status == "incomplete":
-            whole.incomplete_details = IncompleteDetails("max_output_tokens")
-        whole.usage = None if usage is UNSET else _usage(usage)
-        whole.metrics = metrics
-        return whole
+    def _finished(
+        self, choices: Choices, usage: OptionalUsage, metrics: OptionalMetrics
+    ) -> ResponseReply:
+        """Return the response in its final state, which does not change in later calls."""
+        if self._final is None:
+            for choice in choices:
+                self._reason = choice.finish_reason
+                self._read("".join(choice.texts), choice.logprobs)
+            self._finish_items()
+            self._final = whole = self._reply(self._status)
+            if whole.status == "incomplete":
+                whole.incomplete_details = IncompleteDetails("max_output_tokens")
+            whole.usage = None if usage is UNSET else _usage(usage)
+            whole.metrics = metrics
+        self._final.store = self.stored
+        return self._final
 
     def _reply(self, status: str) -> ResponseReply:
         """Return the response in its present state, which repeats fields of the request."""
@@ -363,6 +373,8 @@ class ResponseRendering(Rendering):
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
             user=body.user,
+            store=self.stored,
+            previous_response_id=body.previous_response_id or None,
         )
 
 

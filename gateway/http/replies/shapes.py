@@ -5,7 +5,7 @@ The field `metrics` is an extension.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
@@ -336,6 +336,24 @@ class InputTokensReply(Struct):
 
     input_tokens: int
     object: str = "response.input_tokens"
+
+
+class InputItemList(Struct):
+    """A page of the input items of a stored response."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class DeletedResponse(Struct):
+    """The confirmation that a stored response is deleted."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
 
 
 class DetokenizeReply(Struct):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -131,7 +131,6 @@ class UnsupportedResponsesFields(Struct):
 
     background: Any = None
     conversation: Any = None
-    previous_response_id: Any = None
     prompt: Any = None
 
 
@@ -145,6 +144,7 @@ class ResponsesBody(UnsupportedResponsesFields):
     model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None
+    previous_response_id: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -202,12 +202,17 @@ _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 
 
 def parse_responses(
-    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
+    body: bytes,
+    served: ServedModel,
+    request_id: str,
+    service: ServiceLevel = ANYTIME,
+    earlier: Sequence[InputItem] = (),
 ) -> ParsedRequest:
     """Return the parsed form of the body of `/v1/responses`.
 
     Args:
         service: the latency targets from the headers.
+        earlier: the items of the conversation that the request continues.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -218,7 +223,7 @@ def parse_responses(
     check_ranges(wire)
     reject_unsupported(wire, UnsupportedResponsesFields.__struct_fields__)
     _check_metadata(wire.metadata or {})
-    messages, paths = _messages(wire)
+    messages, paths = _messages(wire, earlier)
     chat = ChatBody(
         messages=messages,
         max_completion_tokens=wire.max_output_tokens,
@@ -249,22 +254,22 @@ def _prompt_tokens(parsed: ParsedRequest) -> int:
     return len(parsed.job.prompts[0])
 
 
-def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
-    """Return the messages of the equivalent chat, and the paths of their parts in the input."""
+def _messages(
+    wire: ResponsesBody, earlier: Sequence[InputItem]
+) -> tuple[list[Message], dict[str, str]]:
+    """Return the messages of the equivalent chat, and the paths of their parts in the request."""
     if not wire.input:
         raise invalid("input", "must be given and must not be empty")
     messages: list[Message] = []
     paths: dict[str, str] = {}
     if wire.instructions is not None:
         messages.append(Message("system", wire.instructions))
-    if isinstance(wire.input, str):
-        return [*messages, Message("user", wire.input)], paths
-    for index, item in enumerate(wire.input):
-        _check_parts(item.content, f"input[{index}].content")
-        _check_parts(item.output, f"input[{index}].output")
+    for place, item in _items(wire.input, earlier):
+        _check_parts(item.content, f"{place}.content")
+        _check_parts(item.output, f"{place}.output")
         if item.type == "reasoning":
             continue
-        message = _message(item, f"input[{index}]")
+        message = _message(item, place)
         calls = message.tool_calls or []
         if calls and messages and messages[-1].role == "assistant":
             # Templates expect the calls of one response in one message.
@@ -273,11 +278,23 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
             messages.append(message)
         where = f"messages[{len(messages) - 1}]"
         if calls:
-            paths.setdefault(f"{where}.tool_calls", f"input[{index}]")
+            paths.setdefault(f"{where}.tool_calls", place)
         elif item.type == "function_call_output":
-            paths[f"{where}.content"] = f"input[{index}].output"
-        paths.setdefault(where, f"input[{index}]")
+            paths[f"{where}.content"] = f"{place}.output"
+        paths.setdefault(where, place)
     return messages, paths
+
+
+def _items(
+    sent: str | Sequence[InputItem], earlier: Sequence[InputItem]
+) -> Iterator[tuple[str, InputItem]]:
+    """Yield the items of a conversation, with their places in the request."""
+    for item in earlier:
+        yield "previous_response_id", item
+    if isinstance(sent, str):
+        yield "input", InputItem(role="user", content=sent)
+    else:
+        yield from ((f"input[{index}]", item) for index, item in enumerate(sent))
 
 
 def _message(item: InputItem, where: str) -> Message:

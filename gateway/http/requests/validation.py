@@ -69,6 +69,7 @@ class ParsedRequest:
         continuous_usage: whether each chunk has the usage so far.
         tools: the functions that the response may call.
         body: the decoded body, if the response needs more of its fields.
+        conversation: the JSON array of all items before the response, if it is to be stored.
     """
 
     job: Job
@@ -78,6 +79,7 @@ class ParsedRequest:
     continuous_usage: bool = False
     tools: OfferedTools | None = None
     body: msgspec.Struct | None = None
+    conversation: bytes = b""
 
 
 def parse_chat(
