@@ -178,5 +178,7 @@ def _merged(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         steps=tuple(step for delta in deltas for step in delta.steps),
-        phases=deltas[0].phases,  # they are on the first delta
+        # Both are on the first delta.
+        phases=deltas[0].phases,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -65,6 +65,7 @@ async def check_backend(backend: Backend) -> None:
         await check_load(backend)
         await check_unread_tokens(backend)
         await check_pace(backend)
+        await check_prompt_logprobs(backend)
         await check_embeddings(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
@@ -288,6 +289,25 @@ async def check_pace(backend: Backend) -> None:
     assert [[_outcome(deltas[0])] for deltas in found] == alone, "a pace must not change the output"
     for request_id in ids:
         backend.set_pace(request_id, Pace.PAUSED)  # allowed, although they have ended
+
+
+async def check_prompt_logprobs(backend: Backend) -> None:
+    """Check that choice 0 reports each token of the prompt but the first, also without output."""
+    wanted = make_request(backend, "def add(a, b):\n    return a + b\n" * 3, max_tokens=4, n=2)
+    scoring = replace(wanted.sampling, prompt_logprobs=1)
+    found = []
+    for sampling in (scoring, scoring, replace(scoring, max_tokens=0)):
+        again = replace(wanted, request_id=_id(), sampling=sampling)
+        async with _patience(), aclosing(backend.generate(again)) as stream:
+            deltas = [delta async for delta in stream]
+        tokens = sum(len(delta.token_ids) for delta in deltas)
+        assert tokens == 2 * sampling.max_tokens, "the number of tokens must be max_tokens"
+        scored = [(d.choice, d.prompt_logprobs) for d in deltas if d.prompt_logprobs is not None]
+        assert [choice for choice, _ in scored] == [0], "one delta of choice 0 has the prompt"
+        found += [one for _, one in scored]
+    assert len([*found[0].scored_tokens()]) == len(wanted.prompt_ids) - 1
+    if backend.card.capabilities.exact:
+        assert found[1:] == found[:1] * 2, "a cached prompt must have the same log probabilities"
 
 
 async def check_embeddings(backend: Backend) -> None:

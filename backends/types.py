@@ -8,6 +8,7 @@ from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
@@ -38,7 +39,8 @@ class SamplingParams:
     """The sampling parameters of a request.
 
     Attributes:
-        max_tokens: maximum number of tokens to generate, at least 1, or 0 for an embedding.
+        max_tokens: maximum number of tokens to generate, or 0 to compute only the prompt. It is 0
+            for an embedding.
         seed: 64-bit key of the sampling noise.
         temperature: sampling temperature, where 0 is greedy.
         top_k: keep the k likeliest tokens, or all tokens with 0.
@@ -56,6 +58,8 @@ class SamplingParams:
         ignore_eos: whether to continue after an end-of-sequence token.
         logprobs: number of alternatives to report for each token, or None to report no log
             probabilities.
+        prompt_logprobs: number of alternatives to report for each token of the prompt but the
+            first, or None to report no log probabilities of the prompt. Choice 0 reports them.
     """
 
     max_tokens: int
@@ -72,6 +76,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def counts_tokens(self) -> bool:
@@ -294,6 +299,8 @@ class Delta(NamedTuple):
         phases: phases of the choice, on its first delta with tokens.
         embedding: pooled hidden state, float32 in little-endian order, not normalised. It is on the
             only delta of an embedding, which has no tokens and no outcome.
+        prompt_logprobs: log probabilities of the prompt from its second token on, if requested. The
+            first delta of choice 0 has them, except for a prompt of one token.
     """
 
     choice: int
@@ -306,6 +313,7 @@ class Delta(NamedTuple):
     steps: tuple[StepTrace, ...] = ()
     phases: Phases | None = None
     embedding: bytes | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

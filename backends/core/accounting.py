@@ -9,6 +9,7 @@ from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.queues import Queues
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import FinishReason, Phases, StepTrace, TokenLogprob
 
 
@@ -18,10 +19,12 @@ class StepDetails(NamedTuple):
     Attributes:
         step: trace of the step, for a traced sequence.
         phases: timing of the prompt, with the first token.
+        prompt_logprobs: log probabilities of the prompt, with the first token.
     """
 
     step: StepTrace | None
     phases: Phases | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], StepDetails | None]
@@ -73,6 +76,16 @@ class Accounting:
             # Only some executors stop at the end of the sequence.
             self._settle(sequence, len(draft.token_ids), min(len(kept), len(emitted) - 1))
         return kept
+
+    def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        """Keep the log probabilities of prompts until the first delta."""
+        for scored, part in zip(plan.scored, result.prompt_logprobs, strict=True):
+            plan.work[scored.place].sequence.prompt_logprobs.append(part)
+
+    def finish_prompt(self, sequence: Sequence) -> Emission:
+        """End a sequence that generates nothing, after the last chunk of its prompt."""
+        self._finish(sequence, FinishReason.LENGTH)
+        return sequence, (), (), StepDetails(None, None, sequence.take_prompt_logprobs())
 
     def finish_embeddings(self, plan: StepPlan, result: StepResult) -> Iterator[Emission]:
         """Set the embeddings of a step and end their sequences, except those that have left."""
@@ -136,11 +149,12 @@ def step_details(
         kept: new tokens of the sequence.
         now_s: end of the step in seconds.
     """
-    sequence, phases, step = work.sequence, None, None
+    sequence, phases, step, scores = work.sequence, None, None, None
     if sequence.first_token_s is None:
         phases = sequence.begin_output(now_s, len(work.token_ids))
+        scores = sequence.take_prompt_logprobs()
     if sequence.request.traced:
         drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
         accepted = len(work.draft.accepted_places(kept))
         step = drafted._replace(tokens=len(kept), accepted=accepted)
-    return StepDetails(step, phases)
+    return StepDetails(step, phases, scores)

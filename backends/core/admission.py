@@ -53,22 +53,21 @@ class Admission:
             RequestRejected: the prompt is empty, the grammar cannot be compiled, the worker does
                 not support embeddings, or prompt and output exceed the context or the KV pool.
         """
-        embedding = request.task is Task.EMBED
-        if embedding and not self._embeds:
+        if request.task is Task.EMBED and not self._embeds:
             raise RequestRejected("this worker does not support embeddings", param="model")
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
         for limit, what in ((self.max_model_len, "context"), (self.pool_tokens, "KV pool")):
             if prompt + output > limit:
-                more = "" if embedding else f" and {output} more were requested"
+                more = f" and {output} more were requested" if output else ""
                 raise RequestRejected(
                     f"the {what} holds {limit} tokens, but the prompt has {prompt}{more}",
                     param="prompt" if prompt >= limit else "max_tokens",
                     limit_tokens=limit,
                 )
         for choice in request.choices:
-            if len(choice.output_ids) >= output and not embedding:
+            if choice.output_ids and len(choice.output_ids) >= output:
                 raise RequestRejected(
                     f"choice {choice.choice} already has {len(choice.output_ids)} tokens, "
                     f"and {output} were requested",

@@ -302,6 +302,10 @@ def _obstacle(request: GenerationRequest) -> str:
     """Return why a run with this request cannot be replayed, or an empty string."""
     if request.task is not Task.GENERATE:
         return "the worker computed an embedding, which a recording does not contain"
+    if not request.sampling.max_tokens:
+        return "a request generated nothing, and a recording contains only outputs"
+    if request.sampling.prompt_logprobs is not None:
+        return "a request computed a cached prompt again, for its log probabilities"
     if request.grammar is not None:
         return "a request had a grammar, whose forced tokens replace drafts"
     if request.sampling.stop:

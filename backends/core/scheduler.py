@@ -265,12 +265,16 @@ class Scheduler:
         emissions: list[Emission] = []
         assumed, self._assumed = plan is self._assumed, None
         self._now_s = self._now_s + result.step_s if now_s is None else now_s
+        if plan.scored:
+            self._accounting.keep_prompt_logprobs(plan, result)
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if not work.samples:
                 self._accounting.confirm_chunk(work, self._now_s)
+                if sequence.ends_with_prompt and not (sequence.embeds or sequence.pending_tokens):
+                    emissions.append(self._accounting.finish_prompt(sequence))
                 continue
             if assumed:
                 sequence.token_ids.pop()  # the pending token, which is known now
@@ -290,7 +294,8 @@ class Scheduler:
         """Learn from a step's duration and its number of tokens."""
         size = plan.size
         self._measured = None
-        self._fit.add_step(size, result.step_s)
+        if not plan.scored:  # the LM head of scored rows takes time that the cost does not contain
+            self._fit.add_step(size, result.step_s)
         self._ran_s = None if plan.chunks else result.step_s
         decodes = size.sequences - plan.chunks
         drafted = size.tokens - plan.prompt_tokens > decodes

@@ -16,6 +16,7 @@ from draftgate.backends.core.draft_pages import DraftTable
 from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.grammar import Grammar
 from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.prompt_logprobs import PromptLogprobs, joined
 from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.types import (
     FinishReason,
@@ -77,10 +78,14 @@ class Sequence:
         first_output_tokens: length of its output at that time.
         histogram: number of verifying steps, by the number of accepted tokens.
         embedding: result of an embedding request (`Delta.embedding`).
-        most_tokens: length of prompt and output at which it ends. For an embedding, this is the
-            length of the prompt plus one. That token never exists, but the last prompt token is fed
-            like a decode.
+        prompt_logprobs: log probabilities of the prompt that steps have computed, in order.
+        scored_rows: number of leading rows of the prompt whose log probabilities are planned or not
+            requested. Row i gives that of token i + 1.
+        most_tokens: length of prompt and output at which it ends. Without output, this is the
+            length of the prompt plus one. That token never exists, but the last prompt token is
+            fed like a decode.
         embeds: whether the prompt is embedded, without sampling any token.
+        ends_with_prompt: whether it ends with its prompt, without sampling any token.
         is_plain: whether only the sampler uses its logits.
         has_service: whether the request has a service level.
         proposer: proposer that may draft while drafting is on, or None.
@@ -121,8 +126,11 @@ class Sequence:
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     embedding: bytes | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    scored_rows: int = field(init=False)
     most_tokens: int = field(init=False)
     embeds: bool = field(init=False)
+    ends_with_prompt: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
     proposer: str | None = field(init=False)
@@ -138,8 +146,12 @@ class Sequence:
         """Compute the fields that every step needs."""
         request = self.request
         self.embeds = request.task is Task.EMBED
-        output_tokens = 1 if self.embeds else request.sampling.max_tokens
-        self.most_tokens = len(request.prompt_ids) + output_tokens
+        self.ends_with_prompt = request.sampling.max_tokens == 0
+        self.most_tokens = len(request.prompt_ids) + max(request.sampling.max_tokens, 1)
+        # The first delta of choice 0 has delivered the log probabilities if it has an output.
+        scores = request.sampling.prompt_logprobs is not None and not self.choice
+        is_new = len(self.token_ids) == len(request.prompt_ids)
+        self.scored_rows = 0 if scores and is_new else len(request.prompt_ids)
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
         plan = request.speculation
@@ -195,11 +207,15 @@ class Sequence:
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:
-        """Return the hashes of the full blocks before the last token, to find them in the cache.
+        """Return the hashes of the leading full blocks that may be taken from the cache.
 
-        The last token itself is always computed, for its logits.
+        The last token itself is always computed, for its logits. Rows whose log probabilities are
+        missing are computed too, also if their keys and values are cached.
         """
-        return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
+        end = len(self.token_ids) - 1
+        if self.scored_rows < self.prompt_tokens - 1:
+            end = self.scored_rows
+        return self.hash_blocks(block_size)[: end // block_size]
 
     def begin_output(self, now_s: float, fed_tokens: int) -> Phases:
         """Record the first output token, and return the timing of the prompt.
@@ -211,6 +227,11 @@ class Sequence:
         self.first_token_s, self.first_output_tokens = now_s, self.output_tokens
         self.chunks.append((now_s, fed_tokens))
         return Phases(self.queued_s, self.scheduled_s, tuple(self.chunks), now_s)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return the log probabilities of the prompt, once, or None without any."""
+        taken, self.prompt_logprobs = joined(self.prompt_logprobs), []
+        return taken
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state.

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import StepTrace, TokenLogprob
 from draftgate.policies.batching import longest_wait_s
 from draftgate.policies.costs.step_cost import StepSize
@@ -70,6 +71,20 @@ class SequenceWork(NamedTuple):
         return len(self.draft.token_ids) + 1 if self.samples else 0
 
 
+class ScoredRows(NamedTuple):
+    """Rows of a prompt chunk that give the log probabilities of the tokens after them.
+
+    Attributes:
+        place: index of the chunk in `StepPlan.work`.
+        first: first row within the chunk.
+        rows: number of rows, at least 1.
+    """
+
+    place: int
+    first: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """The plan of one forward pass over a ragged batch of prompt chunks, decodes and drafts.
@@ -80,6 +95,7 @@ class StepPlan:
         traces: drafting of each traced sequence that decodes, by key, without its outcome.
         pooled: indices in `work`, ascending, of embeddings. The step returns the hidden state of
             their last token and samples nothing.
+        scored: prompt rows whose log probabilities the step returns, in order of `work`.
     """
 
     work: tuple[SequenceWork, ...]
@@ -87,6 +103,7 @@ class StepPlan:
     prompt_tokens: int = 0
     traces: Mapping[int, StepTrace] = field(default_factory=dict)
     pooled: tuple[int, ...] = ()
+    scored: tuple[ScoredRows, ...] = ()
 
     @cached_property
     def decodes_only(self) -> bool:
@@ -142,6 +159,7 @@ class StepBuilder:
         self._chunks = 0
         self._prompt_tokens = 0
         self._pooled: list[int] = []
+        self._scored: list[ScoredRows] = []
 
     def add(self, sequence: Sequence, tokens: int) -> None:
         """Feed the next `tokens` pending tokens of the sequence."""
@@ -151,9 +169,10 @@ class StepBuilder:
         sequence.last_step = self._number
         self.budget -= tokens
         samples = end == len(known)
-        if samples and sequence.embeds:
-            self._pooled.append(len(self.work))
+        if samples and sequence.ends_with_prompt:
             samples = False
+            if sequence.embeds:
+                self._pooled.append(len(self.work))
         self.work[sequence.key] = SequenceWork(sequence, start, fed, samples)
 
     def add_chunk(self, sequence: Sequence) -> int:
@@ -161,8 +180,17 @@ class StepBuilder:
         tokens = min(sequence.pending_tokens, self.budget)
         self._chunks += 1
         self._prompt_tokens += tokens
+        self._score_rows(sequence, tokens)
         self.add(sequence, tokens)
         return tokens
+
+    def _score_rows(self, sequence: Sequence, tokens: int) -> None:
+        """Request the missing log probabilities of the prompt that a chunk can compute."""
+        first, start = sequence.scored_rows, sequence.num_computed
+        end = min(start + tokens, sequence.prompt_tokens - 1)
+        if first < end:
+            self._scored.append(ScoredRows(len(self.work), first - start, end - first))
+            sequence.scored_rows = end
 
     def attach_draft(self, key: int, draft: Draft) -> None:
         """Verify a draft after the tokens of a sequence of the step."""
@@ -205,8 +233,8 @@ class StepBuilder:
 
     def build(self) -> StepPlan:
         """Return the finished plan."""
-        work, pooled = tuple(self.work.values()), tuple(self._pooled)
-        return StepPlan(work, self._chunks, self._prompt_tokens, self.traces, pooled)
+        work, pooled, scored = tuple(self.work.values()), tuple(self._pooled), tuple(self._scored)
+        return StepPlan(work, self._chunks, self._prompt_tokens, self.traces, pooled, scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +248,14 @@ class StepResult:
         step_s: duration of the step in seconds.
         pooled: hidden states after the final norm, one per `StepPlan.pooled`, as little-endian
             float32, or None.
+        prompt_logprobs: one per `StepPlan.scored`.
     """
 
     emitted: Many[tuple[int, ...]]
     logprobs: Many[tuple[TokenLogprob, ...]]
     step_s: float
     pooled: Many[bytes] | None = None
+    prompt_logprobs: Many[PromptLogprobs] = ()
 
 
 class Executor(Protocol):

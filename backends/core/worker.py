@@ -218,6 +218,8 @@ def _detailed(delta: Delta, details: StepDetails) -> Delta:
     """Return a delta with its details, without tokens after a stop string."""
     step, shown = details.step, len(delta.token_ids)
     if step is None:
-        return delta._replace(phases=details.phases)
+        return delta._replace(phases=details.phases, prompt_logprobs=details.prompt_logprobs)
     step = step._replace(tokens=shown, accepted=min(step.accepted, shown))
-    return delta._replace(steps=(step,), phases=details.phases)
+    return delta._replace(
+        steps=(step,), phases=details.phases, prompt_logprobs=details.prompt_logprobs
+    )

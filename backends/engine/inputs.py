@@ -129,7 +129,7 @@ class StepInputs:
             padded to the row tile.
         num_samples: number of rows whose logits the step returns.
         ragged: the spans on the device, or None if the spans are still on the host.
-        num_pooled: number of rows whose hidden state the step returns.
+        num_hidden: number of rows whose hidden state the step returns.
     """
 
     token_ids: Tensor
@@ -139,7 +139,7 @@ class StepInputs:
     sample_rows: Tensor
     num_samples: int
     ragged: RaggedSpans | None = None
-    num_pooled: int = 0
+    num_hidden: int = 0
 
     def on(self, device: torch.device) -> StepInputs:
         """Return the step with its tensors on a device."""
@@ -237,15 +237,15 @@ def build_inputs(
     return padded(lay_out(feeds, page_tokens), dump_slot)
 
 
-def padded(batch: StepRows, dump_slot: int, pooled_rows: Many[int] = ()) -> StepInputs:
+def padded(batch: StepRows, dump_slot: int, hidden_rows: Many[int] = ()) -> StepInputs:
     """Return a ragged batch, padded to the row tile.
 
     Args:
         dump_slot: the slot for keys and values of padding rows.
-        pooled_rows: rows whose hidden state the step returns.
+        hidden_rows: rows whose hidden state the step returns.
     """
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
-    wanted = [*batch.sample_rows, *pooled_rows]
+    wanted = [*batch.sample_rows, *hidden_rows]
     padding = padded_rows(rows) - rows
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
@@ -254,7 +254,7 @@ def padded(batch: StepRows, dump_slot: int, pooled_rows: Many[int] = ()) -> Step
         batch.spans,
         _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
         num_samples,
-        num_pooled=len(pooled_rows),
+        num_hidden=len(hidden_rows),
     )
 
 

@@ -23,13 +23,31 @@ class RowLogprobs(NamedTuple):
     """Log probabilities in the rows of one sequence.
 
     Attributes:
-        sampled: float32 [rows], of the token sampled in each row.
+        sampled: float32 [rows], of the token of each row.
         top, top_ids: float32 and int64 [rows, wanted], of the likeliest tokens, descending.
     """
 
     sampled: Tensor
     top: Tensor
     top_ids: Tensor
+
+
+def log_softmax_rows(logits: Tensor) -> Tensor:
+    """Return the log-softmax of each row: float32 [rows, vocab_size]."""
+    # Compute one row at a time, because bits must not depend on the number of rows.
+    return torch.stack([torch.log_softmax(row, dim=-1) for row in logits])
+
+
+def select_logprobs(logprobs: Tensor, tokens: Tensor, alternatives: int) -> RowLogprobs:
+    """Return the log probabilities of the tokens and of the likeliest tokens.
+
+    Args:
+        logprobs: float32 [rows, vocab_size], from `log_softmax_rows`.
+        tokens: int64 [rows].
+        alternatives: number of likeliest tokens.
+    """
+    top = logprobs.topk(alternatives)
+    return RowLogprobs(logprobs.gather(1, tokens[:, None])[:, 0], top.values, top.indices)
 
 
 def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
@@ -47,8 +65,7 @@ def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
     for work in plan.work:
         if work.samples and work.sequence.request.sampling.logprobs is not None:
             rows = logits[first : first + work.num_samples]
-            # Compute one row at a time, because bits must not depend on the number of rows.
-            found.append(torch.stack([torch.log_softmax(row, dim=-1) for row in rows]))
+            found.append(log_softmax_rows(rows))
         else:
             found.append(None)
         first += work.num_samples
@@ -71,9 +88,9 @@ def row_logprobs(
         if own is None:
             found.append(None)
         else:
-            sampled = own.gather(1, tokens[first : first + work.num_samples, None])[:, 0]
-            top = own.topk(work.sequence.request.sampling.logprobs or 0)
-            found.append(RowLogprobs(sampled, top.values, top.indices))
+            own_tokens = tokens[first : first + work.num_samples]
+            wanted = work.sequence.request.sampling.logprobs or 0
+            found.append(select_logprobs(own, own_tokens, wanted))
         first += work.num_samples
     return tuple(found)
 

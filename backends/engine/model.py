@@ -59,7 +59,7 @@ class Decoder:
         Returns:
             float32 [num_samples, vocab_size].
         """
-        # Pooled rows follow the sampled rows. Multiply only the pooled rows that serve as padding.
+        # Other rows follow the sampled rows. Multiply only those of them that serve as padding.
         rows = padded_rows(num_samples)
         return self.logits(hidden if len(hidden) == rows else hidden[:rows])[:num_samples]
 
@@ -74,7 +74,7 @@ class Decoder:
 
         Returns:
             [sample_rows, hidden_size], for the LM head and for pooling. [0, hidden_size] if the
-            step neither samples nor pools.
+            step neither samples nor returns a hidden state.
         """
         ops = self.operators
         inputs = inputs.on(self.device)
@@ -88,7 +88,7 @@ class Decoder:
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
             gate_up = layer.gate_up(ops.add_norm(hidden, attended, layer.mlp_norm))
             delta = layer.down(ops.gate(gate_up))
-        if not inputs.num_samples + inputs.num_pooled:
+        if not inputs.num_samples + inputs.num_hidden:
             return hidden[:0]
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
-from draftgate.backends.engine import logprobs, pooling
+from draftgate.backends.engine import logprobs, pooling, prompt_logprobs
 from draftgate.backends.engine.inputs import (
     Feed,
     build_inputs,
@@ -25,6 +25,7 @@ from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import RowLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
+from draftgate.backends.engine.prompt_logprobs import ScoredChunk
 from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, walk_drafts
 
 
@@ -38,6 +39,7 @@ class LaunchedStep:
             part requests any.
         started_s: `time.perf_counter` after the host has packed the inputs.
         pooled: the pooled rows of the plan (`pooling.select_pooled`).
+        scored: one chunk for each entry of `StepPlan.scored`.
     """
 
     plan: StepPlan
@@ -45,6 +47,7 @@ class LaunchedStep:
     logprobs: tuple[RowLogprobs | None, ...] | None
     started_s: float
     pooled: Tensor | None = None
+    scored: tuple[ScoredChunk, ...] = ()
 
 
 class ModelRunner(Executor, Protocol):
@@ -95,20 +98,22 @@ class Runner:
 
         The method does not wait for results.
         """
-        inputs = padded(lay_out_plan(plan), self._pool.dump_slot, pooling.rows_to_pool(plan))
+        hidden_rows = pooling.rows_to_pool(plan) + prompt_logprobs.rows_to_score(plan)
+        inputs = padded(lay_out_plan(plan), self._pool.dump_slot, hidden_rows)
         started_s = time.perf_counter()
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
-        pooled = pooling.select_pooled(hidden, inputs.num_samples, inputs.num_pooled)
+        pooled = pooling.select_pooled(hidden, inputs.num_samples, len(plan.pooled))
+        scored = prompt_logprobs.score_rows(plan, hidden, inputs.num_samples, self._decoder.logits)
         if plan.is_plain:
             tokens = draw_tokens(plan, logits, self._verify)
-            return LaunchedStep(plan, tokens, None, started_s, pooled)
+            return LaunchedStep(plan, tokens, None, started_s, pooled, scored)
         wanted = logprobs.model_logprobs(plan, logits)
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
         tokens = draw_tokens(plan, logits, self._verify)
         found = logprobs.row_logprobs(plan, wanted, tokens)
-        return LaunchedStep(plan, tokens, found, started_s, pooled)
+        return LaunchedStep(plan, tokens, found, started_s, pooled, scored)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step, walk its drafts, and return the result.
@@ -119,7 +124,9 @@ class Runner:
         self._compact(step.plan, walks)
         found = logprobs.emitted_logprobs(step.logprobs, walks)
         pooled = pooling.pooled_bytes(step.pooled)
-        return StepResult(walks.emitted, found, time.perf_counter() - step.started_s, pooled)
+        scored = prompt_logprobs.packed_chunks(step.scored)
+        step_s = time.perf_counter() - step.started_s
+        return StepResult(walks.emitted, found, step_s, pooled, scored)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -248,6 +248,7 @@ class ServiceTimeDevice:
         return sum(
             len(tokens) * (self._service_s(one) / (one.sampling.max_tokens * one.n))
             for one, tokens in zip(requests, emitted, strict=True)
+            if tokens
         )
 
     def pop_host_s(self, sequences: int) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Many
 from typing import Final
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence, SequenceState
-from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.core.steps import ScoredRows, SequenceWork, StepPlan, StepResult
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device_model import DeviceModel
@@ -50,7 +52,8 @@ class SimExecutor:
                 _logprobs(work.sequence, tokens)
                 for work, tokens in zip(plan.work, emitted, strict=True)
             ]
-        return StepResult(emitted, logprobs, self._device.step_s(plan, emitted))
+        scored = [_prompt_logprobs(plan, rows) for rows in plan.scored]
+        return StepResult(emitted, logprobs, self._device.step_s(plan, emitted), None, scored)
 
     def _emit(self, work: SequenceWork) -> tuple[int, ...]:
         # A step that was planned ahead may contain sequences that have ended since then.
@@ -68,6 +71,17 @@ def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob
     if asked is None:
         return ()
     return tuple(TokenLogprob(t, 0.0, ((t, 0.0),) if asked else ()) for t in tokens)
+
+
+def _prompt_logprobs(plan: StepPlan, scored: ScoredRows) -> PromptLogprobs:
+    """Return log probabilities of 0 for the tokens after the rows of a chunk."""
+    work, zeros = plan.work[scored.place], bytes(4 * scored.rows)
+    ranks = struct.pack("<i", 1) * scored.rows
+    if not work.sequence.request.sampling.prompt_logprobs:
+        return PromptLogprobs(0, zeros, ranks, b"", b"")
+    begin = work.start + scored.first + 1
+    tokens = work.sequence.token_ids[begin : begin + scored.rows]
+    return PromptLogprobs(1, zeros, ranks, struct.pack(f"<{scored.rows}i", *tokens), zeros)
 
 
 WRONG_TOKEN: Final = -2

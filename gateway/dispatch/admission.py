@@ -254,7 +254,7 @@ def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
     if shortage.retry_after_s is None:
         return InvalidRequest(
             f"the request may use {what}, but the key's quota never exceeds {shortage.most}",
-            "max_tokens" if request.max_tokens else "input",
+            "max_tokens" if request.max_tokens else "prompt",
         )
     return QuotaExceeded(
         f"the key's quota of {shortage.limit} does not allow {what} before "

@@ -17,7 +17,8 @@ class Job:
         request_id: an id that is unique on this node.
         prompts: token ids of at least one prompt.
         sampling: the requested parameters. Sizing the job sets `max_tokens`.
-        max_tokens: output limit per choice, or None to generate until the context is full.
+        max_tokens: output limit per choice, or 0 to compute only the prompts. None generates until
+            the context is full.
         n: choices per prompt.
         mode, max_draft_tokens: the requested speculation.
         grammar: the grammar that every choice must match, or None.

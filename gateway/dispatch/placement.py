@@ -8,7 +8,7 @@ from typing import Final
 
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed, RequestRejected
-from draftgate.backends.types import GenerationRequest, SpeculationOutcome, Task
+from draftgate.backends.types import GenerationRequest, SpeculationOutcome
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Routed
@@ -33,7 +33,7 @@ UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decide
 """The plan of a request without a worker."""
 
 NOTHING_TO_DRAFT: Final = SpeculationPlan(
-    "none", SpeculationMode.OFF, None, 0, "embeddings have no output to draft"
+    "none", SpeculationMode.OFF, None, 0, "the request has no output to draft"
 )
 
 INLINE_PROMPTS: Final = 64
@@ -147,7 +147,7 @@ class Placer:
         """Decide how far a sized request may speculate on its worker, and record the decision.
 
         The decision uses the load that the worker will have when the leased requests of all
-        gateways have arrived. Embeddings need no decision.
+        gateways have arrived. Requests without output need no decision.
 
         Args:
             reservation: the reservation of the worker's capacity.
@@ -156,7 +156,7 @@ class Placer:
         load = project_load(worker.backend.load(), reservation.behind_tokens, self._usual.need)
         self._record_size(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
-        if job.task is Task.EMBED:
+        if not request.sampling.max_tokens:
             plan, decision = NOTHING_TO_DRAFT, None
         else:
             plan = self._policy.decide(view, load)

@@ -136,7 +136,9 @@ class Answer:
     async def _render(self, render: Callable[..., bytes], *collected: Choices) -> bytes:
         """Return what the rendering makes of the whole output, in a thread if this takes long."""
         job, end = self.parsed.job, (self.usage(), self.metrics())
-        if job.sampling.logprobs is None and not job.traced:
+        sampling = job.sampling
+        brief = sampling.logprobs is None and sampling.prompt_logprobs is None
+        if brief and not job.traced:
             return render(*collected, *end)
         # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
         return await offload(render, *collected, *end)

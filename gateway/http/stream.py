@@ -23,8 +23,9 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
 INLINE_LOGPROBS: Final = 32
-"""Deltas with more log probabilities are rendered in a thread. A token with 20 alternatives takes
-40 us (one core, Zen 4, 2026-11-21). Merged deltas of a slow client have many tokens."""
+"""Deltas with more log probabilities, or with those of a prompt, are rendered in a thread. A token
+with 20 alternatives takes 40 us (one core, Zen 4, 2026-11-21). Merged deltas of a slow client have
+many tokens."""
 
 UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that make proxies forward events immediately."""
@@ -186,7 +187,7 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     answer.observe(delta)
     if not (delta.text or delta.logprobs or delta.steps or delta.finish_reason):
         return  # the worker holds the text back
-    if len(delta.logprobs) <= INLINE_LOGPROBS:
+    if len(delta.logprobs) <= INLINE_LOGPROBS and delta.prompt_logprobs is None:
         chunk = answer.chunk(delta)
     else:
         chunk = await offload(answer.chunk, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from itertools import count
@@ -10,7 +11,8 @@ from random import Random
 from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.core.steps import ScoredRows, SequenceWork, StepPlan, StepResult
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
@@ -39,6 +41,16 @@ def pooled_state(work: SequenceWork) -> bytes:
     return f"{work.sequence.key}@{work.confirmed_end - 1}".encode()
 
 
+def scored_positions(plan: StepPlan, scored: ScoredRows) -> PromptLogprobs:
+    """Return the positions of the scored tokens as log probabilities, and the tokens as ranks."""
+    work = plan.work[scored.place]
+    first = work.start + scored.first + 1
+    positions = range(first, first + scored.rows)
+    tokens = [work.sequence.token_ids[position] for position in positions]
+    logprobs = struct.pack(f"<{scored.rows}f", *positions)
+    return PromptLogprobs(0, logprobs, struct.pack(f"<{scored.rows}i", *tokens), b"", b"")
+
+
 class FakeExecutor:
     """An executor that emits the true tokens and verifies drafts against them."""
 
@@ -49,7 +61,8 @@ class FakeExecutor:
         emitted = [tuple(self._emit(work)) for work in plan.work]
         logprobs = tuple(tuple(TokenLogprob(t, -float(t)) for t in tokens) for tokens in emitted)
         pooled = [pooled_state(plan.work[place]) for place in plan.pooled]
-        return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
+        scored = [scored_positions(plan, rows) for rows in plan.scored]
+        return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None, scored)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
         """Yield the true tokens that the draft contains and the token after them."""

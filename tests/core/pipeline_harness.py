@@ -171,7 +171,7 @@ class PipelineHarness:
         assert self.blocks.num_free == self.blocks.num_blocks
 
     def deltas_by_choice(self) -> dict:
-        """Return tokens, text, log probabilities, finish reason and embedding of each choice."""
+        """Return the tokens and all other results of each choice."""
         return {
             key: (
                 [token for delta in deltas for token in delta.token_ids],
@@ -179,6 +179,7 @@ class PipelineHarness:
                 [entry for delta in deltas for entry in delta.logprobs],
                 [delta.finish_reason for delta in deltas if delta.finish_reason is not None],
                 [delta.embedding for delta in deltas if delta.embedding is not None],
+                [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None],
             )
             for key, deltas in self.delivered.items()
         }

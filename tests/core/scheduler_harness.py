@@ -82,6 +82,7 @@ class SchedulerHarness:
         )
         self.sequences: list[Sequence] = []
         self.outputs: dict[int, list[int]] = {}
+        self.scored: dict[int, list[float]] = {}  # positions in `Delta.prompt_logprobs`, by key
         self.memory: dict[tuple[int, int], int] = {}  # entries by (block, offset)
         self.steps = 0
 
@@ -116,9 +117,13 @@ class SchedulerHarness:
         result = FakeExecutor().execute(plan)
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
-        for sequence, token_ids, logprobs, _ in self.scheduler.apply(plan, result):
+        for sequence, token_ids, logprobs, details in self.scheduler.apply(plan, result):
             assert len(token_ids) == len(logprobs)
             self.outputs[sequence.key].extend(token_ids)
+            if details is not None and details.prompt_logprobs is not None:
+                assert sequence.key not in self.scored, "log probabilities are delivered twice"
+                scored = details.prompt_logprobs.scored_tokens()
+                self.scored[sequence.key] = [token.logprob for token in scored]
 
     def run(self) -> None:
         """Run all sequences to their end within the steps of a full recomputation.
@@ -221,7 +226,7 @@ class SchedulerHarness:
         assert work.confirmed_end == work.start + confirmed
         ends = work.start + confirmed == len(sequence.token_ids)
         assert (work.samples, pools) == (
-            ends and not sequence.embeds,
+            ends and not sequence.ends_with_prompt,
             ends and sequence.embeds,
         )
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
@@ -242,6 +247,16 @@ class SchedulerHarness:
             else:
                 assert self.outputs[sequence.key] == expected_output(sequence)
                 assert sequence.output_tokens == len(self.outputs[sequence.key])
+                self.check_scored(sequence)
+
+    def check_scored(self, sequence: Sequence) -> None:
+        """Check that each requested log probability of the prompt is computed once, in order."""
+        resumed = bool(sequence.request.resumed)
+        wanted = sequence.request.sampling.prompt_logprobs is not None and not resumed
+        if wanted and sequence.choice == 0 and sequence.prompt_tokens > 1:
+            assert self.scored[sequence.key] == list(range(1, sequence.prompt_tokens))
+        else:
+            assert sequence.key not in self.scored
 
 
 def prefixes(tokens: list[int]) -> list[int]:

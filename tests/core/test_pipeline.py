@@ -18,7 +18,8 @@ REQUESTS = st.lists(
     st.builds(
         dict,
         prompt=st.integers(1, 14),
-        max_tokens=st.integers(1, 14),
+        max_tokens=st.integers(0, 14),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
         drafts=st.integers(0, 5),
         proposer=st.sampled_from(["ngram", "ngram", "draft_model", ANY_PROPOSER]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
@@ -162,7 +163,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
             )
             harness.submit(request(max_tokens=9, stop=(stop,)))
             harness.run()
-            ((tokens, deltas_by_choice, _, reasons, _),) = harness.deltas_by_choice().values()
+            ((tokens, deltas_by_choice, _, reasons, *_),) = harness.deltas_by_choice().values()
             assert (tokens, deltas_by_choice, reasons) == (stream[:end], shown, [FinishReason.STOP])
             assert next(harness.device.steps) == end + asynchronous
 

@@ -63,6 +63,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         generation = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
         self.harness.add_choices(replace(generation, tenant=data.draw(st.sampled_from("ab"))))
 
+    @rule(
+        length=st.integers(0, 16), family=st.integers(1, 3), n=st.integers(1, 3),
+        max_tokens=st.integers(0, 3),
+    )  # fmt: skip
+    def arrive_for_prompt_logprobs(self, length, family, n, max_tokens):
+        """Add a request for log probabilities of a prompt whose blocks may be cached."""
+        prompt = (*(family * 100 + i for i in range(length)), 7)
+        generation = request(prompt=prompt, max_tokens=max_tokens, n=n, prompt_logprobs=0)
+        self.harness.add_choices(replace(generation, tenant="a"))
+
     @rule(prompt=st.integers(1, 16), family=st.integers(1, 3), last=st.integers(0, 2))
     def arrive_to_be_embedded(self, prompt, family, last):
         """Add an embedding whose prompt starts like those of the generating families."""

@@ -25,6 +25,7 @@ from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
@@ -100,6 +101,7 @@ class Outcome:
     logprobs: dict[tuple[str, int], list[TokenLogprob]] = field(default_factory=dict)
     finish_reasons: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     accepted: int = 0
     rejected: int = 0
     preemptions: int = 0
@@ -159,6 +161,8 @@ def add_delta(outcome: Outcome, request_id: str, delta: Delta) -> None:
     outcome.cached_tokens += delta.cached_tokens
     if delta.embedding is not None:
         outcome.embeddings[request_id] = delta.embedding
+    if delta.prompt_logprobs is not None:
+        outcome.prompt_logprobs[request_id] = delta.prompt_logprobs
     if delta.finish_reason is not None:
         outcome.finish_reasons[key] = delta.finish_reason
     if delta.outcome is not None:

@@ -50,7 +50,7 @@ def keys_file(tmp_path: Path, **bounds: Any) -> str:
     [
         ({}, DEFAULT_OUTPUT_TOKENS),
         ({"max_tokens": -5}, DEFAULT_OUTPUT_TOKENS),
-        ({"max_tokens": 0}, DEFAULT_OUTPUT_TOKENS),
+        ({"max_tokens": 0}, 0),
         ({"max_tokens": "9"}, DEFAULT_OUTPUT_TOKENS),
         ({"max_tokens": True}, DEFAULT_OUTPUT_TOKENS),
         ({"max_tokens": 10**15}, MOST_OUTPUT_TOKENS),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from draftgate.backends import token_ids
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.peer.backend import LinkIds
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.remote_worker import (
     Cancel,
     Codec,
@@ -74,15 +75,17 @@ FULL = GenerationRequest(
     trace_context=(("traceparent", "00-1-2-01"),),
     prediction_ids=(4, 1 << 40),
 )
-PLAIN = GenerationRequest("a", compact([1, 2]), SamplingParams(5, 0), PLAN)
+PLAIN = GenerationRequest("a", compact([1, 2]), SamplingParams(5, 0, prompt_logprobs=2), PLAN)
 EMBEDDING = GenerationRequest("c", compact([]), SamplingParams(0, 0), PLAN, task=Task.EMBED)
 OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1), (), 2, 1)
 STEP = StepTrace(2, "ngram", 3, (5, 9), 1, (0.75, 0.5), 0.125)
 PHASES = Phases(1.0, 2.0, ((3.0, 16), (4.0, 5)), 4.0, recorded=True)
+SCORED = PromptLogprobs(1, b"\x00\x80\xff1", b"1234", b"", b"\x01")
 LOGPROBS = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)
 DELTAS = [
     ("3", Delta(1, (5, 6), "tëxt", LOGPROBS, FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES)),
     ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=b"\x00\x80\xff")),
+    ("a", Delta(0, (5,), "t", prompt_logprobs=SCORED)),
 ]
 LOAD = WorkerLoad(
     *(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),

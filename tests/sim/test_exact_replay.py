@@ -240,17 +240,21 @@ def serve_some(server: RecordedServer, **chosen: Any) -> RecordingFile:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "reason"),
+    ("chosen", "texts", "reason"),
     [
-        ({"grammar": GrammarSpec(GrammarKind.REGEX, "a+")}, "a request had a grammar"),
-        ({"sampling": SamplingParams(30, 1, stop=("end",))}, "a request had a stop text"),
-        ({"resumed": (ResumedChoice(0, (3,)),)}, "a request was resumed from another worker"),
+        ({"grammar": GrammarSpec(GrammarKind.REGEX, "a+")}, 2, "a request had a grammar"),
+        ({"sampling": SamplingParams(30, 1, stop=("end",))}, 3, "a request had a stop text"),
+        ({"resumed": (ResumedChoice(0, (3,)),)}, 3, "a request was resumed from another worker"),
+        ({"sampling": SamplingParams(0, 1)}, 2, "a request generated nothing"),
+        ({"sampling": SamplingParams(9, 1, prompt_logprobs=0)}, 3, "a request computed a cached"),
     ],
 )
-def test_run_with_an_unrecorded_request_is_refused(chosen, reason: str, tmp_path: Path) -> None:
+def test_run_with_an_unrecorded_request_is_refused(
+    chosen, texts: int, reason: str, tmp_path: Path
+) -> None:
     """The file keeps the texts but no calls, and the error says why the run cannot be replayed."""
     file = serve_some(RecordedServer(tmp_path / "run.json"), **chosen)
-    assert (len(file.texts), file.calls) == (2 + ("grammar" not in chosen), UNSET)
+    assert (len(file.texts), file.calls) == (texts, UNSET)
     with pytest.raises(ValueError, match=f"cannot replay the run of this recording: {reason}"):
         RecordedRun(file)
 

@@ -19,7 +19,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from draftgate.backends.engine import pooling
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
 from draftgate.backends.engine.gpu.packing import PackedFeeds, pack_feeds
 from draftgate.backends.engine.gpu.shapes import Shapes
@@ -76,22 +75,21 @@ class DeviceForward:
         return shape, StepFields(layout.fields(memory), self.shapes.page_tokens)
 
     def run(
-        self, shape: StepShape, fields: StepFields, num_samples: int, num_pooled: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
+        self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Run a placed step.
 
         Returns:
-            The logits of the sampled rows, float32 [num_samples, vocab_size], and the hidden states
-            to pool (`pooling.select_pooled`). The next step may overwrite the hidden states.
+            The logits of the sampled rows, float32 [num_samples, vocab_size], and the result of
+            `Decoder.last_hidden`, which the next step may overwrite.
         """
         if shape in self._graphs:
             graph, hidden = self._graphs[shape]
             graph.replay()
         else:
-            inputs = fields.inputs(num_samples, num_pooled)
+            inputs = fields.inputs(num_samples, num_hidden)
             hidden = self._decoder.last_hidden(inputs, self._layers)
-        pooled = pooling.select_pooled(hidden, num_samples, num_pooled)
-        return self._decoder.logits(hidden[:num_samples]), pooled
+        return self._decoder.logits(hidden[:num_samples]), hidden
 
     @torch.inference_mode()
     def __call__(self, feeds: Iterable[Feed]) -> Tensor:

@@ -136,15 +136,15 @@ class StepFields:
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]
 
-    def inputs(self, num_samples: int, num_pooled: int = 0) -> StepInputs:
-        """Return the decoder's inputs, given the numbers of sampled and of pooled rows."""
+    def inputs(self, num_samples: int, num_hidden: int = 0) -> StepInputs:
+        """Return the decoder's inputs, given the numbers of sampled rows and of hidden rows."""
         fields = self._fields
         return StepInputs(
             fields["token_ids"],
             fields["positions"],
             fields["slots"],
             AttentionSpans(self._page_tokens),
-            fields["sample_rows"][: num_samples + num_pooled],
+            fields["sample_rows"][: num_samples + num_hidden],
             num_samples,
             RaggedSpans(
                 fields["query_starts"],
@@ -155,7 +155,7 @@ class StepFields:
                 fields["attention_positions"],
                 self._page_tokens,
             ),
-            num_pooled,
+            num_hidden,
         )
 
     def sampling(self, num_samples: int) -> RowSampling:

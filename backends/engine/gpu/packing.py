@@ -16,11 +16,11 @@ from draftgate.backends.engine.sampler import sampling_columns
 
 @dataclass(slots=True)
 class PackedFeeds:
-    """The input of a forward pass: rows, attention spans, and the rows to pool."""
+    """The input of a forward pass: rows, attention spans, and the rows to return."""
 
     rows: StepRows
     spans: SpanLists
-    pooled_rows: list[int]
+    hidden_rows: list[int]
 
     @property
     def longest_context(self) -> int:
@@ -38,8 +38,8 @@ class PackedFeeds:
         host.write("token_ids", rows.token_ids)
         host.write("positions", rows.positions)
         host.write("slots", rows.slots, dump_slot)
-        # The pooled rows follow the sampled rows.
-        host.write("sample_rows", rows.sample_rows + self.pooled_rows)
+        # The rows whose hidden state the step returns follow the sampled rows.
+        host.write("sample_rows", rows.sample_rows + self.hidden_rows)
         host.write("ancestors", as_bits(spans.ancestors))
         host.write("attention_positions", spans.positions)
         # Padding sequences begin and end after the last row.
@@ -59,13 +59,13 @@ def pack_feeds(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> Packed
     return pack_rows(lay_out(feeds, page_tokens))
 
 
-def pack_rows(rows: StepRows, pooled_rows: list[int] | None = None) -> PackedFeeds:
+def pack_rows(rows: StepRows, hidden_rows: list[int] | None = None) -> PackedFeeds:
     """Pack a ragged batch.
 
     Args:
-        pooled_rows: rows whose hidden state the step returns.
+        hidden_rows: rows whose hidden state the step returns.
     """
-    return PackedFeeds(rows, SpanLists.of(rows.spans), pooled_rows or [])
+    return PackedFeeds(rows, SpanLists.of(rows.spans), hidden_rows or [])
 
 
 @dataclass(slots=True)

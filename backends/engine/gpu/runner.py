@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
-from draftgate.backends.engine import logprobs, pooling
+from draftgate.backends.engine import logprobs, pooling, prompt_logprobs
 from draftgate.backends.engine.gpu.forward import DeviceForward
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepShape
 from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks, pack_rows, pack_walks
@@ -35,6 +35,7 @@ from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import RowLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
+from draftgate.backends.engine.prompt_logprobs import ScoredChunk
 from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, needs_rejection
 from draftgate.backends.engine.transfer import new_event, to_device, to_host
 
@@ -46,7 +47,7 @@ WALK_ROWS: Final = 65
 
 @dataclass(frozen=True, slots=True)
 class LaunchedGpuStep:
-    """An enqueued step. `results`, `logprobs` and `pooled` are undefined until `ended` has passed.
+    """An enqueued step, whose tensors in main memory are undefined until `ended` has passed.
 
     Attributes:
         row_of: the sampled row after the last confirmed token, by sequence key.
@@ -58,6 +59,7 @@ class LaunchedGpuStep:
             if no sequence requests any.
         began, ended: events around the work of the step.
         pooled: float32 [pooled rows, hidden_size] in main memory, None without pooled rows.
+        scored: one chunk in main memory for each entry of `StepPlan.scored`.
     """
 
     row_of: dict[int, int]
@@ -68,6 +70,7 @@ class LaunchedGpuStep:
     began: torch.cuda.Event
     ended: torch.cuda.Event
     pooled: Tensor | None
+    scored: tuple[ScoredChunk, ...]
 
 
 class GpuRunner:
@@ -113,13 +116,16 @@ class GpuRunner:
         """
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
-        pooled_rows = pooling.rows_to_pool(plan)
-        packed = pack_rows(lay_out_plan(plan), pooled_rows)
+        hidden_rows = pooling.rows_to_pool(plan) + prompt_logprobs.rows_to_score(plan)
+        packed = pack_rows(lay_out_plan(plan), hidden_rows)
         walks = pack_walks(plan)
         shape, fields = self._place(plan, packed, walks, previous, began)
-        num_samples, num_pooled = len(packed.rows.sample_rows), len(pooled_rows)
-        logits, pooled = self._forward.run(shape, fields, num_samples, num_pooled)
+        num_samples = len(packed.rows.sample_rows)
+        logits, hidden = self._forward.run(shape, fields, num_samples, len(hidden_rows))
+        pooled = pooling.select_pooled(hidden, num_samples, len(plan.pooled))
         pooled = None if pooled is None else to_host(pooled)
+        scored = prompt_logprobs.score_rows(plan, hidden, num_samples, self._decoder.logits)
+        scored = tuple(chunk.moved(to_host) for chunk in scored)
         tokens, found = self._sample(plan, logits, fields)
         walked = self._walk(tokens, fields, walks)
         parts = walked.num_emitted[: len(plan.work)]
@@ -127,7 +133,7 @@ class GpuRunner:
         ended.record()
         rows = _rows_of_sequences(plan)
         return LaunchedGpuStep(
-            rows, tokens, walks.sample_starts, results, found, began, ended, pooled
+            rows, tokens, walks.sample_starts, results, found, began, ended, pooled, scored
         )
 
     def fetch(self, step: LaunchedGpuStep) -> StepResult:
@@ -139,7 +145,9 @@ class GpuRunner:
         walks = _walks(step.starts, step.results.tolist())
         found = logprobs.emitted_logprobs(step.logprobs, walks)
         step_s = step.began.elapsed_time(step.ended) / 1e3
-        return StepResult(walks.emitted, found, step_s, pooling.pooled_bytes(step.pooled))
+        pooled = pooling.pooled_bytes(step.pooled)
+        scored = prompt_logprobs.packed_chunks(step.scored)
+        return StepResult(walks.emitted, found, step_s, pooled, scored)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of a forward pass alone: float32 [sampled rows, vocab_size]."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import ContextTooLong, NoEmbeddings, invalid
@@ -21,7 +21,7 @@ from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import parse_request, respond_watched, send_json
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
 from draftgate.gateway.http.requests.limits import Range, check_ranges
 from draftgate.gateway.http.requests.schemas import EmbeddingBody, UnsupportedFields
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
@@ -83,7 +83,7 @@ def parse_embeddings(
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
-    reject_unsupported(wire, UnsupportedFields.__struct_fields__)
+    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, "echo", "prompt_logprobs"))
     check_ranges(wire)
     Range(1, size).check("dimensions", wire.dimensions)
     given = wire.input
@@ -117,14 +117,12 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
         BackendFailed: a worker failed.
     """
     states: dict[int, bytes] = {}
-    try:
+    with rename_params({"prompt": "input"}):
         async with node.dispatcher.run(job, watch.span, watch) as run:
             async for delta in run.deltas:
                 watch.observe(delta)
                 if delta.embedding is not None:
                     states[delta.choice] = delta.embedding
-    except RequestRejected as error:
-        raise RequestRejected(str(error), "input", error.limit_tokens) from None
     if len(states) < len(job.prompts):
         raise BackendFailed("the worker ended the stream too early")
     return [states[index] for index in range(len(job.prompts))]

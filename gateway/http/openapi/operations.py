@@ -137,6 +137,13 @@ OPERATIONS: Final = (
             "whole": {"prompt": "def add(a, b):", "max_tokens": 16, "temperature": 0},
             "several": {"prompt": ["import ", "class "], "n": 2, "max_tokens": 8, "stop": ["\n\n"]},
             "streamed": {"prompt": "for i in ", "max_tokens": 16, "stream": True, "priority": -1},
+            "evaluation": {
+                "prompt": "def add(a, b):",
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 1,
+                "prompt_logprobs": 1,
+            },
         },
     ),
     Operation(

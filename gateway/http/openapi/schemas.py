@@ -34,7 +34,7 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _NEUTRAL_ONLY: Final = {
     "CompletionBody": (*UnsupportedFields.__struct_fields__, "tools", "tool_choice"),
-    "ChatBody": UnsupportedFields.__struct_fields__,
+    "ChatBody": (*UnsupportedFields.__struct_fields__, "echo"),
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
 }
 """Unsupported fields, by struct."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
-from draftgate.gateway.http.replies.logprobs import token_logprobs
-from draftgate.gateway.http.replies.rendering import ChunkRendering, WholeChoice
+from draftgate.gateway.http.replies.logprobs import token_logprobs, top_by_text
+from draftgate.gateway.http.replies.prompts import PromptReplies
+from draftgate.gateway.http.replies.rendering import Choices, ChunkRendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -19,6 +20,7 @@ from draftgate.gateway.http.replies.shapes import (
     CompletionLogprobs,
     FunctionCall,
     FunctionCallDelta,
+    PromptField,
     ToolCall,
     ToolCallDelta,
 )
@@ -37,24 +39,39 @@ class CompletionRendering(ChunkRendering):
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
         self._offsets: dict[int, int] = {}  # number of characters sent, by choice
+        self._prompts = PromptReplies(parsed)
+        self._begun: set[int] = set()  # choices whose prompt was sent
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> CompletionChoice:
+        self._prompts.observe(index, choice.prompt_logprobs)
         return CompletionChoice(
             index,
-            "".join(choice.texts),
+            self._echo(index) + "".join(choice.texts),
             self._logprobs(index, choice.logprobs),
             choice.finish_reason,
             step_replies(choice, self._parsed.served.tokenizer),
+            self._prompts.field(index // self._parsed.job.n),
         )
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
+        text = delta.text
+        if self._parsed.echoed:
+            self._prompts.observe(delta.choice, delta.prompt_logprobs)
+            text = self._echo(delta.choice) + text
         return CompletionChoice(
             delta.choice,
-            delta.text,
+            text,
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
             step_replies(delta, self._parsed.served.tokenizer),
         )
+
+    def _echo(self, choice: int) -> str:
+        """Return the text of the prompt, once for each choice, or nothing without `echo`."""
+        if not self._parsed.echoed or choice in self._begun:
+            return ""
+        self._begun.add(choice)
+        return self._parsed.echoed[choice // self._parsed.job.n]
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
@@ -62,12 +79,15 @@ class CompletionRendering(ChunkRendering):
         text = self._parsed.served.tokenizer.token_text
         reply = CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
+        if self._parsed.echoed and choice not in self._offsets:
+            prompt = choice // self._parsed.job.n
+            reply = self._prompts.echoed_logprobs(prompt)
+            offset = len(self._parsed.echoed[prompt])
         for entry in entries:
             token = text(entry.token_id)
             reply.tokens.append(token)
             reply.token_logprobs.append(entry.logprob)
-            likeliest = {text(i): value for i, value in entry.top}
-            reply.top_logprobs.append({**likeliest, token: entry.logprob})
+            reply.top_logprobs.append(top_by_text(token, entry.logprob, entry.top, text))
             reply.text_offset.append(offset)
             offset += len(token)
         self._offsets[choice] = offset
@@ -93,6 +113,11 @@ class ChatRendering(ChunkRendering):
             message = ChatMessage(text or None, tool_calls=[_whole_call(call) for call in calls])
         steps = step_replies(choice, self._parsed.served.tokenizer)
         return ChatChoice(index, message, self._logprobs(choice.logprobs), reason, steps)
+
+    def _prompt_field(self, choices: Choices) -> PromptField:
+        prompts = PromptReplies(self._parsed)
+        prompts.observe(0, choices[0].prompt_logprobs)
+        return prompts.field(0)
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
         text, calls, reason = self._read(delta.choice, delta.text, delta.finish_reason)

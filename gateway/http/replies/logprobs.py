@@ -1,8 +1,8 @@
-"""Log probabilities of output tokens, in the layout of chats and of `/v1/responses`."""
+"""Log probabilities of tokens, in the layouts of the endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import TokenLogprob
@@ -30,3 +30,24 @@ def token_logprobs(
         top = [spelled(token_id, logprob) for token_id, logprob in entry.top]
         replies.append(TokenLogprobReply(chosen.token, chosen.logprob, chosen.bytes, top))
     return replies
+
+
+def top_by_text(
+    token: str, logprob: float, top: Sequence[tuple[int, float]], text: Callable[[int], str]
+) -> dict[str, float]:
+    """Return the log probabilities of the likeliest tokens and of one token, by text.
+
+    Of several tokens with the same text, the likeliest counts. Otherwise, an unlikely token would
+    hide that another token is the likeliest, which evaluations read here.
+
+    Args:
+        token: text of the token.
+        logprob: log probability of the token.
+        top: ids and log probabilities of the likeliest tokens, descending.
+        text: returns the text of a token.
+    """
+    found: dict[str, float] = {}
+    for token_id, value in top:
+        found.setdefault(text(token_id), value)
+    found.setdefault(token, logprob)
+    return found

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 from msgspec import UNSET
 
+from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.http.replies.shapes import (
@@ -17,6 +18,7 @@ from draftgate.gateway.http.replies.shapes import (
     CompletionChoice,
     OptionalMetrics,
     OptionalUsage,
+    PromptField,
     Reply,
     ResponseMetrics,
     Usage,
@@ -35,6 +37,7 @@ class WholeChoice:
 
     Attributes:
         token_ids: ids of the tokens, collected only if steps are traced.
+        prompt_logprobs: log probabilities of the prompt, if the choice reports them.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -42,12 +45,15 @@ class WholeChoice:
     finish_reason: FinishReason | None = None
     steps: list[StepTrace] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
 
     def append(self, delta: Delta) -> None:
         """Append the output of a step."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.steps:
             self.steps.extend(delta.steps)
             self.token_ids.extend(delta.token_ids)
@@ -137,7 +143,7 @@ class ChunkRendering(Rendering):
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
         rendered = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
-        return self._reply(self._object, rendered, usage, metrics)
+        return self._reply(self._object, rendered, usage, metrics, self._prompt_field(choices))
 
     def chunk(
         self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
@@ -159,6 +165,10 @@ class ChunkRendering(Rendering):
     def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice | CompletionChoice:
         raise NotImplementedError
 
+    def _prompt_field(self, choices: Choices) -> PromptField:
+        """Return the field `prompt_logprobs` of the whole response."""
+        return UNSET
+
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | CompletionChoice | None:
         """Return the choice of a chunk, or None without output to send yet."""
         raise NotImplementedError
@@ -169,7 +179,9 @@ class ChunkRendering(Rendering):
         choices: list[Any],
         usage: OptionalUsage = UNSET,
         metrics: OptionalMetrics = UNSET,
+        prompt: PromptField = UNSET,
     ) -> bytes:
         name = f"{self._prefix}-{self._parsed.job.request_id}"
         model = self._parsed.served.name
-        return encode(Reply[Any](name, kind, self._created_s, model, choices, usage, metrics))
+        created_s = self._created_s
+        return encode(Reply[Any](name, kind, created_s, model, choices, usage, metrics, prompt))

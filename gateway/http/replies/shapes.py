@@ -132,13 +132,31 @@ class ChatLogprobs(Struct):
 class CompletionLogprobs(Struct):
     """The field `logprobs` of a completion choice.
 
-    Each list has one entry per token.
+    Each list has one entry per token. The first token of an echoed prompt has no log probabilities.
+    If several tokens have the same text, `top_logprobs` has the likeliest of them.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptTokenReply(Struct):
+    """A token at a position of the prompt.
+
+    The field `rank` is the number of tokens that are at least as likely.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptField = list[dict[int, PromptTokenReply] | None] | UnsetType
+"""The field `prompt_logprobs`, with an entry for each token of the prompt.
+
+An entry has the token itself and the likeliest tokens, by id. The first entry is null."""
 
 
 class StepReply(Struct):
@@ -246,13 +264,17 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
+    prompt_logprobs: PromptField = UNSET
 
 
 Choice = TypeVar("Choice")
 
 
 class Reply(Struct, Generic[Choice]):
-    """A response, or a chunk of a stream."""
+    """A response, or a chunk of a stream.
+
+    Only whole chats have the field `prompt_logprobs`, because completions have it in each choice.
+    """
 
     id: str
     object: str
@@ -261,6 +283,7 @@ class Reply(Struct, Generic[Choice]):
     choices: list[Choice]
     usage: OptionalUsage = UNSET
     metrics: OptionalMetrics = UNSET
+    prompt_logprobs: PromptField = UNSET
 
 
 class ChatReply(Reply[ChatChoice]):

@@ -83,7 +83,6 @@ class UnsupportedFields(Struct):
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
     documents: Any = None
-    echo: Any = None
     enable_thinking: Any = None
     function_call: Any = None
     functions: Any = None
@@ -95,7 +94,6 @@ class UnsupportedFields(Struct):
     length_penalty: Any = None
     logits_processors: Any = None
     modalities: Any = None
-    prompt_logprobs: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     skip_special_tokens: Any = None
@@ -127,6 +125,7 @@ class GenerationFields(UnsupportedFields):
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -145,6 +144,7 @@ class CompletionBody(GenerationFields):
     tools: Any = None
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ContentPart(Struct):
@@ -243,8 +243,12 @@ class Prediction(Struct, tag_field="type", tag="content"):
 
 
 class ChatBody(GenerationFields):
-    """Body of `POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`.
 
+    Only completions support `echo`.
+    """
+
+    echo: Any = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | AllowedToolChoice | None = None
@@ -258,6 +262,8 @@ class ChatBody(GenerationFields):
 class EmbeddingBody(UnsupportedFields):
     """Body of `POST /v1/embeddings`."""
 
+    echo: Any = None
+    prompt_logprobs: Any = None
     input: str | list[str | int | list[int]] | None = None
     model: str | None = None
     dimensions: int | None = None

@@ -20,6 +20,7 @@ from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.echo import echoed_texts, prompt_alternatives
 from draftgate.gateway.http.requests.limits import (
     BIAS,
     MAX_BIASED_TOKENS,
@@ -70,6 +71,8 @@ class ParsedRequest:
         tools: the functions that the response may call.
         body: the decoded body, if the response needs more of its fields.
         conversation: the JSON array of all items before the response, if it is to be stored.
+        echoed: text of each prompt with which its choices begin, or empty without `echo`.
+        prompt_logprobs: number of alternatives in the field `prompt_logprobs`, or None without it.
     """
 
     job: Job
@@ -80,6 +83,8 @@ class ParsedRequest:
     tools: OfferedTools | None = None
     body: msgspec.Struct | None = None
     conversation: bytes = b""
+    echoed: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 def parse_chat(
@@ -103,7 +108,7 @@ def parse_decoded_chat(
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served.check_name(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, UnsupportedFields.__struct_fields__, wire.n or 1)
+    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, "echo"), wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
     special = bool(wire.add_special_tokens)
@@ -142,7 +147,8 @@ def parse_completion(
         sequences = f"{len(prompts)} prompts of {n} choices"
         raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    return _call(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
+    parsed = _call(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
+    return replace(parsed, echoed=echoed_texts(wire, prompts, served.tokenizer))
 
 
 def _call(
@@ -157,7 +163,7 @@ def _call(
     speculation = wire.speculation or SpeculationOptions()
     random_seed = wire.seed in {None, RANDOM_SEED}
     sampling = SamplingParams(
-        max_tokens=max_tokens or 1,
+        max_tokens=1 if max_tokens is None else max_tokens,
         seed=secrets.randbits(GENERATED_SEED_BITS) if random_seed else wire.seed or 0,
         temperature=_temperature(wire),
         top_k=max(wire.top_k or 0, 0),
@@ -171,6 +177,7 @@ def _call(
         stop=_stops(wire.stop),
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_alternatives(wire),
     )
     job = Job(
         request_id,
@@ -187,7 +194,14 @@ def _call(
     )
     options = wire.stream_options or StreamOptions()
     usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
-    return ParsedRequest(job, served, bool(wire.stream), usage, continuous)
+    return ParsedRequest(
+        job,
+        served,
+        bool(wire.stream),
+        usage,
+        continuous,
+        prompt_logprobs=wire.prompt_logprobs,
+    )
 
 
 def _check_common(wire: GenerationFields) -> None:

@@ -138,3 +138,23 @@ async def test_greedy_settings_give_the_same_text_for_all_seeds(
         await api.completions.create(**request, seed=5, extra_body={"min_p": 1.0}),
     ]
     assert len({response.choices[0].text for response in responses}) == 1
+
+
+async def test_echo_has_the_prompt_and_its_log_probabilities(api: AsyncOpenAI, model: str) -> None:
+    """Echoed completions begin with the prompt, with and without output, on every backend."""
+    request = {"model": model, "prompt": PROMPT, "echo": True, "logprobs": 1, "seed": 1}
+    silent = await api.completions.create(**request, max_tokens=0)
+    response = await api.completions.create(
+        **request, max_tokens=4, extra_body={"prompt_logprobs": 1}
+    )
+    (choice,), prompt_tokens = response.choices, response.usage.prompt_tokens
+    assert silent.choices[0].text == PROMPT
+    assert silent.usage.completion_tokens == 0
+    assert choice.text.startswith(PROMPT)
+    assert len(choice.text) > len(PROMPT)
+    assert len(choice.logprobs.tokens) == prompt_tokens + 4
+    assert choice.logprobs.tokens[:prompt_tokens] == silent.choices[0].logprobs.tokens
+    logprobs = choice.logprobs.token_logprobs[:prompt_tokens]
+    assert logprobs == silent.choices[0].logprobs.token_logprobs
+    assert logprobs[0] is None
+    assert len(choice.model_extra["prompt_logprobs"]) == prompt_tokens
