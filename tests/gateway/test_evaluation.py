@@ -1,4 +1,4 @@
-"""Tests of evaluation over HTTP: lm-eval's loglikelihood requests, `echo` and `prompt_logprobs`."""
+"""Tests of evaluation over HTTP: lm-eval's requests, `echo` and `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -138,6 +138,40 @@ async def test_lm_eval_loglikelihoods_equal_transformers(
     scores = [score for score, _ in found]
     right = sum(max(scores[i : i + 3]) == scores[i] for i in range(0, len(scores), 3))
     assert right >= 5
+
+
+def greedy_texts(prompts: Sequence[list[int]], tokens: int, stop: str) -> list[str]:
+    """Return the greedy continuations of prompts up to a stop text, by transformers in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = oracle.generate(ids, do_sample=False, max_new_tokens=tokens)[0, len(prompt) :]
+        found.append(TOKENIZER.decode(output.tolist()).split(stop)[0])
+    return found
+
+
+@needs_engine
+@pytest.mark.asyncio(loop_scope="module")
+async def test_lm_eval_generations_equal_transformers(http: httpx.AsyncClient) -> None:
+    """A generation task gets the greedy texts of transformers, in the order of its prompts."""
+    prompts = [TOKENIZER.encode(question.context) for question in QUESTIONS]
+    body = {
+        "prompt": prompts,
+        "model": "draftgate-demo",
+        "max_tokens": 24,
+        "temperature": 0,
+        "stop": ["\n\n", "<|endoftext|>"],
+        "seed": 1234,
+    }
+    choices = (await http.post(TEXT, json=body)).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(len(prompts)))
+    texts = [choice["text"] for choice in choices]
+    assert texts == greedy_texts(prompts, 24, "\n\n")
+    assert all(texts)
 
 
 @needs_engine

@@ -61,6 +61,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "several": ("/v1/completions", {**TEXT, "prompt": [PROMPT, "import os\n"], "n": 2}),
     "penalties": ("/v1/completions", {**TEXT, "frequency_penalty": 0.7, "min_tokens": 30}),
     "logprobs": ("/v1/completions", {**TEXT, "logprobs": 2, "temperature": 0}),
+    "echo": ("/v1/completions", {**TEXT, "echo": True, "logprobs": 2, "prompt_logprobs": 1}),
     "stop": ("/v1/completions", {**TEXT, "temperature": 0, "stop": ["\n\n"]}),
     "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 64, "seed": 5}),
     "schema": (
