@@ -86,5 +86,5 @@ def test_unknown_proposer_is_rejected() -> None:
     """The error names a proposer that was not recorded or that has no cost."""
     with pytest.raises(ValueError, match="no proposer 'medusa'"):
         proposer_names("medusa", load_profile("h100-8b"), DEMO)
-    with pytest.raises(ValueError, match="no cost of drafting with 'draft_model'"):
-        proposer_names("ngram,draft_model", load_profile("cpu-demo"), DEMO)
+    with pytest.raises(ValueError, match="no cost of drafting with 'sparse_self'"):
+        proposer_names("ngram,sparse_self", load_profile("cpu-demo"), DEMO)

@@ -258,7 +258,9 @@ def test_late_timers_do_not_add_up() -> None:
         await backend.stop()
         return loop_time_s() - start_s
 
-    step_s = load_profile("cpu-demo").cost.seconds(tokens=1, kv_tokens=50, sequences=1)
+    profile = load_profile("cpu-demo")
+    step_s = profile.cost.seconds(tokens=1, kv_tokens=50, sequences=1)
+    step_s += profile.host.step_s + profile.host.sequence_s
     assert run_virtual(main()) == pytest.approx(100 * step_s, rel=0.02)
 
 
