@@ -25,6 +25,10 @@ _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
 _EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+_RESPONSE_END: Final = re.compile(
+    rb"(?:\A|[\r\n])event: ?response\.(?:completed|incomplete)(?=[\r\n])"
+)
+_RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=[\r\n])")
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 
 
@@ -32,7 +36,7 @@ class StreamEnding(StrEnum):
     """The way in which a stream ended."""
 
     DONE = "done"
-    """`[DONE]` after a finish reason."""
+    """`[DONE]` after a finish reason, or the end of the bytes after the end of a response."""
     ERROR = "error"
     """An error event of the upstream."""
     UNFINISHED = "unfinished"
@@ -45,7 +49,7 @@ class EventScan:
     Attributes:
         ending: ending of the stream, or None while it continues. Nothing passes after the ending.
         outputs: number of data events that passed, without `[DONE]`.
-        finished: number of finish reasons that passed.
+        finished: number of finish reasons and of ended responses (`/v1/responses`) that passed.
     """
 
     def __init__(self) -> None:
@@ -53,6 +57,7 @@ class EventScan:
         self.ending: StreamEnding | None = None
         self.outputs = 0
         self.finished = 0
+        self._response_ended = False
         self._held = b""
         self._usage = b""
 
@@ -73,6 +78,14 @@ class EventScan:
             return self._up_to_ending(whole)
         self._observe(whole)
         return whole
+
+    def close(self) -> None:
+        """Note the end of the bytes.
+
+        Many servers send no `[DONE]` after a response of `/v1/responses`.
+        """
+        if self.ending is None and self._response_ended:
+            self.ending = StreamEnding.DONE
 
     def usage(self) -> TokenUsage | None:
         """Return the tokens of the last `usage` object that passed, or None."""
@@ -104,6 +117,9 @@ class EventScan:
         self.outputs += events.startswith(b"data:")
         self.outputs += events.count(b"\ndata:") + events.count(b"\rdata:")
         self.finished += len(_FINISH.findall(events))
+        if b"event:" in events and _RESPONSE_END.search(events):
+            self.finished += 1
+            self._response_ended = True
         if b'"usage"' in events and _USAGE.search(events):
             self._usage = events
 
@@ -111,7 +127,7 @@ class EventScan:
         data = b"\n".join(_data_lines(event))
         if data.strip() == b"[DONE]":
             return StreamEnding.DONE if self.finished else StreamEnding.UNFINISHED
-        if b'"error"' in data and _has_error(data):
+        if b'"error"' in data and (_has_error(data) or _RESPONSE_FAILED.search(event)):
             return StreamEnding.ERROR
         return None
 
@@ -128,11 +144,12 @@ def usage_in(text: bytes) -> TokenUsage | None:
         value, _ = json.JSONDecoder().raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
-    details = value.get("prompt_tokens_details")
+    prompt, output = ("input", "output") if "input_tokens" in value else ("prompt", "completion")
+    details = value.get(f"{prompt}_tokens_details")
     return TokenUsage(
-        _count(value.get("prompt_tokens")),
+        _count(value.get(f"{prompt}_tokens")),
         _count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
-        _count(value.get("completion_tokens")),
+        _count(value.get(f"{output}_tokens")),
     )
 
 

@@ -75,6 +75,7 @@ class HttpExchange:
                     break
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed(f"the response was interrupted: {public_reason(error)}") from error
+        self.scan.close()
         if self.streaming and self.scan.ending is None:
             raise UpstreamFailed("the stream ended without [DONE]")
         if self.scan.ending is StreamEnding.UNFINISHED:

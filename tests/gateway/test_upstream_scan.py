@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
-from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
+from tests.gateway.upstreams import BEGUN_RESPONSE, DONE, ENDED_RESPONSE, LAST, TOKEN, USAGE
 
 WORDS = (
     "[DONE]",
@@ -40,6 +40,7 @@ class ScanResult:
 def scan_blocks(*blocks: bytes) -> ScanResult:
     scan = EventScan()
     passed = b"".join(scan.feed(block) for block in blocks)
+    scan.close()
     return ScanResult(passed, scan.ending, scan.outputs, scan.finished, scan.usage())
 
 
@@ -59,7 +60,9 @@ def chunk(draw: st.DrawFn) -> bytes:
 
 
 unusual_events = st.sampled_from(
-    [DONE, USAGE, b": comment\n\n", b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
+    [DONE, USAGE, BEGUN_RESPONSE, ENDED_RESPONSE,
+     ENDED_RESPONSE.replace(b"completed", b"failed"), b": comment\n\n",
+     b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
      b"data: [1,2]\ndata: 3\n\n", b"data:\xff\xfe\n\n", b"half", b'data: {"error"\n\n', b"\r",
      b"x\r\r"]
 )  # fmt: skip
@@ -121,6 +124,11 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
     ("text", "usage"),
     [
         (b'..."usage":{"prompt_tokens":3,"completion_tokens":4}}', TokenUsage(3, 0, 4)),
+        (b'{"usage": {"input_tokens": 3, "output_tokens": 4}}', TokenUsage(3, 0, 4)),
+        (
+            b'{"usage": {"input_tokens": 3, "input_tokens_details": {"cached_tokens": 2}}}',
+            TokenUsage(3, 2, 0),
+        ),
         (b'{"usage": null}', None),
         (b'{"usage": {"prompt_tokens": 3', None),
         (b'{"text": "\\"usage\\": {}", "usage": {}}', TokenUsage(0, 0, 0)),

@@ -12,7 +12,9 @@ from draftgate.gateway.http import stream
 from draftgate.gateway.http.stream import COMMENT
 from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
 from tests.gateway.upstreams import (
+    BEGUN_RESPONSE,
     DONE,
+    ENDED_RESPONSE,
     LAST,
     SSE,
     TOKEN,
@@ -31,6 +33,7 @@ from tests.gateway.upstreams import (
 
 STREAM = {"model": "theirs", "prompt": "x", "stream": True}
 UPSTREAM_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+FAILED_RESPONSE = ENDED_RESPONSE.replace(b"completed", b"failed")
 
 
 @pytest.mark.parametrize(
@@ -43,8 +46,22 @@ UPSTREAM_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\
         (b": hello\n\n", b"id: 7\nevent: x\n" + TOKEN, LAST, DONE),
         (b'data: {"text": "\xff\xfe\x00"}\n\n', LAST, DONE),
         (b'data: {"text": "[DONE]", "x": "error"}\n\n', LAST, DONE),
+        (BEGUN_RESPONSE, ENDED_RESPONSE),
+        (BEGUN_RESPONSE + ENDED_RESPONSE, DONE),
+        (BEGUN_RESPONSE, ENDED_RESPONSE.replace(b"\n", b"\r\n")),
     ],
-    ids=["plain", "together", "torn", "crlf", "fields", "bad-bytes", "words"],
+    ids=[
+        "plain",
+        "together",
+        "torn",
+        "crlf",
+        "fields",
+        "bad-bytes",
+        "words",
+        "response",
+        "response-done",
+        "crlf-response",
+    ],
 )
 async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
     """The client receives exactly the upstream's bytes for any division into writes."""
@@ -69,6 +86,9 @@ async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
         (stream_of(TOKEN, LAST + DONE.strip()), TOKEN + LAST, "without [DONE]"),
         (stream_of(TOKEN, DONE), TOKEN, "before any choice had finished"),
         (stream_of(TOKEN, b"data: " + b"x" * (5 << 20)), TOKEN, "exceeds"),
+        (stream_of(BEGUN_RESPONSE), BEGUN_RESPONSE, "without [DONE]"),
+        (stream_of(BEGUN_RESPONSE, DONE), BEGUN_RESPONSE, "before any choice had finished"),
+        (stream_of(BEGUN_RESPONSE, ENDED_RESPONSE[:-20]), BEGUN_RESPONSE, "without [DONE]"),
     ],
     ids=[
         "cut",
@@ -79,6 +99,9 @@ async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
         "half-done",
         "no-reason",
         "endless",
+        "open-response",
+        "open-response-done",
+        "half-response",
     ],
 )
 async def test_cut_stream_ends_with_one_error_event(
@@ -100,12 +123,13 @@ async def test_cut_stream_ends_with_one_error_event(
 
 
 @pytest.mark.parametrize("end", [DONE, TOKEN + DONE, b""], ids=["done", "more", "closed"])
-async def test_error_event_of_the_upstream_ends_the_stream(end: bytes) -> None:
+@pytest.mark.parametrize("error", [UPSTREAM_ERROR, FAILED_RESPONSE], ids=["error", "response"])
+async def test_error_event_of_the_upstream_ends_the_stream(error: bytes, end: bytes) -> None:
     """The gateway forwards an error event of the upstream and ends the stream."""
-    handler = stream_of(TOKEN, UPSTREAM_ERROR + end)
+    handler = stream_of(TOKEN, error + end)
     async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
-        assert got == TOKEN + UPSTREAM_ERROR
+        assert got == TOKEN + error
         assert 'outcome="failed"' in (await http.get("/metrics")).text
 
 

@@ -25,6 +25,15 @@ USAGE = (
     b'"prompt_tokens_details":{"cached_tokens":2}}}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
+BEGUN_RESPONSE = (
+    b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1",'
+    b'"error":null,"usage":null,"metadata":{"type":"response.completed"}}}\n\n'
+)
+ENDED_RESPONSE = (
+    b'event: response.completed\ndata: {"response":{"id":"resp_1","error":null,"usage":'
+    b'{"input_tokens":7,"input_tokens_details":{"cached_tokens":2},"output_tokens":3}},'
+    b'"type":"response.completed"}\n\n'
+)
 WHOLE = b'{"id": "c", "choices": [{"text": "hi", "finish_reason": "stop"}], "usage":\
  {"prompt_tokens": 5, "completion_tokens": 2}}'
 
