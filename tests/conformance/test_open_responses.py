@@ -157,9 +157,11 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def read_events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the data of each event."""
+    """Return the name and the data of each event before `[DONE]`."""
     found = []
-    for block in text.strip().split("\n\n"):
+    *blocks, done = text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    for block in blocks:
         name, data = block.split("\n")
         found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found

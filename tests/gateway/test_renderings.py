@@ -163,7 +163,7 @@ def test_stream_adds_up_to_the_whole_response(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_failure_is_the_last_event(kind: str) -> None:
-    """The error event is the last event of a failed stream, without `[DONE]`."""
+    """The error event is the last event of a failed stream. Only responses end with `[DONE]`."""
     for parts in ([], ["half an ans"], ['<tool_call>\n{"name": "now", "arguments": {"a']):
         rendering = maker(kind)()
         for part in parts:
@@ -174,4 +174,4 @@ def test_failure_is_the_last_event(kind: str) -> None:
             assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
             last = last["response"]
         assert last["error"]["message"] == "device lost"
-        assert b"[DONE]" not in sent
+        assert sent.endswith(b"data: [DONE]\n\n") is kind.startswith("response")

@@ -65,7 +65,9 @@ def send_request(http: httpx.AsyncClient, **fields: Any) -> asyncio.Task[httpx.R
 def parse_events(text: str) -> list[dict[str, Any]]:
     """Return the events of a stream after validating each event with OpenAI's types."""
     events = []
-    for block in text.strip().split("\n\n"):
+    *blocks, done = text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    for block in blocks:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"

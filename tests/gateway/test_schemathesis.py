@@ -184,11 +184,10 @@ def _check_events(path: str, response: Any, document: dict[str, Any]) -> None:
     # Not `splitlines`, which also ends a line at U+0085 or U+2028 within a JSON string.
     lines = response.content.decode().split("\n")
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
     if path == "/v1/responses":
         last = json.loads(data[-1])["type"]
         assert last in {"response.completed", "response.incomplete"}
-    else:
-        assert data.pop() == "[DONE]"
     schema = {
         "$ref": f"#/components/schemas/{EVENTS[path]}",
         "components": document["components"],

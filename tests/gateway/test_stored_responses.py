@@ -52,7 +52,7 @@ async def respond(
     backend.emit(request, text, last=True)
     response = await sending
     assert response.status_code == 200, response.text
-    return request, events(response.text)[-1]["response"] if body.get("stream") else response.json()
+    return request, events(response.text)[-2]["response"] if body.get("stream") else response.json()
 
 
 async def refusal(sending: Any) -> tuple[int, str | None, str]:
@@ -110,7 +110,7 @@ async def test_failed_stream_is_not_stored(qwen: ScriptedBackend, http: httpx.As
         begun = [await anext(lines)]
         qwen.crash("device lost")
         text = "\n".join([*begun, *[line async for line in lines]])
-    failed = events(text)[-1]["response"]
+    failed = events(text)[-2]["response"]
     assert (failed["status"], failed["store"]) == ("failed", False)
     assert (await http.get(f"{PATH}/{failed['id']}")).status_code == 404
 

@@ -214,6 +214,7 @@ def check(scenario: Scenario, status: int, body: str) -> None:
         return
     received = events(body)
     if scenario.api.path == "/v1/responses":
+        assert received.pop() == "[DONE]"
         endings = [e["type"] for e in received if e["type"] in ENDINGS_OF_RESPONSES]
         assert (
             endings

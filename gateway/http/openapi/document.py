@@ -188,7 +188,7 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _event(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of each event of a stream."""
-    text = "An event of a stream (`stream: true`). Chats and completions end with `[DONE]`."
+    text = "An event of a stream (`stream: true`). The last event is `[DONE]`."
     of_data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": data}]}
     properties = {"event": {"type": "string"}, "data": of_data}
     return {"type": "object", "description": text, "properties": properties, "required": ["data"]}

@@ -1,9 +1,10 @@
 """Responses of `/v1/responses`, with their shapes and the events of their streams.
 
 A stream begins with `response.created` and `response.in_progress`, before its first delta. It ends
-with `response.completed`, `response.incomplete` or `response.failed`. The events between them
-report the output items, which are messages and function calls. At most one item is open at a time.
-A new item begins when text precedes a call, or when anything follows a call.
+with `response.completed`, `response.incomplete` or `response.failed`, and then with `[DONE]`, which
+the Open Responses specification requires. The events between them report the output items, which
+are messages and function calls. At most one item is open at a time. A new item begins when text
+precedes a call, or when anything follows a call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType, field, structs
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.http.replies.logprobs import token_logprobs
-from draftgate.gateway.http.replies.rendering import Choices, Rendering, encode
+from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode
 from draftgate.gateway.http.replies.shapes import (
     OptionalMetrics,
     OptionalUsage,
@@ -212,7 +213,7 @@ class ResponseRendering(Rendering):
         """Return the events after the last delta, as `Rendering.ending` describes."""
         self._begin_response()
         self._emit(f"response.{self._status}", response=self._finished((), usage, metrics))
-        return self._take_events()
+        return self._take_events() + DONE
 
     def failure(self, error: GatewayError) -> bytes:
         """Return the events of an error, as `Rendering.failure` describes."""
@@ -221,7 +222,7 @@ class ResponseRendering(Rendering):
         failed = self._reply("failed")
         failed.error = ResponseFailure("server_error", error.message)
         self._emit("response.failed", response=failed)
-        return self._take_events()
+        return self._take_events() + DONE
 
     @property
     def _status(self) -> str:
