@@ -284,6 +284,12 @@ class Fleet:
         return next((card for card in cards if card.model_id), cards[0])
 
     @property
+    def proposers(self) -> list[str]:
+        """The names of the proposers of all serving workers, in the order of the workers."""
+        names = (name for worker in self.serving for name in worker.backend.load().proposers)
+        return list(dict.fromkeys(names))
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.any.generating.tokenizer

@@ -30,6 +30,7 @@ from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.live import Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -154,6 +155,7 @@ class Node:
             name = self.config.served_model_name or card.model_id
             self._served = ServedModel(name, self.fleet.tokenizer, card.max_model_len)
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
+        create_series(self.metrics, self.policy.name, self.fleet.proposers)
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 

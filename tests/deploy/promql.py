@@ -26,11 +26,13 @@ class SelectedSeries:
 
     Attributes:
         name: the name of the series.
-        matched: the required values by label.
+        matched: the values by label, required or excluded.
+        required: the required values by label.
     """
 
     name: str
     matched: dict[str, str]
+    required: dict[str, str]
 
 
 def dashboard() -> dict[str, Any]:
@@ -78,8 +80,11 @@ def selected_series(expression: str) -> Iterator[SelectedSeries]:
     """
     for node in _nodes(promql.parse(expression)):
         if isinstance(node, promql.VectorSelector):
-            matched = {matcher.name: matcher.value for matcher in node.matchers.matchers}
-            yield SelectedSeries(node.name, matched)
+            matchers = node.matchers.matchers
+            matched = {matcher.name: matcher.value for matcher in matchers}
+            equal = promql.MatchOp.Equal
+            required = {one.name: one.value for one in matchers if one.op == equal}
+            yield SelectedSeries(node.name, matched, required)
 
 
 def grouping_labels(expression: str) -> set[str]:

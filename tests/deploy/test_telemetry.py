@@ -70,6 +70,35 @@ def test_expression_reads_series_that_nodes_export(
     assert grouping_labels(expression) <= labels | PROMETHEUS_LABELS
 
 
+@pytest.fixture(scope="module")
+def at_start() -> dict[str, list[dict[str, str]]]:
+    """The labels of each sample on the page of a node without requests, by series name."""
+
+    async def page() -> str:
+        async with running() as gateway, client(gateway) as http:
+            return (await http.get("/metrics")).text
+
+    samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
+    for family in text_string_to_metric_families(asyncio.run(page())):
+        for sample in family.samples:
+            samples[sample.name].append(sample.labels)
+    return samples
+
+
+@pytest.mark.parametrize("expression", dashboard_expressions())
+def test_panel_finds_its_series_before_the_first_request(
+    expression: str, at_start: dict[str, list[dict[str, str]]]
+) -> None:
+    """A node without requests exports each series of the dashboard with the required labels."""
+    for series in selected_series(expression):
+        required = {
+            label: value
+            for label, value in series.required.items()
+            if label not in PROMETHEUS_LABELS
+        }
+        assert any(required.items() <= labels.items() for labels in at_start[series.name])
+
+
 def test_dashboard_thresholds_are_bucket_bounds() -> None:
     """Each threshold of the dashboard is a bucket bound, because other values give an empty
     share."""

@@ -229,3 +229,22 @@ async def test_choices_are_counted_by_finish_reason(scripted: ScriptedBackend) -
         if sample.name == "vllm:request_success_total"
     }
     assert found == {"stop": 1.0, "abort": 1.0}
+
+
+async def test_first_event_of_a_labelled_counter_increases_its_series() -> None:
+    """Rates count the first request, because its series was 0 before."""
+    async with running() as gateway, client(gateway) as http:
+
+        async def finished() -> float:
+            text = (await http.get("/metrics")).text
+            begin = 'draftgate_requests_total{endpoint="/v1/completions"'
+            (line,) = [
+                line
+                for line in text.splitlines()
+                if line.startswith(begin) and 'outcome="finished"' in line
+            ]
+            return float(line.split()[-1])
+
+        assert await finished() == 0
+        await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert await finished() == 1

@@ -176,7 +176,7 @@ async def test_client_error_of_the_upstream_passes(status: int) -> None:
         assert await send(gateway) == (status, BUSY, "3")
         assert len(a.requests) + len(b.requests) == 1
         async with client(gateway) as http:
-            assert 'outcome="rejected"' in (await http.get("/metrics")).text
+            assert 'outcome="rejected"} 1.0' in (await http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("status", [302, 500, 504])

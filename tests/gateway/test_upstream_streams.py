@@ -116,7 +116,7 @@ async def test_cut_stream_ends_with_one_error_event(
         assert error["error"]["type"] == "server_error"
         assert reason in error["error"]["message"]
         metrics = (await http.get("/metrics")).text
-        assert 'outcome="failed"' in metrics
+        assert 'outcome="failed"} 1.0' in metrics
         tokens = passed.count(b"data:")
         assert f'generation_tokens_total{{model_name="theirs"}} {tokens}.0' in metrics
         assert is_idle(gateway.node)
@@ -130,7 +130,7 @@ async def test_error_event_of_the_upstream_ends_the_stream(error: bytes, end: by
     async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
         got = (await http.post("/v1/completions", json=STREAM)).content
         assert got == TOKEN + error
-        assert 'outcome="failed"' in (await http.get("/metrics")).text
+        assert 'outcome="failed"} 1.0' in (await http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -244,8 +244,8 @@ async def test_disconnect_during_comments_counts_as_cancelled(
         writer.transport.abort()
         await until(lambda: is_idle(gateway.node))
         metrics = (await http.get("/metrics")).text
-    assert 'outcome="cancelled"' in metrics
-    assert 'outcome="failed"' not in metrics
+    assert 'outcome="cancelled"} 1.0' in metrics
+    assert 'outcome="failed"} 1.0' not in metrics
 
 
 async def test_forwarded_tokens_reach_the_live_page() -> None:

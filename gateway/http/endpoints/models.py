@@ -9,7 +9,6 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.errors import ModelNotFound, invalid
-from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.context import NODE, json_response, read_body
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
@@ -75,14 +74,8 @@ def _model(node: Node) -> ModelReply:
         card.root,
         card.max_model_len,
         chat=served.tokenizer.tool_template is not None,
-        proposers=_proposers(node.fleet),
+        proposers=node.fleet.proposers,
     )
-
-
-def _proposers(fleet: Fleet) -> list[str]:
-    """Return the names of the proposers of all serving workers, in the order of the workers."""
-    names = (name for worker in fleet.serving for name in worker.backend.load().proposers)
-    return list(dict.fromkeys(names))
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
