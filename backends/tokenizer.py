@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.token_bounds import token_bound
 
 FILES: Final = (
     "tokenizer.json",
@@ -62,6 +63,7 @@ class Tokenizer:
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
+        self._bound = token_bound(self._fast, self.vocabulary)
         # Use only the state of the decoder, because that of the tokenizer includes the vocabulary
         # and is slow.
         decoder = self._fast.decoder and json.loads(self._fast.decoder.__getstate__())
@@ -98,6 +100,18 @@ class Tokenizer:
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without tokenising it.
+
+        The result is 0 for tokenizers that may omit parts of a text.
+        """
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    def beginning(self, text: str, tokens: int) -> str:
+        """Return a beginning of a text with at least this number of tokens, or the whole text."""
+        # A character has one or more bytes.
+        return text if self._bound is None else text[: tokens * self._bound.most_bytes]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, skipping unused ids."""

@@ -11,6 +11,7 @@ from draftgate.backends.chat_template import RawJson
 from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import Unsupported, invalid
+from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
 from draftgate.gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
 from draftgate.gateway.http.tools.dialects import dialect_of
 
@@ -31,6 +32,7 @@ def chat_prompt(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
+    most_tokens: int | None = None,
     add_special_tokens: bool = False,
 ) -> TokenIds:
     """Return the token ids of the prompt for a chat.
@@ -39,11 +41,29 @@ def chat_prompt(
         messages: the messages as received.
         tokenizer: the tokenizer with the model's template.
         tools: functions on offer, in the form that templates expect.
+        most_tokens: the length of the context, or None without a limit.
         add_special_tokens: whether to add special tokens to those that the template writes.
 
     Raises:
-        InvalidRequest: a message is malformed.
+        InvalidRequest: a message is malformed, or the prompt cannot fit.
         RequestRejected: the model has no template, or its template rejects the messages.
+    """
+    text = tokenizer.render_chat(template_messages(messages, tokenizer), tools)
+    ids = encode_prompt(
+        tokenizer, text, most_tokens, "messages", add_special_tokens=add_special_tokens
+    )
+    if not ids:
+        raise invalid("messages", "the chat template makes an empty prompt")
+    return compact(ids)
+
+
+def template_messages(
+    messages: Sequence[Message] | None, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Return messages in the form that the model's template expects.
+
+    Raises:
+        InvalidRequest: a message is malformed.
     """
     if not messages:
         raise invalid("messages", "must be given and must not be empty")
@@ -54,11 +74,7 @@ def chat_prompt(
             _check_no_call(message, f"messages[{i}]")
     elif dialect.between is None:
         plain = [part for message in plain for part in _single_calls(message)]
-    text = tokenizer.render_chat(plain, tools)
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    if not ids:
-        raise invalid("messages", "the chat template makes an empty prompt")
-    return compact(ids)
+    return plain
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:

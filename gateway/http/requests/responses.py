@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from draftgate.gateway.errors import Unsupported, invalid
+from draftgate.gateway.errors import ContextTooLong, Unsupported, invalid
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
@@ -17,6 +17,7 @@ from draftgate.gateway.http.requests.limits import (
     MAX_METADATA_VALUE,
     check_ranges,
 )
+from draftgate.gateway.http.requests.messages import template_messages
 from draftgate.gateway.http.requests.schemas import (
     AllowedTool,
     AllowedToolChoice,
@@ -238,20 +239,25 @@ def parse_responses(
         one = structs.replace(chat, messages=some)
         return parse_decoded_chat(one, served, request_id, service)
 
+    tried: dict[int, ParsedRequest] = {}  # by number of messages
+    most = served.max_model_len - (wire.max_output_tokens or 1)
+
+    def fits(some: list[Message]) -> bool:
+        try:
+            parsed = tried[len(some)] = parse(some)
+        except ContextTooLong:
+            return False
+        return len(parsed.job.prompts[0]) <= most
+
     with rename_params(paths):
-        parsed = parse(messages)
+        if wire.truncation == "auto":
+            template_messages(messages, served.tokenizer)  # checks also the turns to drop
+            messages = drop_oldest_turns(messages, fits)
+        parsed = tried.get(len(messages)) or parse(messages)
     if parsed.tools is not None and chat.logprobs:
         param = "top_logprobs" if wire.top_logprobs else "include"
         raise Unsupported(param, " together with tools")
-    most = served.max_model_len - (wire.max_output_tokens or 1)
-    if wire.truncation == "auto" and _prompt_tokens(parsed) > most:
-        kept = drop_oldest_turns(messages, lambda some: _prompt_tokens(parse(some)) <= most)
-        parsed = parse(kept)
     return replace(parsed, include_usage=True, body=wire)
-
-
-def _prompt_tokens(parsed: ParsedRequest) -> int:
-    return len(parsed.job.prompts[0])
 
 
 def _messages(

@@ -19,17 +19,21 @@ def drop_oldest_turns(
 
     Args:
         messages: the whole conversation.
-        fits: whether a conversation fits. The function calls it about log2(turns) times.
+        fits: whether a conversation fits. The function tries the end of the conversation first, and
+            never more than about twice of what fits, because tokenising a long text takes seconds.
     """
     starts = [index for index, message in enumerate(messages) if message.role == "user"]
 
-    def without(turns: int) -> list[Message]:
-        begin = starts[turns] if turns else 0
+    def last(turns: int) -> list[Message]:
+        begin = starts[-turns] if turns < len(starts) else 0
         return [
             message
             for index, message in enumerate(messages)
             if index >= begin or ROLES.get(message.role) == "system"
         ]
 
-    optional = range(max(len(starts) - 1, 0))
-    return without(bisect_left(optional, True, key=lambda turns: fits(without(turns))))
+    kept, most = 1, len(starts)
+    while kept < most and fits(last(min(2 * kept, most))):
+        kept = min(2 * kept, most)
+    between = range(kept + 1, min(2 * kept, most))
+    return last(kept + bisect_left(between, True, key=lambda turns: not fits(last(turns))))

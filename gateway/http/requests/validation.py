@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import invalid
@@ -31,6 +30,7 @@ from draftgate.gateway.http.requests.limits import (
     check_ranges,
 )
 from draftgate.gateway.http.requests.messages import chat_prompt, content_text
+from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
 from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
@@ -112,10 +112,16 @@ def parse_decoded_chat(
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
     special = bool(wire.add_special_tokens)
-    prompts = (chat_prompt(wire.messages, served.tokenizer, shown, add_special_tokens=special),)
+    prompt = chat_prompt(
+        wire.messages,
+        served.tokenizer,
+        shown,
+        most_tokens=served.max_model_len,
+        add_special_tokens=special,
+    )
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
-    parsed = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
+    parsed = _call(wire, served, request_id, (prompt,), max_tokens, _chat_logprobs(wire), service)
     if wire.prediction is not None:
         ids = _prediction_ids(wire.prediction, served)
         parsed = replace(parsed, job=replace(parsed.job, prediction_ids=ids))
@@ -275,7 +281,9 @@ def _logit_bias(
 def _prediction_ids(prediction: Prediction, served: ServedModel) -> tuple[int, ...]:
     """Return the tokens of a prediction, at most as many as an output can have."""
     text = content_text(prediction.content, "user", "prediction.content")
-    return tuple(served.tokenizer.encode(text, add_special_tokens=False)[: served.max_model_len])
+    most = served.max_model_len
+    text = served.tokenizer.beginning(text, most)
+    return tuple(served.tokenizer.encode(text, add_special_tokens=False)[:most])
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:
@@ -301,9 +309,10 @@ def prompts_of(
         add_special_tokens: whether texts get the special tokens of the tokenizer, such as BOS.
 
     Raises:
-        InvalidRequest: no prompt is given, a prompt is empty, or a token id is out of range.
+        InvalidRequest: no prompt is given, a prompt is empty or cannot fit, or a token id is out
+            of range.
     """
-    encode = partial(_encoded, served.tokenizer, add_special_tokens=add_special_tokens)
+    encode = partial(_encoded, served, add_special_tokens=add_special_tokens)
     if isinstance(given, str):
         return (encode(given, name),)
     if not given:
@@ -320,8 +329,9 @@ def prompts_of(
     )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> TokenIds:
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+def _encoded(served: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> TokenIds:
+    most, tokenizer = served.max_model_len, served.tokenizer
+    ids = encode_prompt(tokenizer, text, most, param, add_special_tokens=add_special_tokens)
     if not ids:
         begin = tokenizer.special_id("bos_token")
         if begin is None:

@@ -1,0 +1,38 @@
+"""The tokenising of prompts, which is skipped for prompts that cannot fit into the context.
+
+A body of 8 MB takes seconds to tokenise. A prompt whose bytes need too many tokens, even if all of
+them were the longest token, is rejected at once.
+"""
+
+from __future__ import annotations
+
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.errors import ContextTooLong
+from draftgate.gateway.offload import stop_if_abandoned
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str,
+    most_tokens: int | None,
+    param: str,
+    *,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Args:
+        most_tokens: the length of the context, or None without a limit.
+        param: path of the prompt in the request.
+
+    Raises:
+        ContextTooLong: the prompt cannot fit, by its bytes.
+        Abandoned: the client has disconnected.
+    """
+    stop_if_abandoned()
+    if most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
+        raise ContextTooLong(
+            f"{param}: the context holds {most_tokens} tokens, but the text has at least {least}",
+            param,
+        )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
