@@ -1,7 +1,8 @@
 """API keys, with the account and the limits of each key.
 
 A node without keys accepts all requests for one account. The keys come from a YAML file
-(`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`.
+(`--api-keys-file`), or without limits from `DRAFTGATE_API_KEYS`. The node loads the file again when
+it changes (`gateway.reloading`).
 
     keys:
       - name: search            # the tenant, in metrics and logs
@@ -13,6 +14,12 @@ A node without keys accepts all requests for one account. The keys come from a Y
         first_priority: -1      # most urgent class allowed (default 0; null: any)
         least_ttft_ms: 200      # tightest latency targets allowed
         least_tpot_ms: 20
+      - name: prometheus
+        key: sk-...
+        role: metrics           # reads only /metrics (default: tenant)
+
+Tenants see only their own decisions, and no metrics, which name all tenants. Keys with the role
+`operator` see everything. All requests on a node without keys have this role.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -35,6 +43,14 @@ Count = Annotated[int, Meta(ge=1)]
 
 _DIGITS: Final = 64
 """Length of a SHA-256 in hex."""
+
+
+class Role(StrEnum):
+    """What a key may see."""
+
+    TENANT = "tenant"
+    OPERATOR = "operator"
+    METRICS = "metrics"
 
 
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +68,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_priority: int | None = 0
     least_ttft_ms: Positive | None = None
     least_tpot_ms: Positive | None = None
+    role: Role = Role.TENANT
 
     @property
     def digest(self) -> str:
@@ -72,6 +89,11 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return digest
 
     @property
+    def sees_tenant(self) -> str | None:
+        """The tenant whose decisions the key may see, or None for all tenants."""
+        return None if self.role is Role.OPERATOR else self.name
+
+    @property
     def quota(self) -> Quota:
         """The limits per minute."""
         return Quota(self.requests_per_minute, self.tokens_per_minute)
@@ -86,7 +108,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-ANONYMOUS: Final = Account("", first_priority=None)
+ANONYMOUS: Final = Account("", first_priority=None, role=Role.OPERATOR)
 """The account of all requests on a node without keys."""
 
 
@@ -103,7 +125,8 @@ class Accounts:
         """Index the accounts by key.
 
         Raises:
-            ValueError: two accounts have the same name or key, or an account is malformed.
+            ValueError: two accounts have the same name or key, an account is malformed, or no key
+                is for clients.
         """
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
@@ -114,10 +137,17 @@ class Accounts:
         names = [account.name for account in self._by_digest.values()]
         if len(set(names)) < len(names):
             raise ValueError("two accounts have the same name")
+        if names and all(one.role is Role.METRICS for one in self):
+            raise ValueError("keys with the role metrics need an API key for clients")
 
     def __iter__(self) -> Iterator[Account]:
         """Yield the accounts."""
         return iter(self._by_digest.values())
+
+    @property
+    def quotas(self) -> dict[str, Quota]:
+        """The quota of each tenant."""
+        return {account.name: account.quota for account in self}
 
     @property
     def required(self) -> bool:
@@ -133,13 +163,24 @@ class Accounts:
         return account if hmac.compare_digest(digest, known) else None
 
 
-def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
+def read_accounts(
+    path: Path | None, keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()
+) -> Accounts:
     """Return the accounts in a file, and an account without limits for each further key.
 
+    Args:
+        metrics_keys: keys with the role `metrics`.
+
     Raises:
-        ValueError: the file cannot be read or is malformed.
+        ValueError: the file cannot be read or is malformed, or no key is for clients.
     """
-    listed = [Account(f"key-{_sha256(key)[:8]}", key) for key in keys if key]
+    roles = ((keys, "key", Role.TENANT), (metrics_keys, "metrics", Role.METRICS))
+    listed = [
+        Account(f"{prefix}-{_sha256(key)[:8]}", key, role=role)
+        for given, prefix, role in roles
+        for key in given
+        if key
+    ]
     if path is None:
         return Accounts(listed)
     try:

@@ -14,9 +14,15 @@ import asyncio
 import gc
 import os
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,8 +36,10 @@ from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
+from draftgate.gateway.reloading import reloading
 from draftgate.gateway.state.guarded import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
+from draftgate.gateway.tls import Listener, tls_listener
 
 YOUNG_OBJECTS: Final = 5_000
 """Threshold of the youngest garbage-collector generation, in objects.
@@ -61,6 +69,9 @@ _EXTRAS: Final = {
 
 CLOSE_S: Final = 2.0
 """Time for connections to send their buffers after the workers have stopped."""
+
+_REACHABLE: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not a bind
+"""Addresses at which clients on this machine reach a listener on all addresses."""
 
 
 class StartError(Exception):
@@ -123,35 +134,55 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
     """Accept connections until the block ends, and then close the listener and all connections.
 
     Raises:
-        StartError: the address cannot be used.
+        StartError: the address or the certificates cannot be used.
     """
-    host = node.config.host
+    config = node.config
+    tls = _tls(config)
     runner = web.AppRunner(build_app(node), handler_cancellation=True, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
         assert runner.server is not None
-        connect = connection_factory(runner.server, node.config.keepalive_timeout_s)
-        server = await _listen(connect, host, node.config.port)
+        connect = connection_factory(runner.server, config.keepalive_timeout_s)
+        server = await _listen(connect, config, None if tls is None else tls.context)
         try:
             node.port = int(server.sockets[0].getsockname()[1])
-            yield Listening(node, _url(host, node.port))
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(reloading(node.key_files, node.use_accounts))
+                if tls is not None:
+                    await stack.enter_async_context(reloading(tls.files, tls.apply))
+                yield Listening(node, _url(config, node.port))
         finally:
             server.close()
     finally:
         await runner.cleanup()
 
 
-async def _listen(connect: Callable[[], Connection], host: str, port: int) -> asyncio.Server:
-    """Accept connections on an address.
+def _tls(config: ServeConfig) -> Listener | None:
+    """Return the TLS of a node, or None without a certificate.
+
+    Raises:
+        StartError: a certificate cannot be used.
+    """
+    try:
+        return tls_listener(config)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+async def _listen(
+    connect: Callable[[], Connection], config: ServeConfig, tls: ssl.SSLContext | None
+) -> asyncio.Server:
+    """Accept connections on the address of a node.
 
     Raises:
         StartError: the address cannot be used.
     """
     loop = asyncio.get_running_loop()
     try:
-        return await loop.create_server(connect, host, port, backlog=1024)
+        return await loop.create_server(connect, config.host, config.port, backlog=1024, ssl=tls)
     except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        where = f"{config.host}:{config.port}"
+        raise StartError(f"cannot listen on {where}: {error.strerror}") from error
 
 
 async def start_workers(node: Node) -> None:
@@ -303,6 +334,7 @@ async def _wait_for_streams(node: Node) -> None:
         await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)
 
 
-def _url(host: str, port: int) -> str:
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not a bind
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+def _url(config: ServeConfig, port: int) -> str:
+    host = _REACHABLE.get(config.host, config.host)
+    shown = f"[{host}]" if ":" in host else host
+    return f"{config.scheme}://{shown}:{port}"

@@ -11,6 +11,8 @@
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
+    │   ├── Forbidden         403  ... code forbidden
+    │   ├── CertificateRequired 403 ... code client_certificate_required
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
     │   ├── RequestTimeout    408  ... code request_timeout
     │   ├── BodyTooLarge      413  ... code body_too_large
@@ -168,6 +170,14 @@ class ForbiddenHost(InvalidRequest, status=403, code="forbidden_host"):
 
 class ForbiddenOrigin(InvalidRequest, status=403, code="forbidden_origin"):
     """The request is from a web page of another origin, which is not in `--cors-origins`."""
+
+
+class Forbidden(InvalidRequest, status=403, code="forbidden"):
+    """The role of the API key does not include the endpoint."""
+
+
+class CertificateRequired(InvalidRequest, status=403, code="client_certificate_required"):
+    """The client has shown no certificate, which `--tls-client-ca-file` requires."""
 
 
 class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):

@@ -96,6 +96,13 @@ class FleetWorker:
         )
 
     @property
+    def server(self) -> str | None:
+        """URL of the server that runs the worker, or None for a worker of this node."""
+        if isinstance(self.backend, PeerBackend):
+            return self.backend.url
+        return self.backend.card.root if self.forwards else None
+
+    @property
     def generating(self) -> Backend:
         """The backend of a worker that accepts token ids."""
         assert not self.forwards

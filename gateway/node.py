@@ -6,6 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -26,6 +27,7 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
@@ -46,6 +48,7 @@ class Node:
     """The components of a node.
 
     Attributes:
+        key_files: the file of API keys, which may change while the node runs.
         port: the port on which the node listens.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
@@ -69,7 +72,8 @@ class Node:
         self.policy = speculation_policy(config.speculation)
         path = None if config.decisions_file is None else Path(config.decisions_file)
         self.decisions = Decisions(path, time.time)
-        self.accounts = _accounts(config)
+        self.key_files = _key_files(config)
+        self.accounts = self.key_files.read()
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.port = config.port
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
@@ -88,7 +92,7 @@ class Node:
             self.decisions,
             self.policy,
             rules,
-            quotas={account.name: account.quota for account in self.accounts},
+            quotas=self.accounts.quotas,
             draw=Random().random,
         )
         queue = self.dispatcher.queue
@@ -170,6 +174,17 @@ class Node:
         await self.fleet.stop()
         self.dispatcher.queue.pump()  # fail the requests that still wait
 
+    def use_accounts(self, accounts: Accounts) -> None:
+        """Use other API keys, with their quotas and limits, for all further requests.
+
+        Raises:
+            ValueError: the node would begin or cease to require keys, which needs a restart.
+        """
+        if accounts.required != self.accounts.required:
+            raise ValueError("a node cannot begin or cease to require API keys while it runs")
+        self.accounts = accounts
+        self.dispatcher.admission.change_quotas(accounts.quotas)
+
     async def _advertise(self, join: str) -> str:
         """Determine this node's URL for other nodes, and return the prefix of its workers' ids.
 
@@ -216,6 +231,8 @@ def _members(
     return Members(fleet, store, reach, changed)
 
 
-def _accounts(config: ServeConfig) -> Accounts:
+def _key_files(config: ServeConfig) -> WatchedFiles[Accounts]:
+    """Return the file of API keys, if one is configured, with the keys of the environment."""
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
-    return read_accounts(path, config.api_keys)
+    read = partial(read_accounts, path, config.api_keys, config.metrics_keys)
+    return WatchedFiles("the API keys", [] if path is None else [path], read)

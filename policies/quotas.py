@@ -133,6 +133,13 @@ class _Bucket:
     full_at: int = 0
     behind: dict[str, int] = field(default_factory=dict)
 
+    def change(self, rate: int, most: int, now_ns: int) -> None:
+        """Change rate and size. The units in use stay in use, and drain at the new rate."""
+        shift = now_ns * (rate - self.rate)
+        self.rate, self.most = rate, most
+        self.full_at += shift
+        self.behind = {request_id: full_at + shift for request_id, full_at in self.behind.items()}
+
     def wait_ns(self, units: int, now_ns: int) -> int | None:
         """Return the nanoseconds until the units fit, or None if they never fit."""
         if units > self.most:
@@ -150,6 +157,8 @@ class _Bucket:
 
     def close(self, request_id: str, units: int) -> None:
         """Close a reservation and release some of its units."""
+        if request_id not in self.behind:
+            return  # the limit is younger than the reservation
         released, behind = units * MINUTE_NS, self.behind[request_id]
         for earlier, full_at in self.behind.items():
             if earlier == request_id:
@@ -232,6 +241,22 @@ class QuotaLedger:
     def release(self, request_id: str) -> None:
         """Undo a reservation, so that the quota of requests ignores the request, too."""
         self._close(request_id, 0, released_requests=1)
+
+    def change_quotas(self, quotas: Mapping[str, Quota], now_s: float) -> None:
+        """Replace all quotas.
+
+        What a tenant has used of a limit counts against its new limit. A new limit ignores what the
+        tenant has used before.
+        """
+        self._now_ns = max(self._now_ns, round(now_s * 1e9))
+        self.quotas = quotas
+        for tenant, account in self._accounts.items():
+            buckets = quotas.get(tenant, self.default).buckets()
+            for limit, old in account.buckets.items():
+                if limit in buckets:
+                    old.change(buckets[limit].rate, buckets[limit].most, self._now_ns)
+                    buckets[limit] = old
+            account.buckets = buckets
 
     def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, which are zero for an unknown tenant."""

@@ -103,6 +103,7 @@ class PeerBackend:
     Attributes:
         epoch: epoch of the peer at the latest link.
         watermark: number of the last lease that its load includes.
+        url: URL of the worker.
         on_report: callback after each update of the peer.
     """
 
@@ -133,7 +134,7 @@ class PeerBackend:
         self.epoch = epoch
         self.watermark = 0
         self.on_report: Callable[[], None] = lambda: None
-        self._url = _worker_url(address)
+        self.url = _worker_url(address)
         self._secret = secret
         self._only_epoch = epoch
         self._silence_s = silence_s
@@ -262,7 +263,7 @@ class PeerBackend:
     async def _link_once(self, session: aiohttp.ClientSession) -> Exception:
         """Connect until the link ends, and return the reason."""
         try:
-            async with linked(session, self._url, self._secret) as link:
+            async with linked(session, self.url, self._secret) as link:
                 await self._accept_peer(link)
                 return await link.run(self._apply_update, self._silence_s)
         except (BackendFailed, CheckpointError) as error:
@@ -294,7 +295,7 @@ class PeerBackend:
         self.epoch, self._link = ready.epoch, link
         self._breaker.succeeded()
         self._finish_start(None)
-        logger.info("linked to the peer %s, epoch %s", self._url, ready.epoch)
+        logger.info("linked to the peer %s, epoch %s", self.url, ready.epoch)
 
     def _apply_update(self, report: Report) -> None:
         """Apply the load and the deltas of an update."""
@@ -326,7 +327,7 @@ class PeerBackend:
     def _end_link(self, reason: str) -> None:
         """End every stream, and record the reason and the time of the next attempt."""
         if self._link is not None or self._breaker.reason != reason:
-            logger.warning("no link to the peer %s: %s", self._url, reason)
+            logger.warning("no link to the peer %s: %s", self.url, reason)
         self._link, self._ids = None, LinkIds()
         self._breaker.failed(reason, self._clock())
         self._streams.fail(f"the peer is lost: {reason}", self._loss)

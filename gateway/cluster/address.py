@@ -35,7 +35,7 @@ async def advertised_url(config: ServeConfig, port: int) -> str:
     if host in _WILDCARDS:
         hosts = read_redis_url(config.join).hosts if config.join else ()
         host = await asyncio.to_thread(_local_address, _WILDCARDS[host], hosts)
-    return str(URL.build(scheme="http", host=host, port=port))
+    return str(URL.build(scheme=config.scheme, host=host, port=port))
 
 
 def is_local(url: str, join: str) -> bool:

@@ -101,6 +101,16 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Let web pages of this origin use the API, such as https://chat.example.com (default: none).
     Repeatable."""
 
+    tls_certfile: str | None = None
+    """Serve HTTPS with the certificate chain in this PEM file. The node loads the file again when
+    it changes."""
+
+    tls_keyfile: str | None = None
+    """PEM file with the private key of the certificate (default: the certificate file)."""
+
+    tls_client_ca_file: str | None = None
+    """Require client certificates of the CAs in this PEM file. Probes and other nodes need none."""
+
     served_model_name: str | None = None
     """Model name for clients (default: the model's own)."""
 
@@ -109,6 +119,9 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     api_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
     """API keys without limits. Prefer the environment variable."""
+
+    metrics_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
+    """Keys that can only read /metrics. Prefer the environment variable."""
 
     max_body_bytes: Size = 8 << 20
     """Largest request body, such as 8MiB."""
@@ -139,6 +152,11 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     otlp_endpoint: Annotated[str, kind("url")] | None = None
     """Send a trace of each request to this OTLP/HTTP collector, such as http://127.0.0.1:4318
     (default: OTEL_EXPORTER_OTLP_ENDPOINT, otherwise none)."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the node's address, `http` or `https`."""
+        return "http" if self.tls_certfile is None else "https"
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
         """Return the configurations of this node's workers, one per upstream or device.
@@ -190,9 +208,9 @@ def _usable_cores() -> int:
 
 _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
-    "HTTP and limits": "host port allowed_hosts cors_origins served_model_name "
-    "api_keys_file api_keys max_body_bytes body_timeout_s keepalive_timeout_s "
-    "response_store_bytes response_store_ttl_s drain_timeout_s",
+    "HTTP and limits": "host port tls_certfile tls_keyfile tls_client_ca_file allowed_hosts "
+    "cors_origins served_model_name api_keys_file api_keys metrics_keys max_body_bytes "
+    "body_timeout_s keepalive_timeout_s response_store_bytes response_store_ttl_s drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

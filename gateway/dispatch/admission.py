@@ -8,7 +8,7 @@ others are released.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
@@ -21,7 +21,7 @@ from draftgate.policies.admission.types import AdmissionView, Admitted, QueueVie
 from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
-from draftgate.policies.quotas import QuotaLedger, Shortage
+from draftgate.policies.quotas import Quota, QuotaLedger, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 
@@ -146,6 +146,10 @@ class AdmissionController:
         except BaseException:  # policies can be third-party code
             self.ledger.release(request.request_id)
             raise
+
+    def change_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Replace the quotas of all tenants, without forgetting what they have used."""
+        self.ledger.change_quotas(quotas, self._now_s())
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""

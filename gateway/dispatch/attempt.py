@@ -20,7 +20,7 @@ from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.telemetry.span_attributes import (
     describe_decision,
     describe_reservation,
-    describe_route,
+    record_route,
 )
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans, dispatch_span
 from draftgate.policies.routing.types import RouteView
@@ -148,8 +148,7 @@ class Attempts:
         """
         worker, request_id = routed.worker, request.request_id
         try:
-            with run.span.child("route") as span:
-                describe_route(span, routed)
+            record_route(run.span, routed)
             with run.span.child("reserve") as span:
                 tokens = _lease_tokens(request, run.entry.expected_tokens)
                 found = await self._leases.reserve(request_id, tokens, routed)
@@ -185,7 +184,7 @@ class Attempts:
     ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerSpans | None]]:
         """Run a request on its worker until the block ends."""
         request, lease = placed.request, reservation.lease
-        with dispatch_span(run.span) as spans:
+        with dispatch_span(run.span, placed.worker.server) as spans:
             if spans is not None:
                 request = spans.carried(request)
             number = 0 if lease is None else lease.number

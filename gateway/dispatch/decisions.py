@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -131,12 +132,12 @@ class Decisions:
             path: the file for all decisions, or None.
             now_s: the clock, in Unix time.
         """
-        self._latest: deque[Decision] = deque(maxlen=KEPT)
+        self._latest: deque[tuple[str, Decision]] = deque(maxlen=KEPT)  # with tenants
         self._path = path
         self._now_s = now_s
         self._unwritten: deque[Decision | OutcomeLine] = deque(maxlen=MOST_UNWRITTEN)
 
-    def record(
+    def record(  # noqa: PLR0913 - the inputs and the result of a decision
         self,
         request_id: str,
         worker_id: str,
@@ -145,6 +146,7 @@ class Decisions:
         plan: SpeculationPlan,
         route: Route | None = None,
         *,
+        tenant: str = "",
         load_age_s: float = 0.0,
         degraded: bool = False,
     ) -> Decision:
@@ -153,7 +155,7 @@ class Decisions:
         decision = Decision(
             *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
         )
-        self._latest.append(decision)
+        self._latest.append((tenant, decision))
         if self._path is not None:
             self._unwritten.append(decision)
         return decision
@@ -167,9 +169,14 @@ class Decisions:
             )
             self._unwritten.append(line)
 
-    def latest(self, most: int) -> list[Decision]:
-        """Return the latest decisions, newest first."""
-        return [decision for _, decision in zip(range(most), reversed(self._latest), strict=False)]
+    def latest(self, most: int, tenant: str | None = None) -> list[Decision]:
+        """Return the latest decisions, newest first.
+
+        Args:
+            tenant: the tenant of the decisions, or None for all tenants.
+        """
+        newest = reversed(self._latest)
+        return list(islice((one for owner, one in newest if tenant in {None, owner}), most))
 
     @property
     def unwritten(self) -> bool:

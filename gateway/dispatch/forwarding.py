@@ -31,7 +31,9 @@ from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavail
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.span_attributes import record_route
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.worker_spans import open_dispatch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import RouteView
@@ -158,7 +160,7 @@ class Forwarder:
         try:
             async with self._turn(job, entry, span) as place:
                 entry.prompt_tokens = job.limits.prompt
-                async with self._answer(job.call, job.limits, place) as answer:
+                async with self._answer(job.call, job.limits, place, span) as answer:
                     if not answer.is_error:
                         self._admission.answered(entry)
                     try:
@@ -183,7 +185,7 @@ class Forwarder:
         if not candidates:
             raise self._no_upstream()
         place.move(self._choose(candidates, place))
-        async with self._answer(call, NO_TOKENS, place) as answer:
+        async with self._answer(call, NO_TOKENS, place, NO_SPAN) as answer:
             yield answer
 
     @asynccontextmanager
@@ -205,9 +207,10 @@ class Forwarder:
             except BackendFailed as error:
                 raise self._no_upstream() from error
         try:
+            record_route(span, routed)
             place.move(routed.worker)
             if pool is not None:
-                self._pools.record(job.request.request_id, routed.worker, pool, routed.route)
+                self._pools.record(job.request, routed.worker, pool, routed.route)
             yield place
         finally:
             place.move(None)
@@ -223,7 +226,7 @@ class Forwarder:
 
     @asynccontextmanager
     async def _answer(
-        self, call: UpstreamCall, limits: TokenUsage, place: _Place
+        self, call: UpstreamCall, limits: TokenUsage, place: _Place, span: Span
     ) -> AsyncIterator[UpstreamAnswer]:
         """Send a call to the reserved upstream, or to others if that upstream does not respond.
 
@@ -237,10 +240,13 @@ class Forwarder:
         while (worker := place.worker) is not None:
             tried.append(worker.worker_id)
             async with AsyncExitStack() as stack:
+                dispatch = stack.enter_context(open_dispatch(span, worker.server))
                 try:
-                    answer = await begin_answer(stack, worker, call, limits)
+                    answer = await begin_answer(stack, worker, _traced(call, dispatch), limits)
+                    dispatch.set({"http.response.status_code": answer.status})
                     refusal = await read_refusal(worker, answer)
                 except UpstreamFailed as error:
+                    dispatch.fail(error)
                     failure, refusal = error, None
                 else:
                     if refusal is None:
@@ -302,6 +308,11 @@ class Forwarder:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _traced(call: UpstreamCall, span: Span) -> UpstreamCall:
+    """Return a call that continues the trace below a span."""
+    return call._replace(headers={**call.headers, **span.propagation()})
 
 
 def _with_pool(

@@ -162,6 +162,7 @@ class Placer:
             plan = self._policy.decide(view, load)
             decision = self._decisions.record(
                 *(job.request_id, worker.worker_id, view, load, plan, routed.route),
+                tenant=job.tenant,
                 load_age_s=worker.load_age_s,
                 degraded=reservation.degraded,
             )

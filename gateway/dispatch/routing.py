@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,11 +21,14 @@ class Routed(NamedTuple):
     Attributes:
         route: the decision, or None with only one worker to choose.
         choices: the workers that may be leased, the chosen worker first.
+        begun_s, ended_s: the time of the decision, on the clock of spans.
     """
 
     worker: FleetWorker
     route: Route | None = None
     choices: tuple[FleetWorker, ...] = ()
+    begun_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class Router:
@@ -54,8 +58,18 @@ class Router:
             alone: whether the node has only one worker, so that the policy is not needed.
             rivals: number of other gateways whose requests to these workers are unknown.
         """
-        if alone:
-            return Routed(usable[0][0])
+        begun_s = time.monotonic()
+        routed = Routed(usable[0][0]) if alone else self._choose(view, usable, rivals)
+        return routed._replace(begun_s=begun_s, ended_s=time.monotonic())
+
+    def moved(self, view: View, worker: FleetWorker) -> None:
+        """Report to the policy that a worker other than the chosen worker got the request."""
+        self._policy.placed(view(), worker.candidate(worker.usage))
+
+    def _choose(
+        self, view: View, usable: Sequence[tuple[FleetWorker, WorkerUsage]], rivals: int
+    ) -> Routed:
+        """Choose a worker by the policy."""
         request = view()
         candidates = tuple(worker.candidate(at) for worker, at in usable)
         if len(usable) == 1:
@@ -67,7 +81,3 @@ class Router:
         self._policy.placed(request, candidates[chosen[0]])
         choices = tuple(usable[place][0] for place in chosen)
         return Routed(choices[0], route, choices)
-
-    def moved(self, view: View, worker: FleetWorker) -> None:
-        """Report to the policy that a worker other than the chosen worker got the request."""
-        self._policy.placed(view(), worker.candidate(worker.usage))

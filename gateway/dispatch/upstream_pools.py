@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry import metric_definitions as metric
@@ -81,13 +82,18 @@ class UpstreamPools:
         return PoolDecision(request, state.load, choice.plan, avoid)
 
     def record(
-        self, request_id: str, worker: FleetWorker, decision: PoolDecision, route: Route | None
+        self,
+        request: AdmissionRequest,
+        worker: FleetWorker,
+        decision: PoolDecision,
+        route: Route | None,
     ) -> None:
         """Record the decision for a request before it is sent to an upstream."""
         plan = decision.plan
         self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        view, load = decision.request, decision.load
         self._decisions.record(
-            request_id, worker.worker_id, decision.request, decision.load, plan, route
+            *(request.request_id, worker.worker_id, view, load, plan, route), tenant=request.tenant
         )
 
 

@@ -19,9 +19,15 @@ from draftgate.gateway.errors import (
     GatewayError,
     HeadersTooLarge,
     InvalidRequest,
+    RequestTimeout,
     as_gateway_error,
 )
-from draftgate.gateway.http.context import REQUEST_ID, REQUEST_ID_HEADER, client_request_id
+from draftgate.gateway.http.context import (
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    client_request_id,
+    new_id,
+)
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.telemetry.logs import log
 
@@ -30,10 +36,39 @@ LONGEST_HEADER_BYTES: Final = (32 << 10) + 256
 add long headers, so values of 32 KiB pass."""
 
 
+LAST_RESPONSE_S: Final = 1.0
+"""Time for a client to read the response to incomplete headers, in seconds. A close at once would
+reset the connection while the client still sends, and the client would lose the response."""
+
+
 class Connection(web.RequestHandler):
     """A connection whose errors below the application have OpenAI's format."""
 
-    __slots__ = ()
+    __slots__ = ("_begun",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start without bytes of a request."""
+        self._begun = False
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, and note whether they begin a request whose headers are incomplete."""
+        waits = self._waiter is not None or not self._request_count
+        super().data_received(data)
+        self._begun = waits and bool(data) and not self._messages
+
+    def _process_keepalive(self) -> None:
+        """Close an idle connection, after a response if a request has begun."""
+        late = self._loop.time() >= self._next_keepalive_close_time
+        idle = self._waiter is not None and not self._waiter.done()
+        if not (self._begun and late and idle) or self.transport is None:
+            super()._process_keepalive()
+            return
+        self.close()  # ignores what the client sends from now on
+        self.transport.write(_incomplete_headers(self._keepalive_timeout))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._loop.call_later(LAST_RESPONSE_S, self.force_close)
 
     def handle_error(
         self,
@@ -88,7 +123,7 @@ def add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Add the headers of every response, streamed or not."""
     # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
-    response.headers["Server"] = "draftgate"
+    response.headers.pop("Server", None)  # aiohttp's names its version
     if response.keep_alive is False and response.status != 101:
         response.headers["Connection"] = "close"
 
@@ -113,6 +148,20 @@ def ends_connection(
     length = request.content_length
     encoded = "Content-Encoding" in request.headers
     return encoded or length is None or length > most_bytes or body.exception() is not None
+
+
+def _incomplete_headers(timeout_s: float) -> bytes:
+    """Return the response to a request whose headers are incomplete."""
+    error = RequestTimeout(f"the headers did not arrive within {timeout_s:g} s")
+    body = error.body()
+    lines = (
+        f"HTTP/1.1 {error.status} Request Timeout",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        f"{REQUEST_ID_HEADER}: {new_id()}",
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def _described(error: BaseException | None) -> GatewayError:

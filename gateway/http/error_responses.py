@@ -14,9 +14,17 @@ from draftgate.gateway.errors import (
 )
 
 
+class ErrorResponse(web.Response):
+    """A response whose headers do not name the server, also below the application."""
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        self.headers.pop("Server", None)
+
+
 def error_response(error: GatewayError) -> web.Response:
     """Return the response to an error."""
-    response = web.Response(
+    response = ErrorResponse(
         status=error.status,
         body=error.body(),
         content_type="application/json",

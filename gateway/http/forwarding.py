@@ -42,7 +42,6 @@ from draftgate.gateway.http.requests.headers import (
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, ensure_one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
@@ -95,14 +94,13 @@ async def forward(
         fields = replace(fields, stream=False, n=1, max_tokens=0)
     choices = fields.n if generates else 0
     watch.forwarding(fields.model or "", account.name, choices, stream=fields.stream)
-    with watch.span.child("forward") as span:
-        job = _job(request, body, fields, span)
-        running = node.forwarder.run(job, watch.span)
-        events = EventStream(request, request.app[SLOW_READERS])
-        whole = None
-        async with ensure_one_ending(events, watch, lambda error: event(error.body())):
-            whole = await _send(request, running, events, watch, waits=fields.stream)
-        return events.response if whole is None else whole
+    job = _job(request, body, fields)
+    running = node.forwarder.run(job, watch.span)
+    events = EventStream(request, request.app[SLOW_READERS])
+    whole = None
+    async with ensure_one_ending(events, watch, lambda error: event(error.body())):
+        whole = await _send(request, running, events, watch, waits=fields.stream)
+    return events.response if whole is None else whole
 
 
 async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.StreamResponse:
@@ -118,7 +116,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
     node = request.app[NODE]
     with node.dispatcher.counted():
         _, body = await _read(request, node, ANONYMOUS)
-        call = _call(request, body, NO_SPAN, service_level(request.headers))._replace(sequences=0)
+        call = _call(request, body, service_level(request.headers))._replace(sequences=0)
         async with node.forwarder.run_uncounted(call) as answer:
             if answer.status in missing:
                 raise NotOffered(f"the upstream does not support {request.path}")
@@ -249,7 +247,7 @@ def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFi
     return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
-def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span) -> ForwardJob:
+def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJob:
     """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
     service = account.capped(replace(service_level(request.headers), priority=fields.priority))
@@ -261,12 +259,12 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields, span: Span)
         body,
         retry_count(request.headers),
     )
-    call = _call(request, body, span, service)._replace(sequences=fields.n)
+    call = _call(request, body, service)._replace(sequences=fields.n)
     wanted = fields.temperature, fields.mode, fields.max_draft_tokens
     return ForwardJob(admission, call, RequestView(prompt, output, *wanted, service))
 
 
-def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:
+def _call(request: web.Request, body: bytes, service: ServiceLevel) -> UpstreamCall:
     """Return the call to the upstream, with the service level of the account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     client_service = service_level(request.headers)
@@ -275,6 +273,5 @@ def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) 
     if service.tpot_s is not None and service.tpot_s != client_service.tpot_s:
         headers[TPOT_HEADER] = f"{service.tpot_s * 1e3:g}"
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-    headers.update(span.propagation())
     path, mark, query = request.rel_url.raw_path_qs.partition("?")
     return UpstreamCall(request.method, f"{path.rstrip('/')}{mark}{query}", headers, body)

@@ -11,8 +11,14 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.accounts import ANONYMOUS
-from draftgate.gateway.errors import GatewayError, Unauthorized, as_gateway_error
+from draftgate.gateway.accounts import ANONYMOUS, Account, Role
+from draftgate.gateway.errors import (
+    CertificateRequired,
+    Forbidden,
+    GatewayError,
+    Unauthorized,
+    as_gateway_error,
+)
 from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import add_headers, ends_connection
 from draftgate.gateway.http.context import (
@@ -52,6 +58,8 @@ COMPLETIONS: Final = Endpoint(
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their responses contain no request data."""
+
+METRICS_PATH: Final = "/metrics"
 
 BROWSER_ACCESS: Final = web.AppKey("browser_access", BrowserAccess)
 
@@ -97,7 +105,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/health", health.health),
         web.get("/ready", health.ready),
         web.get("/version", health.version),
-        web.get("/metrics", health.metrics),
+        web.get(METRICS_PATH, health.metrics),
         web.get("/decisions", live.list_decisions),
         web.get("/live", live.live, allow_head=False),
         web.get("/web/{name}", page.file),
@@ -145,19 +153,43 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
 
     Raises:
         Unauthorized: keys are required, and the request has no known key.
+        CertificateRequired: the connection has no client certificate.
+        Forbidden: the role of the key does not include the path.
     """
     accounts = request.app[NODE].accounts
     request[ACCOUNT] = ANONYMOUS
-    if is_peer(request):
+    if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
         return await handler(request)
-    if accounts.required and request.path.rstrip("/") not in OPEN_PATHS:
+    _check_certificate(request)
+    if accounts.required:
         key = _key(request.headers.get("Authorization", ""))
         account = None if key is None else accounts.find(key)
         if account is None:
             sent = "no API key was sent" if key is None else "the API key is not known"
             raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY`")
+        _check_role(account, request.path.rstrip("/"))
         request[ACCOUNT] = account
     return await handler(request)
+
+
+def _check_role(account: Account, path: str) -> None:
+    """Check that the role of a key includes a path. The metrics name all tenants."""
+    reads_metrics = path == METRICS_PATH
+    if account.role is Role.TENANT and reads_metrics:
+        raise Forbidden("the role of this API key is tenant; use a key of an operator for /metrics")
+    if account.role is Role.METRICS and not reads_metrics:
+        raise Forbidden("the role of this API key is metrics, so it can only read /metrics")
+
+
+def _check_certificate(request: web.Request) -> None:
+    """Check that the client has shown a certificate, if the node requires certificates.
+
+    TLS has already verified the certificate of a client that has one.
+    """
+    if request.app[NODE].config.tls_client_ca_file is None:
+        return
+    if request.transport is None or not request.transport.get_extra_info("peercert"):
+        raise CertificateRequired("this server requires a client certificate")
 
 
 def _key(authorization: str) -> str | None:

@@ -121,14 +121,20 @@ class OtelSpan(Span):
             self._span.set_status(trace.StatusCode.ERROR, as_gateway_error(error).message)
 
     def child(
-        self, name: str, attributes: Attributes | None = None, start_s: float | None = None
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        start_s: float | None = None,
+        *,
+        client: bool = False,
     ) -> OtelSpan:
-        """Start an INTERNAL child span."""
+        """Start a child span of the kind CLIENT or INTERNAL."""
         if self._context is None:
             self._context = trace.set_span_in_context(self._span, Context())
         span = self._tracer.start_span(
             name,
             self._context,
+            trace.SpanKind.CLIENT if client else trace.SpanKind.INTERNAL,
             attributes=None if attributes is None else dict(attributes),
             start_time=self._wall_ns(start_s),
         )

@@ -17,9 +17,10 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 def job_attributes(job: Job) -> Attributes:
     """Return the parameters of a request, without any of its text."""
     found: dict[str, AttributeValue] = {
-        "draftgate.tenant": job.tenant,
         "draftgate.priority": job.service.priority,
     }
+    if job.tenant:
+        found["draftgate.tenant"] = job.tenant
     if job.service.ttft_s is not None:
         found["draftgate.slo.ttft_s"] = job.service.ttft_s
     if job.service.tpot_s is not None:
@@ -65,10 +66,16 @@ def admission_attributes(entry: Entry) -> Attributes:
     }
 
 
-def describe_route(span: Span, routed: Routed) -> None:
+def record_route(parent: Span, routed: Routed) -> None:
+    """Record the span of a routing decision, which has already been made."""
+    span = parent.child("route", start_s=routed.begun_s)
+    if span.recording:
+        _describe_route(span, routed)
+        span.end(routed.ended_s)
+
+
+def _describe_route(span: Span, routed: Routed) -> None:
     """Set the chosen worker on a span, and the candidates if several were available."""
-    if not span.recording:
-        return
     span.set({"draftgate.worker_id": routed.worker.worker_id})
     route = routed.route
     if route is None:

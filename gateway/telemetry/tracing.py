@@ -50,9 +50,18 @@ class Span:
         """Set `error.type`, and status ERROR if the error is a server error."""
 
     def child(
-        self, name: str, attributes: Attributes | None = None, start_s: float | None = None
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        start_s: float | None = None,
+        *,
+        client: bool = False,
     ) -> Span:
-        """Start a child span now, or at an earlier time."""
+        """Start a child span now, or at an earlier time.
+
+        Args:
+            client: whether the span is a request to another server (CLIENT).
+        """
         return self
 
     def propagation(self) -> dict[str, str]:

@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
+from yarl import URL
+
 from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.gateway.telemetry.span_attributes import outcome_attributes, revision_attributes
-from draftgate.gateway.telemetry.tracing import Span
+from draftgate.gateway.telemetry.tracing import AttributeValue, Span
 
 MOST_CHOICES: Final = 8
 """Maximum choices with spans per request. With more, `draftgate.traced_choices` is set."""
@@ -28,10 +30,30 @@ MOST_CHUNKS: Final = 32
 `draftgate.prefill.chunks` counts all chunks. (The SDK's own limit is 128 events.)"""
 
 
+def open_dispatch(parent: Span, server: str | None) -> Span:
+    """Start a `dispatch` span, which is a CLIENT span with the address of another server.
+
+    Args:
+        server: URL of the server, or None for a worker of this process.
+    """
+    if server is None or not parent.recording:
+        return parent.child("dispatch")
+    url = URL(server)
+    address: dict[str, AttributeValue] = {
+        "server.address": url.host or "",
+        "server.port": url.port or 0,
+    }
+    return parent.child("dispatch", address, client=True)
+
+
 @contextmanager
-def dispatch_span(parent: Span) -> Iterator[WorkerSpans | None]:
-    """Run a block in a `dispatch` span, and yield its child spans, or None if not recorded."""
-    with parent.child("dispatch") as span:
+def dispatch_span(parent: Span, server: str | None) -> Iterator[WorkerSpans | None]:
+    """Run a block in a `dispatch` span, and yield its child spans, or None if not recorded.
+
+    Args:
+        server: URL of the server that runs the worker, or None for a worker of this process.
+    """
+    with open_dispatch(parent, server) as span:
         if not span.recording:
             yield None
             return

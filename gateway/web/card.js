@@ -47,10 +47,11 @@ function drafts(step) {
       { className: good[slot] ? "accepted" : "rejected" },
       make("td", {}, good[slot] ? "✓ accepted" : "✗ rejected"),
       make("td", {}, make("code", {}, visible(draft))),
-      make("td", { className: "chance" }, bar, chance === undefined ? "–" : figure(chance)),
+      make("td", {}, bar),
+      make("td", { className: "number" }, chance === undefined ? "–" : figure(chance)),
     );
   });
-  const head = ["outcome", "draft", "survival"].map((text) => make("th", { scope: "col" }, text));
+  const head = ["", "draft", "survival", ""].map((text) => make("th", { scope: "col" }, text));
   return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -150,7 +151,7 @@ class HttpExchange:
                 client.session.post(
                     client.url + spec.path,
                     data=body,
-                    headers=_slo_headers(spec),
+                    headers={**_slo_headers(spec), "traceparent": _traceparent()},
                     trace_request_ctx=self,
                 ) as response,
             ):
@@ -257,6 +258,11 @@ def _slo_headers(spec: RequestSpec) -> dict[str, str]:
     """Return the SLO in the headers by which draftgate and inference-perf name it."""
     limits = {"x-slo-ttft-ms": spec.slo.ttft_s, "x-slo-tpot-ms": spec.slo.tpot_s}
     return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+
+
+def _traceparent() -> str:
+    """Return the parent of a new sampled trace (W3C Trace Context), so that servers record it."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def _describe(error: Exception) -> str:

@@ -1,5 +1,5 @@
-"""Accessibility tests of the page beyond axe: landmarks, contrast of graphics, narrow screens and
-reduced motion."""
+"""Accessibility tests of the page: names, landmarks, contrast, narrow screens and reduced
+motion."""
 
 from __future__ import annotations
 
@@ -68,6 +68,35 @@ CONTRASTS = """
 }
 """
 
+NAMELESS = """
+() => {
+  const faults = [];
+  const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
+  if (new Set(ids).size !== ids.length) faults.push("an id occurs twice");
+  for (const element of document.querySelectorAll("input, select, textarea")) {
+    if (!element.labels?.length) faults.push(`no label: ${element.id}`);
+  }
+  for (const element of document.querySelectorAll("button, a, th, [role=tab]")) {
+    const name = element.textContent.trim() || element.ariaLabel;
+    if (!name) faults.push(`no name: ${element.outerHTML}`);
+  }
+  for (const element of document.querySelectorAll("img:not([alt]), [role=img]:not([aria-label])")) {
+    faults.push(`no alternative: ${element.outerHTML.slice(0, 80)}`);
+  }
+  for (const attribute of ["aria-labelledby", "aria-describedby", "aria-controls", "for"]) {
+    for (const element of document.querySelectorAll(`[${attribute}]`)) {
+      for (const id of element.getAttribute(attribute).split(" ")) {
+        if (!document.getElementById(id)) faults.push(`${attribute} names nothing: ${id}`);
+      }
+    }
+  }
+  for (const element of document.querySelectorAll("[tabindex]")) {
+    if (element.tabIndex > 0) faults.push(`out of order: ${element.id}`);
+  }
+  return faults;
+}
+"""
+
 
 async def generate(scene: Scene) -> None:
     await scene.page.get_by_role("button", name="Generate").click()
@@ -114,6 +143,12 @@ async def test_sources_differ_by_underline_too(scene: Scene) -> None:
         " ? 'none' : s.textDecorationStyle + s.textDecorationLine; })"
     )
     assert len(styles) == len(set(styles)) == 8
+
+
+async def test_all_controls_have_accessible_names(scene: Scene) -> None:
+    """Every control has an accessible name, a valid reference and the page's focus order."""
+    await generate(scene)
+    assert await scene.page.evaluate(NAMELESS) == []
 
 
 async def test_page_has_landmarks_and_headings(scene: Scene) -> None:

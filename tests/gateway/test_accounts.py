@@ -26,6 +26,9 @@ keys:
     first_priority: -1
     least_ttft_ms: 500
     least_tpot_ms: 20
+  - name: boss
+    key: sk-boss
+    role: operator
   - name: batch
     key_sha256: {digest}
     requests_per_minute: 2
@@ -126,7 +129,7 @@ async def test_exhausted_quota_returns_429_with_the_time_until_refill(
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert 29 <= int(refused.headers["retry-after"]) <= 31
         assert 29_000 <= int(refused.headers["retry-after-ms"]) <= 31_000
-        page = (await http.get("/metrics", headers=bearer("sk-search"))).text
+        page = (await http.get("/metrics", headers=bearer("sk-boss"))).text
     metrics = [line for line in page.splitlines() if "quota_requests" in line]
     assert metrics == [
         'draftgate_refused_requests_total{kind="quota_requests",model_name="scripted"} 1.0'

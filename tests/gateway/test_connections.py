@@ -200,19 +200,74 @@ async def test_connection_survives_an_error_event(scripted: ScriptedBackend) -> 
         writer.close()
 
 
-async def test_slow_headers_end_the_connection() -> None:
-    """The server closes a connection whose headers are incomplete, although bytes arrive."""
+async def test_slow_headers_are_408() -> None:
+    """The server responds with 408 to incomplete headers and closes the connection, although bytes
+    still arrive."""
     async with running(keepalive_timeout_s=0.1) as gateway:
         reader, writer = await connect(gateway)
         writer.write(b"GET /health HTTP/1.1\r\n" + HOST + b"a: ")
-        response = asyncio.ensure_future(reader.read())
+        response = asyncio.ensure_future(read_response(reader))
         async with asyncio.timeout(PATIENCE_S):
             while not response.done():
                 writer.write(b"x")
                 await asyncio.wait({response}, timeout=0.01)
+        status, headers, body = response.result()
+        assert (status, headers["connection"]) == (408, "close")
+        assert headers["x-request-id"]
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert await is_closed(reader)
         writer.close()
-    # A byte that arrives after the close resets the connection.
-    assert isinstance(response.exception(), ConnectionResetError) or response.result() == b""
+
+
+async def test_slow_headers_of_a_later_request_are_408() -> None:
+    """The time for headers begins again after each response, also after one with a body."""
+    async with running(keepalive_timeout_s=0.1) as gateway:
+        reader, writer = await post_raw(gateway, TEXT, BODY)
+        assert (await read_response(reader))[0] == 200
+        writer.write(b"GET /hea")
+        assert (await read_response(reader))[0] == 408
+        assert await is_closed(reader)
+        writer.close()
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_idle_connection_is_closed_without_a_response(used: bool) -> None:
+    """The server closes a connection without bytes of a request silently, because a client would
+    take a response for that to its next request."""
+    async with running(keepalive_timeout_s=0.1) as gateway:
+        reader, writer = await connect(gateway)
+        if used:
+            writer.write(HEALTH)
+            assert (await read_response(reader))[0] == 200
+        assert await is_closed(reader)
+        writer.close()
+
+
+ANSWERS = {
+    "malformed": b"garbage\r\n\r\n",
+    "expect": b"GET /health HTTP/1.1\r\nExpect: more\r\n" + HOST + b"\r\n",
+    "refused": b"GET /nowhere HTTP/1.1\r\n" + HOST + b"\r\n",
+    "health": HEALTH,
+    "page": b"GET / HTTP/1.1\r\n" + HOST + b"\r\n",
+    "metrics": b"GET /metrics HTTP/1.1\r\n" + HOST + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+async def test_no_response_names_the_server(sim: Listening, case: str) -> None:
+    """No response has the header `Server`."""
+    reader, writer = await connect(sim)
+    writer.write(ANSWERS[case])
+    _, headers, _ = await read_response(reader)
+    assert "server" not in headers
+    writer.close()
+
+
+async def test_streams_and_forwarded_responses_name_no_server(http: httpx.AsyncClient) -> None:
+    """Neither streams nor the responses of upstreams have the header `Server`."""
+    assert "server" not in (await http.post(TEXT, json={**BODY, "stream": True})).headers
+    async with upstream(whole) as engine, forwarding(engine) as gateway, client(gateway) as other:
+        assert "server" not in (await other.post(TEXT, json={"prompt": "x"})).headers
 
 
 async def test_idle_time_does_not_end_a_running_request(scripted: ScriptedBackend) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -11,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
@@ -97,3 +100,38 @@ def test_tracing_is_off_without_an_endpoint() -> None:
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
     assert type(open_tracing(None, environ)) is Tracing
+
+
+async def test_route_spans_the_decision_and_empty_tenants_are_omitted(
+    traced: Listening, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The span `route` lasts as long as the choice of the worker. Without keys, no span has the
+    attribute `draftgate.tenant`."""
+    times: list[float] = []
+    choose = Router._choose
+
+    def watched(*args: Any) -> Any:
+        times.append(time.monotonic())
+        routed = choose(*args)
+        times.append(time.monotonic())
+        return routed
+
+    monkeypatch.setattr(Router, "_choose", watched)
+    async with running(devices=(0, 1), tracing=traced.node.tracing) as two, client(two) as http:
+        await http.post("/v1/completions", json=BODY)
+    spans = by_name(exporter)
+    begin_s, end_s = times
+    length_ns = spans["route"].end_time - spans["route"].start_time
+    assert length_ns >= (end_s - begin_s) * 1e9
+    assert not any("draftgate.tenant" in span.attributes for span in spans.values())
+    assert spans["dispatch"].kind is SpanKind.INTERNAL
+
+
+async def test_spans_of_a_tenant_name_the_tenant(exporter: InMemorySpanExporter) -> None:
+    """The span of a request with a key has the attribute `draftgate.tenant`."""
+    tracing = OtelTracing(SimpleSpanProcessor(exporter))
+    async with running(tracing=tracing, api_keys=("sk-one",)) as node, client(node) as http:
+        headers = {"authorization": "Bearer sk-one"}
+        await http.post("/v1/completions", json=BODY, headers=headers)
+    tenant = by_name(exporter)["POST /v1/completions"].attributes["draftgate.tenant"]
+    assert tenant.startswith("key-")

@@ -13,6 +13,7 @@ from aiohttp import web
 from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.types import Capabilities
@@ -199,7 +200,7 @@ async def test_served_model_name_is_replaced() -> None:
 async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None:
     """The gateway applies names, priorities, metrics and quotas to embeddings."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000}]")
+    keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000, role: operator}]")
     handler = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
     async with (
         upstream(handler) as engine,
@@ -244,12 +245,19 @@ async def test_upstream_continues_the_trace(traced: bool) -> None:
         assert parent == "b7ad6b7169203331"
         return
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"POST /v1/completions", "forward", "admit", "queue"}
-    server, forward = spans["POST /v1/completions"], spans["forward"]
-    assert f"{forward.context.span_id:016x}" == parent
-    assert forward.parent.span_id == server.context.span_id
+    assert set(spans) == {"POST /v1/completions", "admit", "queue", "route", "dispatch"}
+    server, dispatch = spans["POST /v1/completions"], spans["dispatch"]
+    assert f"{dispatch.context.span_id:016x}" == parent
+    assert dispatch.parent.span_id == server.context.span_id
     assert server.attributes["gen_ai.usage.output_tokens"] == 2
-    assert forward.end_time <= server.end_time
+    assert dispatch.end_time <= server.end_time
+    assert dispatch.kind is SpanKind.CLIENT
+    port = int(engine.url.rpartition(":")[2])
+    assert dispatch.attributes["server.address"] == "127.0.0.1"
+    assert dispatch.attributes["server.port"] == port
+    assert dispatch.attributes["http.response.status_code"] == 200
+    assert server.kind is SpanKind.SERVER
+    assert spans["route"].end_time > spans["route"].start_time
 
 
 async def test_load_of_an_upstream_without_metrics() -> None:

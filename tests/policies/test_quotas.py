@@ -194,3 +194,86 @@ def test_invalid_quotas_are_refused() -> None:
         with pytest.raises(ValueError, match=r"quota|burst"):
             Quota(**wrong)
     assert MINUTE_NS == 60 * 10**9
+
+
+QUOTAS = st.builds(
+    Quota,
+    requests_per_minute=st.none() | st.integers(1, 20),
+    tokens_per_minute=st.none() | st.integers(1, 2000),
+)
+
+
+def play(ledger: QuotaLedger, move: tuple[str, str, int, int, float], now_s: float) -> object:
+    """Apply one step to a ledger, and return its result."""
+    kind, tenant, request, tokens, _ = move
+    name = f"{tenant}{request}"
+    if kind == "reserve":
+        try:
+            return ledger.reserve(tenant, name, tokens, now_s)
+        except ValueError as error:
+            return str(error)
+    if kind != "wait":
+        (ledger.settle(name, tokens) if kind == "settle" else ledger.release(name))
+    return None
+
+
+@given(steps, st.lists(st.tuples(st.integers(0, 79), QUOTAS), max_size=4))
+def test_quotas_that_change_and_return_at_once_change_nothing(moves, changes) -> None:
+    """A change that is undone at the same time has no effect on any later request."""
+    quotas = {"a": QUOTA, "b": Quota(300, 300)}
+    changed, plain = QuotaLedger(quotas), QuotaLedger(quotas)
+    now_s = 0.0
+    for index, move in enumerate(moves):
+        now_s += move[-1]
+        for at, other in changes:
+            if at == index and None not in (other.requests_per_minute, other.tokens_per_minute):
+                changed.change_quotas({"a": other, "b": other}, now_s)
+                changed.change_quotas(quotas, now_s)
+        assert play(changed, move, now_s) == play(plain, move, now_s)
+        assert [changed.totals(one) for one in "abc"] == [plain.totals(one) for one in "abc"]
+
+
+@given(steps, st.lists(st.tuples(st.integers(0, 79), st.sampled_from("abc"), QUOTAS), max_size=6))
+def test_ledger_balances_when_quotas_come_and_go(moves, changes) -> None:
+    """The sums agree when limits are added, changed or removed while requests are open."""
+    ledger, now_s = QuotaLedger({"a": QUOTA}), 0.0
+    for index, move in enumerate(moves):
+        now_s += move[-1]
+        for at, tenant, quota in changes:
+            if at == index:
+                ledger.change_quotas({tenant: quota}, now_s)
+        play(ledger, move, now_s)
+        assert all(balances(ledger.totals(one)) for one in "abc")
+
+
+@given(used=st.integers(1, 600), rate=st.integers(1, 5000), now_s=st.floats(0, 1e6))
+def test_used_tokens_count_against_a_changed_quota(used: int, rate: int, now_s: float) -> None:
+    """Right after a change, exactly the rest of the new quota is free."""
+    ledger = QuotaLedger({"a": Quota(tokens_per_minute=600)})
+    assert ledger.reserve("a", "first", used, now_s) is None
+    ledger.change_quotas({"a": Quota(tokens_per_minute=rate)}, now_s)
+    rest = max(rate - used, 0)
+    if rest < rate:
+        shortage = ledger.reserve("a", "more", rest + 1, now_s)
+        assert shortage is not None
+    assert (ledger.reserve("a", "rest", rest, now_s) is None) == (used <= rate)
+
+
+def test_removed_quota_no_longer_limits() -> None:
+    """A tenant whose quota was removed is not short, and its open request settles."""
+    ledger = QuotaLedger({"a": Quota(tokens_per_minute=10)})
+    assert ledger.reserve("a", "first", 10, 0.0) is None
+    ledger.change_quotas({}, 0.0)
+    assert ledger.reserve("a", "second", 10_000, 0.0) is None
+    ledger.settle("first", 4)
+    assert ledger.totals("a") == Totals(10_010, 4, 6, 10_000)
+
+
+def test_added_quota_ignores_earlier_requests() -> None:
+    """A new limit is free at first, and open requests return nothing to it."""
+    ledger = QuotaLedger({})
+    assert ledger.reserve("a", "before", 100, 0.0) is None
+    ledger.change_quotas({"a": Quota(tokens_per_minute=10)}, 0.0)
+    assert ledger.reserve("a", "first", 10, 0.0) is None
+    ledger.settle("before", 0)
+    assert ledger.reserve("a", "second", 1, 0.0) is not None

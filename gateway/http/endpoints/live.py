@@ -9,7 +9,7 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
-from draftgate.gateway.http.context import NODE, SLOW_READERS, json_response, query_number
+from draftgate.gateway.http.context import ACCOUNT, NODE, SLOW_READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 
@@ -47,7 +47,7 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 
 async def list_decisions(request: web.Request) -> web.Response:
-    """List the latest decisions, newest first.
+    """List the latest decisions, newest first. Tenants see only their own.
 
     The query `?limit=N` sets their number.
 
@@ -55,7 +55,9 @@ async def list_decisions(request: web.Request) -> web.Response:
         InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
     """
     limit = query_number(request, "limit", SHOWN, KEPT)
-    return json_response(DecisionList(list(request.app[NODE].decisions.latest(limit))))
+    return json_response(
+        DecisionList(request.app[NODE].decisions.latest(limit, request[ACCOUNT].sees_tenant))
+    )
 
 
 async def sampling(app: web.Application) -> AsyncIterator[None]:

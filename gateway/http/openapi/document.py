@@ -31,7 +31,7 @@ _INFO: Final = {
 _ERRORS: Final = {
     400: "A parameter is malformed or not supported. The error names it.",
     401: "API keys are required, and the request has no known key.",
-    403: "A web page of another origin sent the request, or the node does not accept its `Host`.",
+    403: "The origin, the `Host` or the role of the API key is not accepted.",
     404: "The model or the stored response does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
