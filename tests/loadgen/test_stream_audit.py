@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +32,9 @@ from tests.loadgen.mock_server import (
     serving,
     text_of,
 )
+
+TRACE = r"00-([0-9a-f]{32})-[0-9a-f]{16}-01"
+"""The header `traceparent` of a sampled trace (W3C Trace Context)."""
 
 EVENT_VERDICTS = {
     "truncated": Verdict.NO_FINISH_REASON,
@@ -277,7 +281,7 @@ async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
 
 
 async def test_requests_are_sent_as_specified() -> None:
-    """Path, body and headers carry the request, its extra fields, its SLO and the key."""
+    """Path, body and headers carry the request, its extra fields, its SLO, the key and a trace."""
     mock = Mock()
     extra = (("speculation", {"mode": "off"}),)
     completion = question(seed=7, extra=extra, slo=Slo(0.5, 0.0205))
@@ -296,6 +300,8 @@ async def test_requests_are_sent_as_specified() -> None:
     assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("500", "20.5")
     assert headers["Authorization"] == "Bearer secret"
     assert "x-slo-ttft-ms" not in mock.headers[1]
+    traces = [re.fullmatch(TRACE, one["traceparent"])[1] for one in mock.headers]
+    assert len(set(traces)) == len(traces)
 
 
 async def test_a_server_without_models_is_an_error() -> None:
