@@ -25,6 +25,8 @@ _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
 _EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+_RESPONSE_EVENT: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.")
+_RESPONSE_DELTA: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.[a-z_.]+\.delta(?=[\r\n])")
 _RESPONSE_END: Final = re.compile(
     rb"(?:\A|[\r\n])event: ?response\.(?:completed|incomplete)(?=[\r\n])"
 )
@@ -48,7 +50,8 @@ class EventScan:
 
     Attributes:
         ending: ending of the stream, or None while it continues. Nothing passes after the ending.
-        outputs: number of data events that passed, without `[DONE]`.
+        outputs: number of data events that passed, without `[DONE]`. In streams of `/v1/responses`,
+            only deltas count.
         finished: number of finish reasons and of ended responses (`/v1/responses`) that passed.
     """
 
@@ -57,7 +60,7 @@ class EventScan:
         self.ending: StreamEnding | None = None
         self.outputs = 0
         self.finished = 0
-        self._response_ended = False
+        self._ended_responses = 0
         self._held = b""
         self._usage = b""
 
@@ -84,7 +87,7 @@ class EventScan:
 
         Many servers send no `[DONE]` after a response of `/v1/responses`.
         """
-        if self.ending is None and self._response_ended:
+        if self.ending is None and self._ended_responses:
             self.ending = StreamEnding.DONE
 
     def usage(self) -> TokenUsage | None:
@@ -117,9 +120,12 @@ class EventScan:
         self.outputs += events.startswith(b"data:")
         self.outputs += events.count(b"\ndata:") + events.count(b"\rdata:")
         self.finished += len(_FINISH.findall(events))
-        if b"event:" in events and _RESPONSE_END.search(events):
-            self.finished += 1
-            self._response_ended = True
+        if b"event:" in events:
+            deltas, all_events = _RESPONSE_DELTA.findall(events), _RESPONSE_EVENT.findall(events)
+            self.outputs += len(deltas) - len(all_events)
+            ended = len(_RESPONSE_END.findall(events))
+            self.finished += ended
+            self._ended_responses += ended
         if b'"usage"' in events and _USAGE.search(events):
             self._usage = events
 

@@ -160,7 +160,9 @@ async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: Reque
     if not events.begun:
         events.response.headers.update({**answer.headers, **UNBUFFERED})
     async for block in answer.blocks:
-        if not block.startswith(b":"):  # a comment means that the upstream itself waits
+        # A comment means that the upstream itself waits. Events before the first output, such as
+        # `response.created`, are no output.
+        if answer.exchange.outputs and not block.startswith(b":"):
             watch.progressed(answer.exchange.outputs)
         await events.write(block)
     if answer.exchange.error_sent:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
-from tests.gateway.upstreams import BEGUN_RESPONSE, DONE, ENDED_RESPONSE, LAST, TOKEN, USAGE
+from tests.gateway.upstreams import (
+    BEGUN_RESPONSE,
+    DELTA_OF_RESPONSE,
+    DONE,
+    ENDED_RESPONSE,
+    LAST,
+    TOKEN,
+    USAGE,
+)
 
 WORDS = (
     "[DONE]",
@@ -60,7 +68,7 @@ def chunk(draw: st.DrawFn) -> bytes:
 
 
 unusual_events = st.sampled_from(
-    [DONE, USAGE, BEGUN_RESPONSE, ENDED_RESPONSE,
+    [DONE, USAGE, BEGUN_RESPONSE, DELTA_OF_RESPONSE, ENDED_RESPONSE,
      ENDED_RESPONSE.replace(b"completed", b"failed"), b": comment\n\n",
      b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
      b"data: [1,2]\ndata: 3\n\n", b"data:\xff\xfe\n\n", b"half", b'data: {"error"\n\n', b"\r",
@@ -142,3 +150,12 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
 def test_last_usage_object_counts(text: bytes, usage: TokenUsage | None) -> None:
     """The scanner uses the last usage object and treats invalid counts as 0."""
     assert usage_in(text) == usage
+
+
+def test_only_deltas_of_a_response_are_outputs() -> None:
+    """In a stream of `/v1/responses`, deltas count as outputs, and the last event as the end."""
+    found = scan_blocks(BEGUN_RESPONSE, DELTA_OF_RESPONSE, DELTA_OF_RESPONSE * 2, ENDED_RESPONSE)
+    assert (found.outputs, found.finished, found.ending) == (3, 1, StreamEnding.DONE)
+    assert found.usage == TokenUsage(7, 2, 3)
+    assert scan_blocks(BEGUN_RESPONSE).outputs == 0
+    assert scan_blocks(BEGUN_RESPONSE, DELTA_OF_RESPONSE).ending is None

@@ -29,6 +29,10 @@ BEGUN_RESPONSE = (
     b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1",'
     b'"error":null,"usage":null,"metadata":{"type":"response.completed"}}}\n\n'
 )
+DELTA_OF_RESPONSE = (
+    b"event: response.output_text.delta\n"
+    b'data: {"type":"response.output_text.delta","delta":"a"}\n\n'
+)
 ENDED_RESPONSE = (
     b'event: response.completed\ndata: {"response":{"id":"resp_1","error":null,"usage":'
     b'{"input_tokens":7,"input_tokens_details":{"cached_tokens":2},"output_tokens":3}},'
