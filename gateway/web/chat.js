@@ -115,7 +115,8 @@ class Answer {
     this.rendered = make("div", { className: "markdown" });
     const button = make("button", { type: "button", className: "copy" }, "Copy");
     button.addEventListener("click", () => this.#copy(button));
-    this.element = make("div", { className: "answer" }, button, this.rendered, this.output.element);
+    this.thoughts = make("details", { hidden: true }, make("summary", {}, "Reasoning"), make("p"));
+    this.element = make("div", { className: "answer" }, button, this.thoughts, this.rendered, this.output.element);
   }
 
   /** Render the text before the next frame, because chunks arrive more often. */
@@ -127,7 +128,12 @@ class Answer {
   update() {
     cancelAnimationFrame(this.#due);
     this.#due = 0;
-    followEnd(byId("output"), () => this.rendered.replaceChildren(...render(this.output.text)));
+    const { text, reasoning } = this.output;
+    followEnd(byId("output"), () => {
+      this.thoughts.hidden = !reasoning;
+      this.thoughts.lastChild.textContent = reasoning;
+      this.rendered.replaceChildren(...render(text));
+    });
   }
 
   async #copy(button) {

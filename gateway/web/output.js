@@ -18,7 +18,8 @@ export class Output {
       role: "group",
       "aria-label": `${name}; use the arrow keys to move between them`,
     });
-    this.text = ""; // the whole response
+    this.text = ""; // the whole response, without reasoning
+    this.reasoning = "";
     for (const [event, react] of Object.entries({
       mouseover: (e) => this.#point(e.target),
       mouseout: (e) => this.#leave(e),
@@ -30,11 +31,12 @@ export class Output {
     }
   }
 
-  /** Append a chunk's text, cut into its tokens. */
-  add(text, steps) {
+  /** Append a chunk's reasoning and text, cut into its tokens. */
+  add(text, steps, reasoning = "") {
     this.text += text;
+    this.reasoning += reasoning;
     for (const step of steps ?? []) this.#steps.set(step, this.#steps.size + 1);
-    this.element.append(...this.#aligner.add(text, steps).map((piece) => this.#span(piece)));
+    this.element.append(...this.#aligner.add(reasoning + text, steps).map((piece) => this.#span(piece)));
   }
 
   #span(piece) {

@@ -43,14 +43,15 @@ export class Run {
     const choice = event.choices?.[0];
     if (!choice) return;
     const text = choice.text ?? choice.delta?.content ?? "";
+    const reasoning = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
     if (this.first_ms === null) {
       for (const step of choice.steps ?? []) this.#firstTokens += step.tokens.length;
     }
-    if (text) {
+    if (text || reasoning) {
       this.last_ms = performance.now();
       this.first_ms ??= this.last_ms;
     }
-    followEnd(this.box, () => this.output.add(text, choice.steps));
+    followEnd(this.box, () => this.output.add(text, choice.steps, reasoning));
   }
 
   /** The id without the prefix of its kind, as in decisions. */

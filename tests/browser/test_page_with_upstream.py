@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -101,6 +102,31 @@ async def test_chat_with_a_plain_server(browser) -> None:
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
         await expect(page.locator("#said-chat .tokens")).to_have_js_property("textContent", " a")
+        visit.check()
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_reasoning_is_beside_the_answer(browser, field: str) -> None:
+    """The page folds the reasoning of an answer, and sends only the answer with the next turn."""
+    thought = CHAT.replace(b'"content":" a"', b'"%s":"because"' % field.encode())
+    thought = thought.replace(b'"stop"', b"null")
+    async with (
+        upstream(stream_of(thought, CHAT, USAGE, DONE)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        page = visit.page
+        await page.get_by_role("tab", name="Chat").click()
+        for turn in range(2):
+            await page.get_by_label("Message").fill("hello")
+            await page.get_by_role("button", name="Generate").click()
+            await expect(page.locator(".answer")).to_have_count(turn + 1)
+            await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator(".answer .markdown").first).to_have_text("a")
+        await page.get_by_text("Reasoning").first.click()
+        await expect(page.locator(".answer details p").first).to_have_text("because")
+        sent = json.loads(engine.bodies[1])["messages"]
+        assert [message["content"] for message in sent] == ["hello", " a", "hello"]
         visit.check()
 
 
