@@ -11,11 +11,9 @@ restarts it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import ssl
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import (
     AbstractAsyncContextManager,
@@ -36,25 +34,11 @@ from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
+from draftgate.gateway.process import settle_process
 from draftgate.gateway.reloading import reloading
 from draftgate.gateway.state.guarded import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tls import Listener, tls_listener
-
-YOUNG_OBJECTS: Final = 5_000
-"""Threshold of the youngest garbage-collector generation, in objects.
-
-Objects of a request are in no cycle, so collections find nothing. A request without collections
-takes 0.85 of the time with Python's default of 700. A collection of 5,000 objects takes 0.8 ms, and
-of 20,000 objects 3 ms. No callback may block the event loop for longer than 5 ms. (`bench edge`,
-interleaved, busy machine, AMD Zen 4, 2026-11-21.)"""
-
-SWITCH_S: Final = 0.001
-"""Interpreter switch interval, for which a thread keeps the GIL while another thread waits.
-
-Python's default of 5 ms delays the event loop by this time in each turn while a prompt is parsed.
-The shorter interval raises the CPU time of an engine step with 48 open streams from 18.5 to 18.9
-ms. (Medians of 4 or 5 runs, busy machine, AMD Zen 4, 2026-11-21.)"""
 
 CHECK_INTERVAL_S: Final = 0.5
 """Interval of the check for remaining workers. Requests notice a failure independently."""
@@ -252,7 +236,7 @@ async def serve(
             async with loading(node.fleet):
                 await until_signal(signals, start_workers(node))
             if not signals.first.is_set():
-                settle_interpreter()
+                settle_process()
                 on_ready(where)
                 async with node.heartbeat.beating():
                     await until_signal(signals, _last_worker_lost(node))
@@ -274,19 +258,6 @@ async def _last_worker_lost(node: Node) -> None:
     """Wait until the last worker is lost. Never return if workers can recover."""
     while node.fleet.failure is None:  # noqa: ASYNC110 - workers set no event
         await asyncio.sleep(CHECK_INTERVAL_S)
-
-
-def settle_interpreter() -> None:
-    """Configure the interpreter for an event loop with busy threads, after everything is loaded.
-
-    Existing objects are excluded from later garbage collections, and collections become rarer. A
-    full collection blocks all threads for 60 ms with the simulator and 280 ms with the engine.
-    (`gc.collect()` on a busy core, AMD Zen 4, 2026-11-21.)
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    sys.setswitchinterval(SWITCH_S)
 
 
 class Signals:

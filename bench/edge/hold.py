@@ -25,8 +25,9 @@ from bench.edge.crowd import KINDS
 from bench.edge.targets import paced_profile
 from bench.edge.watch import Hold, watch_loop
 from draftgate.backends.checkpoints import SHIPPED_MODEL
-from draftgate.gateway.app import build_node, listening, settle_interpreter, start_workers
+from draftgate.gateway.app import build_node, listening, start_workers
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.process import settle_process
 from draftgate.gateway.telemetry.logs import configure
 
 CONTEXT: Final = 1 << 20
@@ -67,7 +68,7 @@ async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     node = build_node(config)
     async with listening(node) as where:
         await start_workers(node)
-        settle_interpreter()
+        settle_process()
         for _ in range(rounds):
             for kind, row in rows.items():
                 longest, statuses = await _longest_beside(where.url, kind)

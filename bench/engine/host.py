@@ -45,7 +45,7 @@ from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.app import settle_interpreter
+from draftgate.gateway.process import settle_process
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView
@@ -254,7 +254,7 @@ def measure(*, lookups_only: bool = False) -> dict[str, Any]:
         max_step_tokens=MOST_STEP_TOKENS,
     )
     engine = load_engine(config)
-    settle_interpreter()
+    settle_process()
     if lookups_only:
         return {**facts, "ngram_lookups": measure_lookups(engine.worker.tokenizer)}
     text = held_out_tokens(engine.worker.tokenizer, max(BATCHES) * CONTEXT_TOKENS)

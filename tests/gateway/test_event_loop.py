@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import threading
 from asyncio.events import Handle
@@ -27,7 +26,6 @@ from draftgate.backends.types import (
     SpeculationOutcome,
     TokenLogprob,
 )
-from draftgate.gateway.app import Listening, settle_interpreter
 from draftgate.gateway.dispatch import placement
 from draftgate.gateway.http import context
 from draftgate.gateway.http.endpoints import models
@@ -286,16 +284,3 @@ async def test_grammars_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch
             backend.emit(await backend.submitted.get(), "{}", last=True)
             await response.aread()
     assert found.names() == {"_compile"}
-
-
-async def test_garbage_collection_skips_startup_objects(sim: Listening) -> None:
-    """The server freezes modules, vocabularies and models, so garbage collection skips them."""
-    thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
-    try:
-        settle_interpreter()
-        kept = gc.get_freeze_count()
-        assert kept > 10 * len(gc.get_objects())
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
-        sys.setswitchinterval(switch_s)
