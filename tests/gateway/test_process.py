@@ -22,7 +22,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.mallinfo2.restype = ctypes.c_void_p, Mallinfo
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
 settle_process()
-libc.free(libc.malloc(2 * LARGE_BLOCK_BYTES))  # glibc may now place blocks of this size in its heap
+libc.free(libc.malloc(4 * LARGE_BLOCK_BYTES))  # glibc then places smaller blocks in its heap
 blocks = [(libc.malloc(2 * LARGE_BLOCK_BYTES), libc.malloc(2000)) for _ in range(50)]
 for large, _ in blocks:
     libc.free(large)
