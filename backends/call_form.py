@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from draftgate.backends.schema_bounds import check_schema
+from draftgate.backends.schema_bounds import check_pattern, check_schema
+from draftgate.backends.types import GrammarKind
 
 
 class FunctionForm(msgspec.Struct, frozen=True):
@@ -24,14 +25,22 @@ class FunctionForm(msgspec.Struct, frozen=True):
     tail: str
 
 
+class ContentForm(msgspec.Struct, frozen=True):
+    """The form of an output without calls: a grammar of any kind but calls, and its text."""
+
+    kind: GrammarKind
+    text: str
+
+
 class CallForm(msgspec.Struct, frozen=True):
-    """An output that consists of function calls.
+    """An output that consists of function calls, or of content.
 
     Attributes:
         opened: text before the first call.
         between: text between two calls, or None to allow only one call.
         closed: text after the last call.
         markers: parts of these texts that are single tokens if the vocabulary contains them.
+        content: form of an output without calls, or None to force a call.
     """
 
     functions: tuple[FunctionForm, ...]
@@ -39,6 +48,7 @@ class CallForm(msgspec.Struct, frozen=True):
     between: str | None = None
     closed: str = ""
     markers: tuple[str, ...] = ()
+    content: ContentForm | None = None
 
 
 def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str, Any]) -> str:
@@ -50,7 +60,8 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
         layout: JSON options of llguidance (`x-guidance`).
 
     Raises:
-        ValueError: a schema exceeds the bounds of `check_schema`.
+        ValueError: a schema or a pattern exceeds its bounds, or the content has a grammar of its
+            own, whose rules could have the same names.
     """
     form = msgspec.json.decode(text, type=CallForm)
 
@@ -58,7 +69,11 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
         return _literal(part, form.markers, vocabulary)
 
     calls = "call" if form.between is None else f"call ({literal(form.between)} call)*"
-    rules = [f"start: {literal(form.opened)} {calls} {literal(form.closed)}"]
+    rules = [f"called: {literal(form.opened)} {calls} {literal(form.closed)}"]
+    if form.content is None:
+        rules.append("start: called")
+    else:
+        rules += ["start: called | content", f"content: {_content(form.content, layout)}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(form.functions))))
     for index, function in enumerate(form.functions):
         check_schema(json.dumps(function.schema))
@@ -68,6 +83,26 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
         )
         rules.append(f"args_{index}: %json {schema}")
     return "\n".join(rules) + "\n"
+
+
+def _content(form: ContentForm, layout: Mapping[str, Any]) -> str:
+    """Return the Lark terms of content."""
+    if form.kind is GrammarKind.JSON_SCHEMA:
+        check_schema(form.text)
+        return "%json " + json.dumps({**json.loads(form.text), "x-guidance": dict(layout)})
+    if form.kind is GrammarKind.REGEX:
+        check_pattern(form.text)
+        # A slash or a line break would end the pattern.
+        escaped = re.sub(r"\\.|/", lambda found: f"\\{found[0]}"[-2:], form.text, flags=re.DOTALL)
+        return "/" + escaped.replace("\n", "\\n") + "/"
+    if form.kind is GrammarKind.CHOICE:
+        return choice_as_lark(form.text)
+    raise ValueError("a context-free grammar cannot be combined with tools")
+
+
+def choice_as_lark(text: str) -> str:
+    """Return the Lark alternatives of a JSON list of texts."""
+    return " | ".join(map(json.dumps, json.loads(text)))
 
 
 def _literal(text: str, markers: tuple[str, ...], vocabulary: Mapping[str, int]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Scope
@@ -37,6 +38,9 @@ _RAW: Final = "\udc80"
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """Names of templates in checkpoints with several templates."""
+
+_OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables that the server sets."""
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 """Template files of a checkpoint, in addition to its `tokenizer_config.json`."""
@@ -59,6 +63,8 @@ class ChatTemplate:
 
     Attributes:
         for_tools: text of the template that renders tools, or None without a template.
+        variables: names that a request may set for the templates, such as `enable_thinking`. Some
+            are also names that a template sets itself.
     """
 
     def __init__(
@@ -81,20 +87,25 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.for_tools = sources.get(TOOL_USE, sources.get(DEFAULT))
         self._templates: dict[str, jinja2.Template] = {}
+        names: set[str] = set()
         for name in (DEFAULT, TOOL_USE):
             if name in sources:
                 self._templates[name] = _compiled(environment, name, sources[name])
+                names |= jinja2.meta.find_undeclared_variables(environment.parse(sources[name]))
+        self.variables = frozenset(names - {*environment.globals, *special_tokens, *_OWN})
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt of a conversation, up to the start of the model's response.
 
         Args:
             messages: JSON values and `RawJson`. A key with the value None counts as absent.
             tools: JSON schemas of functions, or None if the request has no tools.
+            variables: values for some of `variables`.
 
         Raises:
             RequestRejected: the model has no template, or the template raised an error.
@@ -105,7 +116,7 @@ class ChatTemplate:
             raise RequestRejected("this model has no chat template", param="messages")
         # Templates test `tools is not none`, so absent values must be None and not undefined.
         pieces = template.generate(
-            self._special_tokens,
+            {**self._special_tokens, **(variables or {})},
             messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
             tools=tools,
             documents=None,

@@ -1,4 +1,4 @@
-"""Token masks for JSON schemas, regular expressions and function calls, compiled by llguidance.
+"""Token masks for JSON schemas, other grammars and function calls, compiled by llguidance.
 
 The state of a grammar is the state of a parser that has read the output's tokens. The state is a
 function of these tokens, whatever was drafted or masked before. Copies cost microseconds, because
@@ -23,10 +23,10 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from draftgate.backends.call_form import calls_as_lark
+from draftgate.backends.call_form import calls_as_lark, choice_as_lark
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.schema_bounds import check_pattern, check_schema
+from draftgate.backends.schema_bounds import check_grammar, check_pattern, check_schema
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
 
@@ -44,6 +44,8 @@ limit."""
 _WORDS: Final = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
     GrammarKind.REGEX: "regular expression",
+    GrammarKind.CHOICE: "choice",
+    GrammarKind.GRAMMAR: "grammar",
     GrammarKind.CALLS: "functions",
 }
 
@@ -216,10 +218,29 @@ def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     if spec.kind is GrammarKind.REGEX:
         check_pattern(spec.text)
         return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind is GrammarKind.CHOICE:
+        return LLMatcher.grammar_from_lark(f"start: {choice_as_lark(spec.text)}\n")
+    if spec.kind is GrammarKind.GRAMMAR:
+        return LLMatcher.grammar_from_lark(_as_lark(spec.text))
     if spec.kind is GrammarKind.CALLS:
         return LLMatcher.grammar_from_lark(calls_as_lark(spec.text, vocabulary, _LAYOUT | _STRICT))
     check_schema(spec.text)
     return LLMatcher.grammar_from_json_schema(spec.text, _LAYOUT, _STRICT)
+
+
+def _as_lark(text: str) -> str:
+    """Return a context-free grammar in the notation of llguidance.
+
+    Raises:
+        ValueError: the grammar exceeds a bound, contains a JSON schema, or is malformed GBNF.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    check_grammar(text)
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(str(error)) from error
 
 
 def _initial(compiled: LLMatcher) -> LLMatcher:

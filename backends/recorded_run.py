@@ -94,7 +94,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         temperature: sampling temperature.
         plan: speculation plan, with the values from which the gateway made it.
         service: latency targets and priority.
-        counts_tokens: whether a penalty reads earlier tokens.
+        counts_tokens: whether a penalty or a bad word reads earlier tokens.
     """
 
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""Bounds on JSON schemas, checked before llguidance compiles them.
+"""Bounds on JSON schemas and other grammars, checked before llguidance compiles them.
 
 llguidance limits most of its work, but not all. Each bound is far above the values of schemas in
 use. The slowest schema found within the bounds, with 5000 optional properties, takes 2 s (AMD EPYC
@@ -16,6 +16,9 @@ from typing import Any, Final, TypeGuard
 MOST_SCHEMA_CHARACTERS: Final = 1 << 16
 MOST_PATTERN_CHARACTERS: Final = 1 << 12
 """Maximum length of a regular expression, or of all expressions of a schema together."""
+
+MOST_GRAMMAR_CHARACTERS: Final = 1 << 14
+"""Maximum length of a context-free grammar. llguidance limits the automaton that results."""
 
 MOST_NAME_PATTERNS: Final = 32
 """Maximum number of patterns in `patternProperties`, which are compared in pairs."""
@@ -56,6 +59,17 @@ def check_pattern(text: str) -> None:
         ValueError: the expression exceeds a bound.
     """
     _check("characters", len(text), MOST_PATTERN_CHARACTERS)
+
+
+def check_grammar(text: str) -> None:
+    """Check that a context-free grammar is within the bounds.
+
+    Raises:
+        ValueError: the grammar is too long, or contains a JSON schema.
+    """
+    _check("characters", len(text), MOST_GRAMMAR_CHARACTERS)
+    if "%json" in text:
+        raise ValueError("%json is not supported; use a JSON schema instead of a grammar")
 
 
 def _check(what: str, number: int, most: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -41,7 +42,8 @@ class Tokenizer:
     Attributes:
         vocabulary: ids by token, including added tokens.
         vocab_size: the largest token id plus one, where ids below may be unused.
-        texts: text that each token adds by itself.
+        texts: text that each token adds by itself, which is empty for special tokens.
+        texts_with_special: the same with the texts of special tokens.
     """
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
@@ -67,7 +69,10 @@ class Tokenizer:
         # Use only the state of the decoder, because that of the tokenizer includes the vocabulary
         # and is slow.
         decoder = self._fast.decoder and json.loads(self._fast.decoder.__getstate__())
-        self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
+        anchor = self.encode("a", add_special_tokens=False)
+        self.texts = TokenTexts(self.decode, decoder, anchor)
+        with_special = partial(self.decode, skip_special_tokens=False)
+        self.texts_with_special = TokenTexts(with_special, decoder, anchor)
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
         self._directory = directory
@@ -113,6 +118,10 @@ class Tokenizer:
         # A character has one or more bytes.
         return text if self._bound is None else text[: tokens * self._bound.most_bytes]
 
+    def ending(self, text: str, tokens: int) -> str:
+        """Return an end of a text with at least this number of tokens, or the whole text."""
+        return text if self._bound is None else text[-tokens * self._bound.most_bytes :]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, skipping unused ids."""
         ids = list(token_ids)
@@ -137,17 +146,23 @@ class Tokenizer:
         """The text of the chat template that renders tools, or None without a template."""
         return self._template.for_tools
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that a request may set for the chat template, such as `enable_thinking`."""
+        return self._template.variables
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return messages, and tools, as a prompt in the format of the model's chat template.
 
         Raises:
             RequestRejected: the model has no template, or the template raised an error.
         """
-        return self._template.render(messages, tools)
+        return self._template.render(messages, tools, variables)
 
 
 class TokenTexts(dict[int, str | None]):

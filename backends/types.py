@@ -52,9 +52,13 @@ class SamplingParams:
             negative logits, where 1 has no effect (CTRL, arXiv 1909.05858).
         frequency_penalty: subtracted from a token's logit for each occurrence in the output.
         presence_penalty: subtracted from a token's logit once it occurs in the output.
-        min_tokens: number of tokens before an end-of-sequence token or a stop text may end a
-            choice. End-of-sequence tokens are not sampled before.
+        min_tokens: number of tokens before an end-of-sequence token, a stop token or a stop text
+            may end a choice. Without a grammar, such tokens are not sampled before.
         stop: texts that end a choice, without being part of the output.
+        stop_token_ids: tokens that end a choice, without being part of its text.
+        bad_words: token sequences whose last token is never sampled after the others, within the
+            output. A grammar that allows only such tokens takes precedence.
+        skip_special_tokens: whether special tokens are left out of the text.
         ignore_eos: whether to continue after an end-of-sequence token.
         logprobs: number of alternatives to report for each token, or None to report no log
             probabilities.
@@ -77,6 +81,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    skip_special_tokens: bool = True
 
     @property
     def counts_tokens(self) -> bool:
@@ -88,12 +95,17 @@ class SamplingParams:
         )
 
     @property
+    def reads_output(self) -> bool:
+        """Whether sampling depends on the output's earlier tokens."""
+        return self.counts_tokens or bool(self.bad_words)
+
+    @property
     def leaves_logits(self) -> bool:
         """Whether no parameter reads or changes logits before temperature and filters."""
         return (
             self.logprobs is None
             and not self.logit_bias
-            and not self.counts_tokens
+            and not self.reads_output
             and self.min_tokens == 0
         )
 
@@ -103,6 +115,8 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
     CALLS = "calls"
 
 
@@ -111,16 +125,14 @@ class GrammarSpec:
     """A grammar for the whole output, up to the end-of-sequence token.
 
     Attributes:
-        text: a JSON schema, a regular expression, or the JSON of a `CallForm`.
+        text: a JSON schema, a regular expression, a JSON list of texts, a context-free grammar in
+            the notation of Lark or llama.cpp (GBNF), or the JSON of a `CallForm`.
+        param: the request parameter that sets the grammar.
     """
 
     kind: GrammarKind
     text: str
-
-    @property
-    def param(self) -> str:
-        """The request parameter that sets the grammar."""
-        return "tools" if self.kind is GrammarKind.CALLS else "response_format"
+    param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)

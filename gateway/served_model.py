@@ -24,7 +24,8 @@ class ServedModel:
         """
         vocab = self.tokenizer.vocab_size
         if not 0 <= token_id < vocab:
-            raise invalid(param, f"token ids must be between 0 and {vocab - 1}, not {token_id}")
+            known = f"between 0 and {vocab - 1}, the vocabulary of {self.name}"
+            raise invalid(param, f"token ids must be {known}, not {token_id}")
 
     def check_name(self, requested: str | None) -> None:
         """Raise `ModelNotFound` if the client names another model.

@@ -79,9 +79,10 @@ fix the length instead.
 
 Documents begin with `<|endoftext|>`, which is BOS and EOS. The tokenizer does not add this token.
 The models are **not** trained for chat. The chat template passes the user's text to the model as
-code to continue, and turns a system message into a `#` comment. `<|user|>`, `<|assistant|>` and
-`<|end|>` are reserved and untrained. Prompts that resemble the middle of a Python file work best,
-such as `def read_lines(path):\\n    with open(path`.
+code to continue, and turns a system message, functions and their results into `#` comments. Calls
+have the format of Hermes, and the models write them only if a grammar forces them. `<|user|>`,
+`<|assistant|>` and `<|end|>` are reserved and untrained. Prompts that resemble the middle of a
+Python file work best, such as `def read_lines(path):\\n    with open(path`.
 
 ## Limits
 

@@ -35,18 +35,34 @@ training. A whole run of indentation can be one token. Identifiers keep their un
 `__init__`.
 """
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}"
-    "{{ '# ' + message['content'].replace('\\n', '\\n# ') + '\\n' }}"
-    "{% else %}"
-    "{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' and not loop.last %}{{ '\\n' }}{% endif %}"
-    "{% endif %}"
-    "{% endfor %}"
-)
-"""The template of a Python document: user text is code to continue, a system message is a comment.
+CHAT_TEMPLATE = """\
+{{ bos_token }}
+{%- if tools %}
+{{- '# Functions:\\n' }}
+{%- for tool in tools %}
+{{- '# ' + (tool.function | tojson) + '\\n' }}
+{%- endfor %}
+{{- '# Call a function with <tool_call>{"name": ..., "arguments": ...}</tool_call>.\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{{- '# ' + message.content.replace('\\n', '\\n# ') + '\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '# Result: ' + message.content.replace('\\n', '\\n# ') + '\\n' }}
+{%- else %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>\\n' }}
+{%- endfor %}
+{%- if message.role == 'assistant' and not message.tool_calls and not loop.last %}
+{{- '\\n' }}
+{%- endif %}
+{%- endif %}
+{%- endfor %}"""
+"""The template of a Python document: user text is code to continue. System messages, functions and
+their results are comments. Calls have the format of Hermes.
 """
 
 

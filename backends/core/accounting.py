@@ -128,7 +128,9 @@ class Accounting:
         tokens, grammar = sequence.token_ids, sequence.grammar
         for count, token in enumerate(emitted, 1):
             tokens.append(token)
-            if token in self._eos_ids and sequence.stops_at_eos:
+            if (token in self._eos_ids and sequence.stops_at_eos) or (
+                token in sequence.stop_ids and sequence.may_stop
+            ):
                 sequence.finish_reason = FinishReason.STOP
                 return emitted[:count]
             if len(tokens) >= sequence.most_tokens:

@@ -77,10 +77,14 @@ class Admission:
         resumed = (choice.output_ids for choice in request.choices)
         if not all(_all_below(vocab, ids) for ids in (request.prompt_ids, *resumed)):
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
-        if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
-            raise RequestRejected(
-                f"token ids must be between 0 and {vocab - 1}", param="logit_bias"
-            )
+        sampling = request.sampling
+        for param, ids in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+        ):
+            if not _all_below(vocab, ids):
+                raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param=param)
         self._check_grammar(request)
 
     def _check_grammar(self, request: GenerationRequest) -> None:

@@ -98,7 +98,7 @@ class RunRecorder:
             request.sampling.temperature,
             replace(request.speculation, reason=""),
             request.service,
-            request.sampling.counts_tokens,
+            request.sampling.reads_output,
         )
         self._add(Arrived(self._since_start(ticks), recorded))
         self._open[sequence.key] = sequence

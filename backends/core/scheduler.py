@@ -231,8 +231,8 @@ class Scheduler:
 
         Returns:
             None if the result must be known first: the step verifies drafts, a draft pays, a
-            grammar or a penalty reads its tokens, or a sequence may be preempted or paused. None
-            also if the worker has no other work.
+            grammar, a penalty or a bad word reads its tokens, or a sequence may be preempted or
+            paused. None also if the worker has no other work.
         """
         self._drafts.plans_ahead = True
         if self._queues.leaving:
@@ -436,4 +436,4 @@ def _continues_blindly(work: SequenceWork) -> bool:
     if work.draft.token_ids:
         return False
     sequence = work.sequence
-    return sequence.grammar is None and not sequence.request.sampling.counts_tokens
+    return sequence.grammar is None and not sequence.request.sampling.reads_output

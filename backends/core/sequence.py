@@ -91,6 +91,7 @@ class Sequence:
         proposer: proposer that may draft while drafting is on, or None.
         draft_cap: maximum number of draft tokens in a step while drafting is on.
         has_prediction: whether the worker may draft from the prediction of the request.
+        stop_ids: tokens that end it, in addition to end-of-sequence tokens.
         draft_source: proposer of its last draft that was verified.
         drafting: whether drafting is on, and the basis for its next revision.
         revisions: revisions of the plan.
@@ -136,6 +137,7 @@ class Sequence:
     proposer: str | None = field(init=False)
     draft_cap: int = field(init=False)
     has_prediction: bool = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
     draft_source: str = ""
     drafting: DraftingSwitch = field(init=False)
     revisions: list[PlanRevision] = field(default_factory=list)
@@ -161,6 +163,7 @@ class Sequence:
         # A client that names a proposer gets no other drafts.
         may_draft = self.proposer is not None and plan.mode is SpeculationMode.AUTO
         self.has_prediction = may_draft and bool(request.prediction_ids)
+        self.stop_ids = frozenset(request.sampling.stop_token_ids)
 
     @classmethod
     def for_choice(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -200,6 +203,11 @@ class Sequence:
     def stops_at_eos(self) -> bool:
         """Whether an end-of-sequence token ends the output. With a grammar, it always does."""
         return self.grammar is not None or not self.request.sampling.ignore_eos
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether its last token may end the output, after at least `min_tokens` tokens."""
+        return self.output_tokens > self.request.sampling.min_tokens
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks."""

@@ -6,6 +6,7 @@ with a clock, calls `plan`, runs the step, and calls `complete`.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 
 from draftgate.backends.core.accounting import Emission, StepDetails
@@ -75,12 +76,16 @@ class WorkerCore:
             sequence.grammar = self._grammars.start(request.grammar)
             for token in output_ids:
                 sequence.grammar.accept(token)
+        decode, texts = self.tokenizer.decode, self.tokenizer.texts
+        if not sampling.skip_special_tokens:
+            decode = partial(decode, skip_special_tokens=False)
+            texts = self.tokenizer.texts_with_special
         text = TextStream(
-            self.tokenizer.decode,
+            decode,
             sampling.stop,
             request.prompt_ids,
             sampling.min_tokens,
-            self.tokenizer.texts.__getitem__,
+            texts.__getitem__,
         )
         text.extend(output_ids)
         self._texts[sequence.key] = text
@@ -188,13 +193,13 @@ class WorkerCore:
         Tokens accepted after a stop string are dropped, because they would not exist without
         drafts.
         """
-        eos = sequence.finish_reason is FinishReason.STOP  # the last token, which has no text
-        text, shown = stream.extend(tokens[:-1] if eos else tokens)
+        ended = sequence.finish_reason is FinishReason.STOP  # by the last token, without its text
+        text, shown = stream.extend(tokens[:-1] if ended else tokens)
         if not stream.stopped:
             text, shown = text + stream.flush(), len(tokens)
         if stream.stopped:
             self._stop(sequence)
-        elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
+        elif ended and tokens[-1] not in sequence.stop_ids and not _is_complete(sequence):
             sequence.finish_reason = FinishReason.LENGTH  # a limit of the grammar ended the text
         return text, shown
 
@@ -212,6 +217,10 @@ class WorkerCore:
             open_choices.remove(sequence)
         if not open_choices:
             self._requests.pop(request_id, None)
+
+
+def _is_complete(sequence: Sequence) -> bool:
+    return sequence.grammar is None or sequence.grammar.is_complete
 
 
 def _detailed(delta: Delta, details: StepDetails) -> Delta:

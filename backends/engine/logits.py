@@ -4,7 +4,8 @@
     z = z + bias                                 OpenAI's logit_bias
     z = z / r if z > 0 else z * r                tokens of the prompt or the output
     z = z - (f * c + p * [c > 0])                c: occurrences of the token in the output
-    z = -inf                                     end-of-sequence tokens before min_tokens
+    z = z - 1e30                                 tokens that would complete a bad word
+    z = -inf                                     tokens that would end before min_tokens
 
 r is the repetition penalty (CTRL, arXiv 1909.05858), f and p are OpenAI's frequency and presence
 penalties. In each row, the drafts that precede the row count as output. The row of a draft token
@@ -35,6 +36,10 @@ from draftgate.backends.engine.transfer import to_device
 _CACHED_PROMPTS: Final = 64
 """Number of prompts whose distinct tokens are cached, about the sequences of a batch."""
 
+_AVOIDED: Final = 1e30
+"""Penalty of a token that would complete a bad word. The penalty is finite, so that a grammar which
+allows no other token still has a next token."""
+
 _Tokens = npt.NDArray[np.int64]
 _Values = npt.NDArray[np.float64]
 
@@ -56,7 +61,7 @@ class _Changes(NamedTuple):
 
 
 def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
-    """Apply bias, penalties and min_tokens of every sequence to its rows, in place.
+    """Apply bias, penalties, bad words and min_tokens of every sequence to its rows, in place.
 
     Token ids of prompts, outputs and biases must be below the vocabulary's size.
 
@@ -69,7 +74,7 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
     values: list[_Values] = []
     first, vocab = 0, logits.shape[1]
     for work in plan.work:
-        if work.samples and _changes_logits(work):
+        if work.samples and _changes_logits(work, eos_ids):
             changes = _changes(work, eos_ids)
             starts = np.arange(first, first + work.num_samples)[:, None] * vocab
             places.append((starts + changes.tokens).ravel())
@@ -115,16 +120,20 @@ def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
     rows.masked_fill_(to_device(torch.from_numpy(allowed == 0), rows.device), -torch.inf)
 
 
-def _changes_logits(work: SequenceWork) -> bool:
+def _changes_logits(work: SequenceWork, eos_ids: frozenset[int]) -> bool:
     sampling = work.sequence.request.sampling
-    return bool(sampling.logit_bias) or sampling.counts_tokens or _forbids_ends(work)
+    changes = sampling.logit_bias or sampling.bad_words or sampling.counts_tokens
+    return bool(changes or _early_ends(work, eos_ids))
 
 
-def _forbids_ends(work: SequenceWork) -> bool:
-    sampling = work.sequence.request.sampling
-    if sampling.ignore_eos or work.sequence.grammar is not None:  # the grammar decides the end
-        return False
-    return work.sequence.output_tokens < sampling.min_tokens
+def _early_ends(work: SequenceWork, eos_ids: frozenset[int]) -> Iterable[int]:
+    """Return the tokens that must not end the sequence before `min_tokens`."""
+    sequence, sampling = work.sequence, work.sequence.request.sampling
+    if sequence.output_tokens >= sampling.min_tokens or sequence.grammar is not None:
+        return ()  # the grammar decides the end
+    return (
+        sampling.stop_token_ids if sampling.ignore_eos else eos_ids.union(sampling.stop_token_ids)
+    )
 
 
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
@@ -136,8 +145,9 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     drafts = _ids(work.draft.token_ids if counts else ())
     prompt = _prompt_tokens(sequence.request.prompt_ids.tobytes()) if repeats else _ids(())
     biased = _ids(token for token, _ in sampling.logit_bias)
-    ends = _ids(eos_ids if _forbids_ends(work) else ())
-    tokens = _distinct(np.concatenate([prompt, output, drafts, biased, ends]))
+    ends = _ids(_early_ends(work, eos_ids))
+    rows, word_ends = _bad_word_ends(work)
+    tokens = _distinct(np.concatenate([prompt, output, drafts, biased, word_ends, ends]))
 
     count = _counts(tokens, output, work.draft if counts else Draft(), work.num_samples)
     seen = count > 0
@@ -146,6 +156,7 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     bias = np.zeros(count.shape)
     bias[:, np.searchsorted(tokens, biased)] = [value for _, value in sampling.logit_bias]
     penalty = sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    penalty[rows, np.searchsorted(tokens, word_ends)] = _AVOIDED
     too_short = np.array([0, *work.draft.depths]) + sequence.output_tokens < sampling.min_tokens
     penalty[np.ix_(too_short, np.searchsorted(tokens, ends))] = np.inf
     return _Changes(tokens, bias, np.where(seen, sampling.repetition_penalty, 1.0), penalty)
@@ -163,6 +174,35 @@ def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Value
         count[place + 1] = count[draft.parent(place) + 1]
         count[place + 1, column] += 1
     return count
+
+
+def _bad_word_ends(work: SequenceWork) -> tuple[_Tokens, _Tokens]:
+    """Return the rows, and for each the token that would complete a bad word of the output."""
+    sequence, words = work.sequence, work.sequence.request.sampling.bad_words
+    pairs: list[tuple[int, int]] = []
+    if words:
+        ends, longest = _ends_by_beginning(words)
+        # Contexts longer than the longest beginning are not needed.
+        first = max(sequence.prompt_tokens, len(sequence.token_ids) - longest)
+        before = [tuple(sequence.token_ids[first:])]
+        for place, token in enumerate(work.draft.token_ids):
+            before.append((*before[work.draft.parent(place) + 1], token))
+        for row, context in enumerate(before):
+            for length in range(min(longest, len(context)) + 1):
+                tail = context[len(context) - length :]
+                pairs += ((row, token) for token in ends.get(tail, ()))
+    return _ids(row for row, _ in pairs), _ids(token for _, token in pairs)
+
+
+@lru_cache(maxsize=_CACHED_PROMPTS)
+def _ends_by_beginning(
+    words: tuple[tuple[int, ...], ...],
+) -> tuple[dict[tuple[int, ...], list[int]], int]:
+    """Return the last tokens of words by their other tokens, and the length of the longest key."""
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for word in words:
+        ends.setdefault(word[:-1], []).append(word[-1])
+    return ends, max(map(len, ends))
 
 
 @lru_cache(maxsize=_CACHED_PROMPTS)

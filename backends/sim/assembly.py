@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
@@ -21,6 +21,7 @@ from draftgate.backends.checkpoints import (
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.sim.acceptance import Acceptance, ConstantAcceptance, ReplayedAcceptance
 from draftgate.backends.sim.device_model import (
     DeviceModel,
@@ -28,6 +29,7 @@ from draftgate.backends.sim.device_model import (
     RooflineDevice,
     ServiceTimeDevice,
 )
+from draftgate.backends.sim.grammar_tokens import GrammarTokens
 from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.oracle import NAME as ORACLE
 from draftgate.backends.sim.oracle import Oracle, OracleScheduler
@@ -85,6 +87,7 @@ Raises:
 def serving_worker(config: WorkerConfig) -> SimWorker:
     """Return a worker that generates deterministic random words from a tokenizer.
 
+    Its outputs satisfy the grammars of requests. Without a grammar, they never end by themselves.
     The worker knows the costs of its device. Its drafts are right with a constant probability.
     """
     if config.proposer not in {None, NGRAM}:
@@ -93,7 +96,11 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     directory = find_checkpoint(config.model, weights=False)
     profile = load_profile(config.profile)
     tokenizer = Tokenizer(directory)
-    tokens = SimulatedTokens(printable_vocabulary(tokenizer))
+    printable = printable_vocabulary(tokenizer)
+    tokens = SimulatedTokens(printable)
+    eos_id = tokenizer.special_id("eos_token")
+    eos_ids = frozenset[int]() if eos_id is None else frozenset({eos_id})
+    forms = GrammarTokens(tokenizer, printable, eos_ids, tokens.uniform)
     device: DeviceModel = ProfileDevice(profile)
     if config.sim_service_ms is not None:
         service_s = config.sim_service_ms / 1e3
@@ -109,6 +116,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         speculation_policy(config.speculation),
         {NGRAM: proposer},
         profile.cost,
+        eos_ids,
     )
     shape = read_json(directory / "config.json", missing={})
     longest = int(shape.get("max_position_embeddings", DEFAULT_MODEL_LEN))
@@ -119,11 +127,13 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         max_model_len=max_model_len,
         numerics_class=f"sim:{profile.name}",
         created_s=int(time.time()),
-        capabilities=EXACT,
+        capabilities=replace(EXACT, formats=True),
         pool_tokens=scheduler.blocks.num_blocks * BLOCK_TOKENS,
+        eos_ids=tuple(eos_ids),
     )
-    worker = WorkerCore(scheduler, tokenizer, max_model_len)
-    return SimWorker(worker, SimExecutor(tokens, device), card)
+    grammars = LlGrammars(tokenizer, eos_ids)
+    worker = WorkerCore(scheduler, tokenizer, max_model_len, grammars)
+    return SimWorker(worker, SimExecutor(tokens, device, forms), card)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device_model import DeviceModel
+from draftgate.backends.sim.grammar_tokens import GrammarTokens
 from draftgate.backends.sim.profile import DraftCost
 from draftgate.backends.sim.tokens import TrueTokens
 from draftgate.backends.types import TokenLogprob
@@ -28,9 +29,17 @@ class SimExecutor:
         host_s: seconds of the host's work for the last step, which `StepResult.step_s` omits.
     """
 
-    def __init__(self, tokens: TrueTokens, device: DeviceModel) -> None:
+    def __init__(
+        self, tokens: TrueTokens, device: DeviceModel, forms: GrammarTokens | None = None
+    ) -> None:
+        """Use the tokens of all texts.
+
+        Args:
+            forms: chooses the tokens of sequences with a grammar, or None without such sequences.
+        """
         self._tokens = tokens
         self._device = device
+        self._forms = forms
         self.host_s = 0.0
 
     @property
@@ -41,7 +50,7 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: the agreeing part of each draft and the next token."""
         self.host_s = self._device.pop_host_s(len(plan.work))
-        if plan.decodes_only:
+        if plan.decodes_only and plan.is_plain:
             next_token = self._tokens.tokens
             emitted = tuple([next_token(work.sequence, work.start + 1) for work in plan.work])
         else:
@@ -59,6 +68,8 @@ class SimExecutor:
         # A step that was planned ahead may contain sequences that have ended since then.
         if not work.samples or work.sequence.state is SequenceState.FINISHED:
             return ()
+        if self._forms is not None and work.sequence.grammar is not None:
+            return self._forms.emit(work)
         true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)
         if not work.draft.token_ids:  # the usual case
             return true

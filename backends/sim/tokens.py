@@ -76,6 +76,10 @@ class SimulatedTokens:
         at = self._at(sequence, position)
         return self._uniforms[at : at + count]
 
+    def uniform(self, sequence: Sequence, position: int) -> float:
+        """Return the uniform number of a position."""
+        return self._uniforms[self._at(sequence, position)]
+
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of the sequence. The call is idempotent."""
         self._offsets.pop(sequence.key, None)

@@ -15,8 +15,8 @@ def adjusted(
     sampling: SamplingParams,
     eos_ids: Collection[int] = (),
 ) -> list[float]:
-    """Apply bias, penalties and `min_tokens` to a row of logits token by token, in double
-    precision."""
+    """Apply all changes of `draftgate.backends.engine.logits.adjust` to a row of logits token by
+    token, in double precision."""
     bias = dict(sampling.logit_bias)
     found = []
     for token, logit in enumerate(logits):
@@ -26,8 +26,11 @@ def adjusted(
             value = value / factor if value > 0 else value * factor
         value -= sampling.frequency_penalty * output.count(token)
         value -= sampling.presence_penalty if token in output else 0.0
-        too_early = len(output) < sampling.min_tokens and not sampling.ignore_eos
-        found.append(-math.inf if token in eos_ids and too_early else value)
+        if any(word == (*output, token)[-len(word) :] for word in sampling.bad_words):
+            value -= 1e30
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
+        too_early = len(output) < sampling.min_tokens
+        found.append(-math.inf if token in ends and too_early else value)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Bias, penalties and min_tokens compared with a slow reference."""
+"""Bias, penalties, bad words and min_tokens compared with a slow reference."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def random_sampling(rng: random.Random) -> SamplingParams:
         presence_penalty=sometimes([-1.1, 0.7, 2.0], 0.0),
         min_tokens=rng.choice([0, 0, 3, 6, 50]),
         ignore_eos=rng.random() < 0.2,
+        stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 2]))),
+        bad_words=tuple(
+            tuple(rng.randrange(VOCAB // 2) for _ in range(rng.choice([1, 2, 2, 3])))
+            for _ in range(rng.choice([0, 0, 4, 40]))
+        ),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Callable
 
 import jsonschema
 import msgspec
 import pytest
 
-from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.call_form import CallForm, ContentForm, FunctionForm
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import LlGrammars
@@ -41,7 +43,8 @@ def spec(schema: dict[str, object] = POINT, **form: object) -> GrammarSpec:
         FunctionForm('{"name": "point", "arguments": ', schema, "}"),
         FunctionForm('{"name": "stop", "arguments": ', {"type": "object", "maxProperties": 0}, "}"),
     )
-    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(CallForm(functions, **form)).decode())
+    text = msgspec.json.encode(CallForm(functions, **form)).decode()
+    return GrammarSpec(GrammarKind.CALLS, text, "tools")
 
 
 def test_random_allowed_text_is_a_valid_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
@@ -59,6 +62,38 @@ def test_random_allowed_text_is_a_valid_call(grammars: LlGrammars, tokenizer: To
             else:
                 assert call["arguments"] == {}
     assert names == {"point", "stop"}
+
+
+def has_x(text: str) -> bool:
+    return "x" in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "matches"),
+    [
+        (ContentForm(GrammarKind.JSON_SCHEMA, json.dumps(POINT)), has_x),
+        (ContentForm(GrammarKind.REGEX, r"a/b\/c|[xy]"), re.compile("a/b/c|[xy]").fullmatch),
+        (ContentForm(GrammarKind.CHOICE, '["yes", "n/o"]'), ["yes", "n/o"].__contains__),
+    ],
+    ids=["schema", "regex", "choice"],
+)
+def test_form_with_content_allows_a_call_or_the_content(
+    grammars: LlGrammars, tokenizer: Tokenizer, content: ContentForm, matches: Callable
+) -> None:
+    """A random walk through the masks gives either a call or content of its form."""
+    rng = random.Random(3)
+    held = spec(opened="<call>", closed="</call>", content=content)
+    kinds = set()
+    for _ in range(40):
+        grammar = grammars.start(held)
+        text = tokenizer.decode(complete(grammar, grammars._eos_ids, rng))
+        is_call = text.startswith("<call>")
+        kinds.add(is_call)
+        if is_call:
+            assert json.loads(text.removeprefix("<call>").removesuffix("</call>"))["name"]
+        else:
+            assert matches(text)
+    assert kinds == {True, False}
 
 
 def test_form_without_a_separator_allows_one_call(

@@ -22,7 +22,8 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE
-from draftgate.gateway.http.endpoints.embeddings import MAX_INPUTS, unit_vector
+from draftgate.gateway.http.endpoints.embeddings import unit_vector
+from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.types import ServiceLevel, SpeculationMode
@@ -157,7 +158,7 @@ async def test_vectors_keep_the_order_of_the_texts(api: AsyncOpenAI, gateway: Li
         ({"input": [[]]}, "input[0]"),
         ({"input": ["a", [1 << 40]]}, "input[1]"),
         ({"input": [1, "a"]}, "input"),
-        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input"),
+        ({"input": ["a"] * (MAX_EMBEDDED_TEXTS + 1)}, "input"),
         ({"input": {"text": "a"}}, "input"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"priority": 1 << 40}, "priority"),

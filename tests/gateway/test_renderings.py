@@ -42,11 +42,14 @@ BODIES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "completion": (COMPLETIONS, {"prompt": "x"}),
     "response": (RESPONSES, {"input": "x", "tools": FLAT}),
     "response without tools": (RESPONSES, {"input": "x"}),
+    "chat with reasoning": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}),
+    "response with reasoning": (RESPONSES, {"input": "x"}),
 }
 TEXTS = st.lists(
     st.sampled_from(
         ['<tool_call>\n{"name": "now", "arguments": {', '"a": 1', "}}", "\n</tool_call>", "Well. ",
-         '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', "<tool_", "\n", "}"]
+         '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', "<tool_", "\n", "}",
+         "<think>", "</think>", "</", "think>"]
     )
     | st.text(max_size=5),
     max_size=8,
@@ -59,14 +62,25 @@ class QwenTokenizer:
     """The part of a tokenizer that parsing a request needs, with Qwen's template."""
 
     vocab_size = 9
-    tool_template = (
-        Path(__file__).parents[1] / "tokenizer" / "templates" / "qwen2_5.jinja"
-    ).read_text(encoding="utf-8")
+    template_variables = frozenset[str]()
+
+    def __init__(self, template: str) -> None:
+        path = Path(__file__).parents[1] / "tokenizer" / "templates" / f"{template}.jinja"
+        self.tool_template = path.read_text(encoding="utf-8")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [1]
 
-    def render_chat(self, messages: object, tools: object = None) -> str:
+    def least_tokens(self, text: str) -> int:
+        return 0
+
+    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
+        return "<|im_start|>assistant\n"
+
+    def token_text(self, token_id: int) -> str:
+        return "x"
+
+    def render_chat(self, messages: object, tools: object = None, variables: object = None) -> str:
         return "x"
 
 
@@ -74,7 +88,8 @@ class QwenTokenizer:
 def maker(kind: str) -> Callable[[], Rendering]:
     """Return a function that creates renderings of the same request."""
     api, body = BODIES[kind]
-    served = ServedModel("m", QwenTokenizer(), 100)
+    template = "qwen3" if kind.endswith("with reasoning") else "qwen2_5"
+    served = ServedModel("m", QwenTokenizer(template), 100)
     parsed = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
     return lambda: api.rendering(parsed, 1)
 
@@ -84,13 +99,14 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def combined(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str | None]:
-    """Return the content, the calls and the finish reason of a streamed chat or completion."""
-    text, calls, reason = "", [], None
+def combined(chunks: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]], str | None]:
+    """Return the reasoning, the content, the calls and the finish reason of a stream."""
+    reasoning, text, calls, reason = "", "", [], None
     for chunk in chunks:
         for choice in chunk["choices"]:
             delta = choice.get("delta", {"content": choice.get("text")})
             text += delta.get("content") or ""
+            reasoning += delta.get("reasoning_content", "")
             reason = choice["finish_reason"] or reason
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
@@ -98,7 +114,7 @@ def combined(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], 
                     calls.append((call["id"], call["function"]["name"], ""))
                 *named, arguments = calls[call["index"]]
                 calls[call["index"]] = (*named, arguments + call["function"]["arguments"])
-    return text, calls, reason
+    return reasoning, text, calls, reason
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,8 @@ def test_stream_adds_up_to_the_whole_response(kind: str) -> None:
             (call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls", ())
         ]
-        assert combined(found) == (message["content"] or "", calls, choice["finish_reason"])
+        reasoning, text = message.get("reasoning_content", ""), message["content"] or ""
+        assert combined(found) == (reasoning, text, calls, choice["finish_reason"])
 
     check()
 

@@ -246,22 +246,20 @@ async def test_schema_is_compiled_once_in_a_thread(
     await until(lambda: is_idle(gateway.node))
 
 
-async def test_simulator_rejects_formats() -> None:
-    """The simulator rejects structured output, because it computes no logits."""
+async def test_simulator_answers_in_the_requested_form() -> None:
+    """The simulator's outputs satisfy every form, with the same text with and without drafts."""
     async with running() as gateway, client(gateway) as http:
-        for path, request_body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})):
-            for response_format in (
-                FORMAT,
-                {"type": "json_object"},
-                {"type": "regex", "pattern": "a"},
-            ):
-                response = await http.post(
-                    path, json={**request_body, "response_format": response_format}
-                )
-                error = response.json()["error"]
-                assert (response.status_code, error["param"]) == (400, "response_format")
-                assert "does not support structured output" in error["message"]
-            response = await http.post(
-                path, json={**request_body, "max_tokens": 2, "response_format": {"type": "text"}}
-            )
-            assert response.status_code == 200
+        for form in (FORMAT, {"type": "json_object"}, {"type": "regex", "pattern": "a{3,9}b"}):
+            texts = set()
+            for mode in ("ngram", "off"):
+                body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 400, "seed": 5}
+                fields = {"response_format": form, "speculation": {"mode": mode}}
+                choices = (await http.post(TEXT, json={**body, **fields})).json()["choices"]
+                assert {choice["finish_reason"] for choice in choices} == {"stop"}
+                texts.add(tuple(choice["text"] for choice in choices))
+            (same,) = texts
+            for text in same:
+                if form["type"] == "regex":
+                    assert re.fullmatch("a{3,9}b", text)
+                else:
+                    assert is_valid(text, SCHEMA if form is FORMAT else {"type": "object"})

@@ -249,7 +249,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "browser"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
      "messages[1].tool_calls[0]"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [
@@ -269,7 +268,7 @@ async def test_malformed_tool_is_400_and_named(http: httpx.AsyncClient) -> None:
     assert wrong == []
 
 
-async def test_model_without_tool_support_rejects_tools() -> None:
+async def test_model_without_tool_support_rejects_tools(tmp_path: Path) -> None:
     """The server rejects tools for a model whose template would ignore them."""
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     cases = [
@@ -279,7 +278,8 @@ async def test_model_without_tool_support_rejects_tools() -> None:
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]},
          "messages[1].tool_calls"),
     ]  # fmt: skip
-    async with running() as gateway, client(gateway) as http:
+    model = with_template(tmp_path / "model", "chatml")
+    async with running(model=str(model)) as gateway, client(gateway) as http:
         for fields, param in cases:
             response = await http.post(CHAT, json={"messages": HI, **fields})
             error = response.json()["error"]
@@ -289,16 +289,17 @@ async def test_model_without_tool_support_rejects_tools() -> None:
         assert (await http.post(CHAT, json=fine)).status_code == 200
 
 
-async def test_simulator_rejects_forced_calls(tmp_path: Path) -> None:
-    """The simulator rejects forced calls, because it computes no logits."""
+async def test_simulator_makes_forced_calls(tmp_path: Path) -> None:
+    """The simulator's calls satisfy the schemas of their functions."""
     model = with_template(tmp_path / "model", "qwen2_5")
     async with running(model=str(model)) as gateway, client(gateway) as http:
-        if gateway.node.served.tokenizer.tool_template is None:
-            pytest.fail("the simulator does not use the model's template")
-        response = await http.post(CHAT, json={**REQUEST, "tool_choice": "required"})
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "tools")
-        assert "does not support structured output" in error["message"]
+        body = {**REQUEST, "tool_choice": "required", "n": 4, "parallel_tool_calls": False}
+        response = await http.post(CHAT, json=body)
+        for choice in response.json()["choices"]:
+            (call,) = choice["message"]["tool_calls"]
+            if call["function"]["name"] == "weather":
+                arguments = json.loads(call["function"]["arguments"])
+                jsonschema.validate(arguments, WEATHER["function"]["parameters"])
 
 
 @needs_engine

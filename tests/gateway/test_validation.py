@@ -70,9 +70,8 @@ PARSERS = [
 @pytest.fixture(scope="module", params=["without tools", "with tools"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """The shipped model, with and without a template that supports tools."""
-    if request.param == "without tools":
-        return SERVED
-    model = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
+    template = "chatml" if request.param == "without tools" else "qwen2_5"
+    model = with_template(tmp_path_factory.mktemp("models") / template, template)
     return ServedModel("m", Tokenizer(model), 8192)
 
 
@@ -173,7 +172,7 @@ def test_empty_stop_texts_are_ignored(stop: object, kept: tuple[str, ...]) -> No
 
 def test_bias_outside_the_vocabulary_is_named() -> None:
     """The error of a `logit_bias` outside the vocabulary names the range of token ids."""
-    with pytest.raises(InvalidRequest, match="between 0 and 4095, not 4096") as raised:
+    with pytest.raises(InvalidRequest, match="4095, the vocabulary of m, not 4096") as raised:
         completion(logit_bias={"4096": 1})
     assert raised.value.param == "logit_bias"
 

@@ -22,8 +22,11 @@ from draftgate.gateway.http.generation import parse_request, respond_watched, se
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
-from draftgate.gateway.http.requests.limits import Range, check_ranges
-from draftgate.gateway.http.requests.schemas import EmbeddingBody, UnsupportedFields
+from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS, Range, check_ranges
+from draftgate.gateway.http.requests.schemas import (
+    EmbeddingBody,
+    UnsupportedEmbeddingFields,
+)
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
@@ -32,9 +35,6 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 PATH: Final = "/v1/embeddings"
-
-MAX_INPUTS: Final = 2048
-"""Maximum texts of one request, which is OpenAI's bound."""
 
 INLINE_STATE_BYTES: Final = 64 << 10
 """Longer responses are encoded in a thread. 16384 numbers take 0.8 ms as decimals, or 0.2 ms as
@@ -83,14 +83,15 @@ def parse_embeddings(
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
-    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, "echo", "prompt_logprobs"))
+    reject_unsupported(wire, UnsupportedEmbeddingFields.__struct_fields__)
     check_ranges(wire)
     Range(1, size).check("dimensions", wire.dimensions)
     given = wire.input
     are_texts = isinstance(given, list) and not all(isinstance(item, int) for item in given)
-    if given is not None and are_texts and len(given) > MAX_INPUTS:
-        raise invalid("input", f"must have at most {MAX_INPUTS} texts, not {len(given)}")
-    prompts = prompts_of("input", given, served)
+    if given is not None and are_texts and len(given) > MAX_EMBEDDED_TEXTS:
+        raise invalid("input", f"must have at most {MAX_EMBEDDED_TEXTS} texts, not {len(given)}")
+    special = wire.add_special_tokens is not False
+    prompts = prompts_of("input", given, served, add_special_tokens=special)
     for index, prompt in enumerate(prompts):
         if len(prompt) > served.max_model_len:
             name = f"input[{index}]" if len(prompts) > 1 else "input"

@@ -21,6 +21,7 @@ from draftgate.gateway.http.replies.shapes import (
 )
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.reasoning import template_variables
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
 from draftgate.gateway.node import Node
@@ -106,10 +107,12 @@ def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
     if wire.prompt is not None and wire.tools is not None:
         raise invalid("tools", "requires messages")
     if wire.prompt is None:
-        chat = ChatBody(messages=wire.messages, tools=wire.tools)
+        kwargs = wire.chat_template_kwargs
+        chat = ChatBody(messages=wire.messages, tools=wire.tools, chat_template_kwargs=kwargs)
         tools = offered_tools(chat, served.tokenizer.tool_template)
         shown = None if tools is None else tools.shown
-        tokens = list(chat_prompt(wire.messages, served.tokenizer, shown))
+        variables = template_variables(chat, served.tokenizer)
+        tokens = list(chat_prompt(wire.messages, served.tokenizer, shown, variables))
     else:
         special = wire.add_special_tokens is not False
         tokens = served.tokenizer.encode(wire.prompt, add_special_tokens=special)

@@ -16,7 +16,7 @@ from draftgate.gateway.http.endpoints.stored_responses import (
     ORDERS,
     PATH,
 )
-from draftgate.gateway.http.replies.responses import ResponseEvent, ResponseReply
+from draftgate.gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
 from draftgate.gateway.http.replies.shapes import (
     ChatChunk,
     ChatReply,

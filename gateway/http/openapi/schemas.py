@@ -8,14 +8,25 @@ from typing import Any, Final
 import msgspec
 
 from draftgate.gateway.http.requests.decoding import neutral_values
-from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
+from draftgate.gateway.http.requests.limits import (
+    KEYWORDS,
+    MAX_EMBEDDED_TEXTS,
+    MAX_SEQUENCES,
+    RANGES,
+    REQUIRED,
+)
 from draftgate.gateway.http.requests.messages import PART_TYPES, ROLES
 from draftgate.gateway.http.requests.responses import (
     ITEM_TYPES,
     PART_FIELDS,
     UnsupportedResponsesFields,
 )
-from draftgate.gateway.http.requests.schemas import UnsupportedFields
+from draftgate.gateway.http.requests.schemas import (
+    ONLY_IN_CHATS,
+    ONLY_IN_COMPLETIONS,
+    UnsupportedEmbeddingFields,
+    UnsupportedFields,
+)
 from draftgate.gateway.http.requests.tools import CHOICES
 from draftgate.gateway.served_model import ServedModel
 
@@ -33,14 +44,22 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
 """The allowed strings, by field or by struct and field."""
 
 _NEUTRAL_ONLY: Final = {
-    "CompletionBody": (*UnsupportedFields.__struct_fields__, "tools", "tool_choice"),
-    "ChatBody": (*UnsupportedFields.__struct_fields__, "echo"),
+    "CompletionBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS),
+    "ChatBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS),
+    "EmbeddingBody": UnsupportedEmbeddingFields.__struct_fields__,
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
 }
 """Unsupported fields, by struct."""
 
+_PROMPTS: Final = {
+    ("CompletionBody", "prompt"): MAX_SEQUENCES,
+    ("EmbeddingBody", "input"): MAX_EMBEDDED_TEXTS,
+}
+"""The largest number of prompts, by struct and field."""
+
 _TYPE_IS_OPTIONAL: Final = {
-    *("AllowedTool", "FlatAllowedTool", "FlatTool", "Prediction", "Tool", "ToolCallMessage")
+    *("AllowedTool", "FlatAllowedTool", "FlatTool", "Prediction", "TextPart", "Tool"),
+    "ToolCallMessage",
 }
 """Structs whose `type` has only one value and is therefore optional."""
 
@@ -118,8 +137,8 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
         }
     if (name, field) == ("Message", "function_call"):
         return {"description": "Not supported.", "enum": [None]}
-    if (name, field) == ("CompletionBody", "prompt"):
-        return _prompt(served)
+    if (name, field) in _PROMPTS:
+        return _prompt(_PROMPTS[name, field], served)
     if name == "DetokenizeBody" and field == "tokens":
         return {"type": "array", "items": _token(served)}
     if not name.endswith("Body") and field in RANGES and name != "SpeculationOptions":
@@ -127,6 +146,8 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
     branches = schema.get("anyOf", [schema])
     for branch in branches:
         _restrict(branch, name, field)
+        if field == "stop_token_ids" and "items" in branch:
+            branch["items"] = _token(served)
         if field == "model" and served is not None and name.endswith("Body"):
             branch.update({"enum": [served.name]} if branch.get("type") == "string" else {})
     return schema
@@ -155,12 +176,12 @@ def _require(name: str, schema: Schema) -> None:
         del schema["required"]
 
 
-def _prompt(served: ServedModel | None) -> Schema:
-    """Return the schema of a prompt, which is text, token ids, or a list of either."""
+def _prompt(most: int, served: ServedModel | None) -> Schema:
+    """Return the schema of a prompt: text, token ids, or a list of at most `most` of either."""
     ids = {"type": "array", "minItems": 1, "items": _token(served)}
-    several = KEYWORDS["prompt"]["array"]
-    texts = {"type": "array", **several, "items": {"type": "string"}}
-    return {"anyOf": [{"type": "string"}, texts, ids, {"type": "array", **several, "items": ids}]}
+    several = {"type": "array", "minItems": 1, "maxItems": most}
+    texts = {**several, "items": {"type": "string"}}
+    return {"anyOf": [{"type": "string"}, texts, ids, {**several, "items": ids}]}
 
 
 def _token(served: ServedModel | None) -> Schema:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
-from draftgate.gateway.http.replies.logprobs import token_logprobs, top_by_text
+from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer, top_by_text
 from draftgate.gateway.http.replies.prompts import PromptReplies
+from draftgate.gateway.http.replies.reasoning import ReasoningParser
 from draftgate.gateway.http.replies.rendering import Choices, ChunkRendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
@@ -20,9 +21,12 @@ from draftgate.gateway.http.replies.shapes import (
     CompletionLogprobs,
     FunctionCall,
     FunctionCallDelta,
+    OptionalIds,
     PromptField,
+    ResponseMetrics,
     ToolCall,
     ToolCallDelta,
+    Usage,
 )
 from draftgate.gateway.http.replies.steps import step_replies
 from draftgate.gateway.http.requests.tools import OfferedTools
@@ -41,6 +45,15 @@ class CompletionRendering(ChunkRendering):
         self._offsets: dict[int, int] = {}  # number of characters sent, by choice
         self._prompts = PromptReplies(parsed)
         self._begun: set[int] = set()  # choices whose prompt was sent
+        self._shown: set[int] = set()  # choices whose prompt was sent as token ids
+
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Return the JSON of the whole response, as `Rendering.response` describes."""
+        kept, n = self._parsed.kept_choices, self._parsed.job.n
+        if kept is not None:
+            prompts = (choices[begin : begin + n] for begin in range(0, len(choices), n))
+            choices = [choice for of_prompt in prompts for choice in best(of_prompt, kept)]
+        return super().response(choices, usage, metrics)
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> CompletionChoice:
         self._prompts.observe(index, choice.prompt_logprobs)
@@ -51,6 +64,8 @@ class CompletionRendering(ChunkRendering):
             choice.finish_reason,
             step_replies(choice, self._parsed.served.tokenizer),
             self._prompts.field(index // self._parsed.job.n),
+            self._ids(choice),
+            self._prompt_ids(index),
         )
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
@@ -64,6 +79,8 @@ class CompletionRendering(ChunkRendering):
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
             step_replies(delta, self._parsed.served.tokenizer),
+            token_ids=self._ids(delta),
+            prompt_token_ids=self._prompt_ids(delta.choice),
         )
 
     def _echo(self, choice: int) -> str:
@@ -73,10 +90,18 @@ class CompletionRendering(ChunkRendering):
         self._begun.add(choice)
         return self._parsed.echoed[choice // self._parsed.job.n]
 
+    def _prompt_ids(self, choice: int) -> OptionalIds:
+        """Return the tokens of the prompt once for each choice, if the request asks for them."""
+        if not self._parsed.return_token_ids or choice in self._shown:
+            return UNSET
+        self._shown.add(choice)
+        n = self._parsed.kept_choices or self._parsed.job.n
+        return self._parsed.job.prompts[choice // n].tolist()
+
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
             return None
-        text = self._parsed.served.tokenizer.token_text
+        text, name = self._parsed.served.tokenizer.token_text, token_namer(self._parsed)
         reply = CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
         if self._parsed.echoed and choice not in self._offsets:
@@ -84,14 +109,23 @@ class CompletionRendering(ChunkRendering):
             reply = self._prompts.echoed_logprobs(prompt)
             offset = len(self._parsed.echoed[prompt])
         for entry in entries:
-            token = text(entry.token_id)
+            token = name(entry.token_id)
             reply.tokens.append(token)
             reply.token_logprobs.append(entry.logprob)
-            reply.top_logprobs.append(top_by_text(token, entry.logprob, entry.top, text))
+            reply.top_logprobs.append(top_by_text(token, entry.logprob, entry.top, name))
             reply.text_offset.append(offset)
-            offset += len(token)
+            offset += len(text(entry.token_id))
         self._offsets[choice] = offset
         return reply
+
+
+def best(choices: Choices, count: int) -> Choices:
+    """Return the choices whose tokens have the highest mean log probability, best first."""
+
+    def mean_logprob(choice: WholeChoice) -> float:
+        return sum(one.logprob for one in choice.logprobs) / max(len(choice.logprobs), 1)
+
+    return sorted(choices, key=mean_logprob, reverse=True)[:count]
 
 
 class ChatRendering(ChunkRendering):
@@ -105,14 +139,21 @@ class ChatRendering(ChunkRendering):
         super().__init__(parsed, created_s)
         self._begun: set[int] = set()  # choices whose role was sent
         self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if the request has tools
+        self._reasoning: dict[int, ReasoningParser] = {}  # by choice, if the model marks it
+        self._sent_prompt = False
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice:
-        text, calls, reason = self._read(index, "".join(choice.texts), choice.finish_reason)
-        message = ChatMessage(text)
+        finish = choice.finish_reason
+        reasoning, text = self._split_reasoning(index, "".join(choice.texts), finish)
+        text, calls, reason = self._read(index, text, finish)
+        message = ChatMessage(text or None if calls or reasoning else text)
+        if reasoning:
+            message.reasoning_content = reasoning
         if calls:
-            message = ChatMessage(text or None, tool_calls=[_whole_call(call) for call in calls])
+            message.tool_calls = [_whole_call(call) for call in calls]
         steps = step_replies(choice, self._parsed.served.tokenizer)
-        return ChatChoice(index, message, self._logprobs(choice.logprobs), reason, steps)
+        logprobs = self._logprobs(choice.logprobs)
+        return ChatChoice(index, message, logprobs, reason, steps, self._ids(choice))
 
     def _prompt_field(self, choices: Choices) -> PromptField:
         prompts = PromptReplies(self._parsed)
@@ -120,21 +161,46 @@ class ChatRendering(ChunkRendering):
         return prompts.field(0)
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
-        text, calls, reason = self._read(delta.choice, delta.text, delta.finish_reason)
-        if not (text or calls or delta.logprobs or delta.steps or reason):
-            return None  # the parser holds back text that may begin a call
+        finish = delta.finish_reason
+        reasoning, text = self._split_reasoning(delta.choice, delta.text, finish)
+        text, calls, reason = self._read(delta.choice, text, finish)
+        ids, parts = self._ids(delta), text or calls or reasoning
+        if not (parts or delta.logprobs or delta.steps or reason or ids):
+            return None  # the parsers hold back text that may begin a call or end the reasoning
         role: str | UnsetType = UNSET
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             role = "assistant"
-        content: str | UnsetType = text if text or (role and not calls) else UNSET
+        content: str | UnsetType = text if text or (role and not parts) else UNSET
         return ChatChunkChoice(
             delta.choice,
-            ChatDelta(role, content, calls or UNSET),
+            ChatDelta(role, content, calls or UNSET, reasoning or UNSET),
             self._logprobs(delta.logprobs),
             reason,
             step_replies(delta, self._parsed.served.tokenizer),
+            ids,
         )
+
+    def _prompt_ids_of_reply(self) -> OptionalIds:
+        if not self._parsed.return_token_ids or self._sent_prompt:
+            return UNSET
+        self._sent_prompt = True
+        return self._parsed.job.prompts[0].tolist()
+
+    def _split_reasoning(
+        self, choice: int, text: str, reason: FinishReason | None
+    ) -> tuple[str, str]:
+        """Return the reasoning and the rest in the text that a delta adds to a choice."""
+        if self._parsed.reasoning is None:
+            return "", text
+        if choice not in self._reasoning:
+            self._reasoning[choice] = ReasoningParser(self._parsed.reasoning)
+        parser = self._reasoning[choice]
+        reasoning, rest = parser.add(text)
+        if reason is None:
+            return reasoning, rest
+        last, held = parser.finish()
+        return reasoning + last, rest + held
 
     def _read(
         self, choice: int, text: str, reason: FinishReason | None
@@ -150,7 +216,7 @@ class ChatRendering(ChunkRendering):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._wants_logprobs:
             return None
-        return ChatLogprobs(token_logprobs(entries, self._parsed.served.tokenizer))
+        return ChatLogprobs(token_logprobs(entries, token_namer(self._parsed)))
 
 
 class _ChoiceCalls:

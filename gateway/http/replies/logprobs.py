@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import TokenLogprob
 from draftgate.gateway.http.replies.shapes import TokenLogprobReply, TopLogprob
+from draftgate.gateway.http.requests.validation import ParsedRequest
+
+
+def token_namer(parsed: ParsedRequest) -> Callable[[int], str]:
+    """Return the function that names a token: by its text, or by its id as in vLLM."""
+    return "token_id:{}".format if parsed.tokens_as_ids else parsed.served.tokenizer.token_text
 
 
 def token_logprobs(
-    entries: Sequence[TokenLogprob], tokenizer: Tokenizer, unknown: list[int] | None = None
+    entries: Sequence[TokenLogprob], name: Callable[[int], str], unknown: list[int] | None = None
 ) -> list[TokenLogprobReply]:
-    """Return the log probabilities of tokens with their texts.
+    """Return the log probabilities of tokens with their names.
 
     Args:
         entries: the tokens, with the most likely alternatives.
-        tokenizer: the tokenizer of the model.
+        name: returns the name of a token (`token_namer`).
         unknown: the bytes of a token with part of a character, which has no text.
     """
 
     def spelled(token_id: int, logprob: float) -> TopLogprob:
-        token = tokenizer.token_text(token_id)
+        token = name(token_id)
         return TopLogprob(token, logprob, unknown if "\ufffd" in token else list(token.encode()))
 
     replies = []

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from draftgate.backends.core.detokenize import TextStream
 from draftgate.backends.prompt_logprobs import PromptLogprobs, ScoredToken
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.gateway.http.replies.logprobs import top_by_text
+from draftgate.gateway.http.replies.logprobs import token_namer, top_by_text
 from draftgate.gateway.http.replies.shapes import (
     CompletionLogprobs,
     PromptField,
@@ -35,7 +35,7 @@ class PromptReplies:
     def echoed_logprobs(self, prompt: int) -> CompletionLogprobs:
         """Return the log probabilities of an echoed prompt, as a new object."""
         parsed, ids = self._parsed, self._parsed.job.prompts[prompt]
-        text = cache(parsed.served.tokenizer.token_text)
+        text = cache(token_namer(parsed))
         tokens, alternatives = [text(token) for token in ids], parsed.job.sampling.logprobs
         logprobs: list[float | None] = [None]
         top: list[dict[str, float] | None] = [None]

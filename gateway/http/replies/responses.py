@@ -1,10 +1,10 @@
-"""Responses of `/v1/responses`, with their shapes and the events of their streams.
+"""Responses of `/v1/responses`, with the events of their streams.
 
 A stream begins with `response.created` and `response.in_progress`, before its first delta. It ends
 with `response.completed`, `response.incomplete` or `response.failed`, and then with `[DONE]`, which
-the Open Responses specification requires. The events between them report the output items, which
-are messages and function calls. At most one item is open at a time. A new item begins when text
-precedes a call, or when anything follows a call.
+the Open Responses specification requires. The events between them report the output items:
+reasoning, messages and function calls. At most one item is open at a time. A new item begins when
+anything follows reasoning or a call, or when text precedes a call.
 """
 
 from __future__ import annotations
@@ -13,12 +13,29 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType, field, structs
+from msgspec import UNSET, structs
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError
-from draftgate.gateway.http.replies.logprobs import token_logprobs
+from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer
+from draftgate.gateway.http.replies.reasoning import ReasoningParser
 from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode
+from draftgate.gateway.http.replies.response_shapes import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningReply,
+    ReasoningText,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseReply,
+    ResponseUsage,
+)
 from draftgate.gateway.http.replies.shapes import (
     OptionalMetrics,
     OptionalUsage,
@@ -26,6 +43,7 @@ from draftgate.gateway.http.replies.shapes import (
     TokenLogprobReply,
     Usage,
 )
+from draftgate.gateway.http.requests.reasoning import CLOSED
 from draftgate.gateway.http.requests.responses import (
     ReasoningOptions,
     ResponsesBody,
@@ -37,145 +55,6 @@ from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
 
 
-class OutputText(Struct):
-    """The text of a message.
-
-    The log probabilities are those of its tokens, if the request includes them.
-    """
-
-    text: str
-    type: str = "output_text"
-    annotations: list[Any] = field(default_factory=list)
-    logprobs: list[TokenLogprobReply] = field(default_factory=list)
-
-
-class MessageItem(Struct, tag_field="type", tag="message"):
-    """A message of the model."""
-
-    id: str
-    status: str
-    content: list[OutputText]
-    role: str = "assistant"
-
-
-class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
-    """A function call that the client is to execute."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str
-
-
-class InputTokensDetails(Struct):
-    """The number of cached input tokens."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(Struct):
-    """The number of reasoning tokens in the output.
-
-    Draftgate does not count them separately.
-    """
-
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(Struct):
-    """The token usage of a response."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(Struct):
-    """The reason why a response is incomplete."""
-
-    reason: str
-
-
-class ResponseFailure(Struct):
-    """The error that ended a response after its first event."""
-
-    code: str
-    message: str
-
-
-class ReasoningReply(Struct):
-    """The field `reasoning` of the request."""
-
-    effort: str | None
-    summary: str | None
-
-
-class ResponseReply(Struct):
-    """A response, complete or in progress.
-
-    The field `metrics` is Draftgate's extension.
-    """
-
-    id: str
-    created_at: int
-    completed_at: int | None
-    model: str
-    status: str
-    output: list[MessageItem | FunctionCallItem]
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    temperature: float
-    top_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    top_logprobs: int
-    truncation: str
-    reasoning: ReasoningReply
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
-    max_tool_calls: int | None
-    safety_identifier: str | None
-    prompt_cache_key: str | None
-    user: str | None
-    usage: ResponseUsage | None = None
-    error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    object: str = "response"
-    background: bool = False
-    store: bool = False
-    service_tier: str = "default"
-    previous_response_id: str | None = None
-    metrics: OptionalMetrics = UNSET
-
-
-class ResponseEvent(Struct):
-    """An event of a streamed response.
-
-    The type of the event determines its fields.
-    """
-
-    type: str
-    sequence_number: int
-    response: ResponseReply | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    item: MessageItem | FunctionCallItem | UnsetType = UNSET
-    part: OutputText | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    logprobs: list[TokenLogprobReply] | UnsetType = UNSET
-
-
 class ResponseRendering(Rendering):
     """The rendering for `/v1/responses`."""
 
@@ -183,10 +62,14 @@ class ResponseRendering(Rendering):
         super().__init__(parsed, created_s)
         self._reason: FinishReason | None = None
         self._final: ResponseReply | None = None
-        self._items: list[MessageItem | FunctionCallItem] = []
+        self._items: list[Item] = []
         self._item_is_open = False
         self._events: list[bytes] = []  # not yet returned
         self._sent = 0
+        self._reasoning = None
+        if parsed.reasoning is not None:
+            self._reasoning = ReasoningParser(parsed.reasoning)
+        self._undecided: list[TokenLogprob] = []  # of tokens that may belong to reasoning
         self._parser = None
         if (tools := parsed.tools) is not None:
             self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
@@ -253,11 +136,40 @@ class ResponseRendering(Rendering):
             self._emit("response.in_progress", response=begun)
 
     def _read(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.add(text)
+            self._add_reasoning(reasoning)
+            logprobs = self._of_content(self._reasoning, logprobs)
         if self._parser is not None:
             self._add(self._parser.add(text))
         elif text or logprobs:
-            tokenizer = self._parsed.served.tokenizer
-            self._add_text(text, token_logprobs(logprobs, tokenizer, unknown=[]))
+            name = token_namer(self._parsed)
+            self._add_text(text, token_logprobs(logprobs, name, unknown=[]))
+
+    def _of_content(
+        self, parser: ReasoningParser, entries: Sequence[TokenLogprob]
+    ) -> Sequence[TokenLogprob]:
+        """Return the entries of content tokens, which follow the token that ends the reasoning."""
+        if parser.is_over and not self._undecided:
+            return entries
+        self._undecided += entries
+        if not parser.is_over:
+            return []
+        decided, self._undecided = self._undecided, []
+        end = self._parsed.served.tokenizer.vocabulary.get(CLOSED)
+        ends = [index for index, entry in enumerate(decided) if entry.token_id == end]
+        return decided[ends[0] + 1 :] if ends else decided
+
+    def _add_reasoning(self, text: str) -> None:
+        if not text:
+            return
+        item = self._items[-1] if self._item_is_open else None
+        if not isinstance(item, ReasoningItem):
+            item = ReasoningItem(self._item_id("rs"), "in_progress", [ReasoningText("")])
+            self._begin_item(item, structs.replace(item, content=[]))
+            self._emit_in_item("response.content_part.added", content_index=0, part=item.content[0])
+        item.content[0].text += text
+        self._emit_in_item("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -292,9 +204,7 @@ class ResponseRendering(Rendering):
         item = FunctionCallItem(self._item_id("fc"), "in_progress", called, name, "")
         self._begin_item(item, item)
 
-    def _begin_item(
-        self, item: MessageItem | FunctionCallItem, shown: MessageItem | FunctionCallItem
-    ) -> None:
+    def _begin_item(self, item: Item, shown: Item) -> None:
         self._close_item("completed")
         self._item_is_open = True
         self._items.append(item)
@@ -302,6 +212,13 @@ class ResponseRendering(Rendering):
 
     def _finish_items(self) -> None:
         """Close the last item, after adding an empty message to an empty response."""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.finish()
+            self._add_reasoning(reasoning)
+            if self._parser is not None:
+                self._add(self._parser.add(text))
+            elif text:
+                self._add_text(text, [])
         if self._parser is not None:
             self._add(self._parser.finish())
         if not self._items:
@@ -319,6 +236,10 @@ class ResponseRendering(Rendering):
             done = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}
             self._emit_in_item("response.output_text.done", **done)
             self._emit_in_item("response.content_part.done", content_index=0, part=part)
+        elif isinstance(item, ReasoningItem):
+            done = {"content_index": 0, "text": item.content[0].text}
+            self._emit_in_item("response.reasoning_text.done", **done)
+            self._emit_in_item("response.content_part.done", content_index=0, part=item.content[0])
         else:
             kind = "response.function_call_arguments.done"
             self._emit_in_item(kind, arguments=item.arguments, name=item.name)

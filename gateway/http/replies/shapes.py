@@ -5,6 +5,7 @@ The field `metrics` is an extension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -105,6 +106,7 @@ class ResponseMetrics(Struct):
     resumes: list[ResumeReply] | UnsetType = UNSET
 
 
+OptionalIds = Sequence[int] | UnsetType
 OptionalUsage = Usage | UnsetType
 OptionalMetrics = ResponseMetrics | UnsetType
 
@@ -216,13 +218,14 @@ class ToolCallDelta(Struct):
 class ChatMessage(Struct):
     """The message of a whole response.
 
-    The content is null if the message consists only of calls.
+    The content is null if the message consists only of calls or reasoning.
     """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -234,16 +237,21 @@ class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
-    """A choice of a chat response."""
+    """A choice of a chat response.
+
+    The field `token_ids` has the tokens of the output, if the request has `return_token_ids`.
+    """
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -254,10 +262,15 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
-    """A choice of a completion or of its chunk."""
+    """A choice of a completion or of its chunk.
+
+    The fields `token_ids` and `prompt_token_ids` are present if the request has `return_token_ids`.
+    Only the first chunk of a choice has the tokens of the prompt.
+    """
 
     index: int
     text: str
@@ -265,6 +278,8 @@ class CompletionChoice(Struct):
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
     prompt_logprobs: PromptField = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 Choice = TypeVar("Choice")
@@ -274,6 +289,8 @@ class Reply(Struct, Generic[Choice]):
     """A response, or a chunk of a stream.
 
     Only whole chats have the field `prompt_logprobs`, because completions have it in each choice.
+    The field `prompt_token_ids` is present in chats with `return_token_ids`, and in the first chunk
+    of their streams.
     """
 
     id: str
@@ -284,6 +301,7 @@ class Reply(Struct, Generic[Choice]):
     usage: OptionalUsage = UNSET
     metrics: OptionalMetrics = UNSET
     prompt_logprobs: PromptField = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatReply(Reply[ChatChoice]):

@@ -21,7 +21,7 @@ _PATH = re.compile(
 
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
 
-_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking", "skip_special_tokens"})
+_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking"})
 
 _ON_IF_GIVEN = frozenset({"web_search_options"})
 """Fields that switch a feature on with any value but null, such as an empty object."""
@@ -88,10 +88,12 @@ def neutral_values(name: str) -> list[Any]:
     """Return the values that `reject_unsupported` accepts for a field."""
     if name in _ON_IF_GIVEN:
         return [None]
+    if name == "best_of":
+        return [None, 1]
     empty: list[Any] = [None, 0, "", [], {}]
     if name not in _TRUE_BY_DEFAULT:
         empty.append(False)
-    return [*empty, *ALSO_NEUTRAL.get(name, (1,) if name == "best_of" else ())]
+    return [*empty, *ALSO_NEUTRAL.get(name, ())]
 
 
 def _named(message: str) -> InvalidRequest:

@@ -43,6 +43,8 @@ def echoed_texts(
     if isinstance(given[0], int):  # a single prompt of token ids
         given = (given,)
     return tuple(
-        text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
+        text
+        if isinstance(text, str) and wire.truncate_prompt_tokens is None
+        else tokenizer.decode(ids, skip_special_tokens=False)
         for text, ids in zip(given, prompts, strict=True)
     )

@@ -19,6 +19,9 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 300
+MAX_STOP_TOKENS: Final = 128
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_CHARACTERS: Final = 256
 
 MAX_PENALTY: Final = 2.0
 """OpenAI's bound of frequency and presence penalties."""
@@ -26,11 +29,19 @@ MAX_PENALTY: Final = 2.0
 MAX_PRIORITY: Final = 1 << 31
 """A bound that fits every wire format. No client needs more classes."""
 
+MAX_GUIDED_CHOICES: Final = 1000
+
+MAX_EMBEDDED_TEXTS: Final = 2048
+"""OpenAI's bound."""
+
 MAX_SEQUENCES: Final = 128
 """Maximum choices of all prompts of a request together, which is twice a default batch."""
 
 RANDOM_SEED: Final = -1
 """The seed that requests a random seed, as in vLLM and llama.cpp."""
+
+FIT_CONTEXT: Final = -1
+"""The `truncate_prompt_tokens` that keeps as many tokens as fit the context, as in vLLM."""
 
 MAX_TOOLS: Final = 128
 FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -72,6 +83,7 @@ class Range(NamedTuple):
 
 
 RANGES: Final[Mapping[str, Range]] = {
+    "best_of": Range(1, MAX_CHOICES),
     "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "logprobs": Range(0, MAX_TOP_LOGPROBS),
     "max_completion_tokens": Range(1),
@@ -92,6 +104,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "top_k": Range(-1),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "top_p": Range(0.0, 1.0),
+    "truncate_prompt_tokens": Range(FIT_CONTEXT),
 }
 """The range of each numeric field, by its name in every body."""
 
@@ -123,6 +136,14 @@ def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 _STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}
 _FUNCTION_NAME: Final = {"string": {"pattern": FUNCTION_NAME}}
 
+_CHOICES: Final = {
+    "array": {
+        "minItems": 1,
+        "maxItems": MAX_GUIDED_CHOICES,
+        "items": {"type": "string", "minLength": 1},
+    }
+}
+
 KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stop": {
         "string": _STOP,
@@ -135,8 +156,18 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
             "additionalProperties": {"type": "number", **BIAS.keywords()},
         }
     },
+    "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKENS}},
+    "bad_words": {
+        "array": {
+            "maxItems": MAX_BAD_WORDS,
+            "items": {"type": "string", "maxLength": MAX_BAD_WORD_CHARACTERS},
+        }
+    },
+    "truncate_prompt_tokens": {"integer": {"not": {"const": 0}}},
+    "dimensions": {"integer": {"minimum": 1}},
+    "guided_choice": _CHOICES,
+    "StructuredOutputs.choice": _CHOICES,
     "messages": {"array": {"minItems": 1}},
-    "prompt": {"array": {"minItems": 1, "maxItems": MAX_SEQUENCES}},  # of several prompts
     "input": {"array": {"minItems": 1}, "string": {"minLength": 1}},
     "tools": {"array": {"maxItems": MAX_TOOLS}},
     "Function.name": _FUNCTION_NAME,
@@ -156,6 +187,7 @@ REQUIRED: Final = frozenset(
     {
         "ChatBody.messages",
         "CompletionBody.prompt",
+        "EmbeddingBody.input",
         "ResponsesBody.input",
     }
 )

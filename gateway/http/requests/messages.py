@@ -31,8 +31,10 @@ def chat_prompt(
     messages: Sequence[Message] | None,
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
     *,
     most_tokens: int | None = None,
+    keep_tokens: int | None = None,
     add_special_tokens: bool = False,
 ) -> TokenIds:
     """Return the token ids of the prompt for a chat.
@@ -41,16 +43,23 @@ def chat_prompt(
         messages: the messages as received.
         tokenizer: the tokenizer with the model's template.
         tools: functions on offer, in the form that templates expect.
+        variables: further variables of the template (`reasoning.template_variables`).
         most_tokens: the length of the context, or None without a limit.
+        keep_tokens: the number of tokens at the end that are needed, or None for all.
         add_special_tokens: whether to add special tokens to those that the template writes.
 
     Raises:
         InvalidRequest: a message is malformed, or the prompt cannot fit.
         RequestRejected: the model has no template, or its template rejects the messages.
     """
-    text = tokenizer.render_chat(template_messages(messages, tokenizer), tools)
+    text = tokenizer.render_chat(template_messages(messages, tokenizer), tools, variables)
     ids = encode_prompt(
-        tokenizer, text, most_tokens, "messages", add_special_tokens=add_special_tokens
+        tokenizer,
+        text,
+        most_tokens,
+        "messages",
+        keep_tokens=keep_tokens,
+        add_special_tokens=add_special_tokens,
     )
     if not ids:
         raise invalid("messages", "the chat template makes an empty prompt")
@@ -89,6 +98,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     if message.name is not None:
         plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -141,10 +152,10 @@ def _text(message: Message, where: str) -> str:
         if message.role == "assistant":
             return refusal
         raise invalid(f"{where}.content", "must be given")
-    return content_text(content, message.role, f"{where}.content") + refusal
+    return _content_text(content, message.role, f"{where}.content") + refusal
 
 
-def content_text(content: str | Sequence[ContentPart], role: str, where: str) -> str:
+def _content_text(content: str | Sequence[ContentPart], role: str, where: str) -> str:
     """Return the text of a content, which is a text or a list of parts.
 
     Args:

@@ -17,6 +17,7 @@ def encode_prompt(
     most_tokens: int | None,
     param: str,
     *,
+    keep_tokens: int | None = None,
     add_special_tokens: bool,
 ) -> list[int]:
     """Return the token ids of a prompt.
@@ -24,13 +25,17 @@ def encode_prompt(
     Args:
         most_tokens: the length of the context, or None without a limit.
         param: path of the prompt in the request.
+        keep_tokens: the number of tokens at the end that are needed, or None for all. The result
+            has at least this number of tokens, if the whole prompt has.
 
     Raises:
         ContextTooLong: the prompt cannot fit, by its bytes.
         Abandoned: the client has disconnected.
     """
     stop_if_abandoned()
-    if most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
+    if keep_tokens is not None:
+        text = tokenizer.ending(text, keep_tokens)
+    elif most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
         raise ContextTooLong(
             f"{param}: the context holds {most_tokens} tokens, but the text has at least {least}",
             param,

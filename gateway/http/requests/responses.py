@@ -36,6 +36,7 @@ from draftgate.gateway.http.requests.schemas import (
     ResponseFormat,
     SpeculationOptions,
     TextFormat,
+    ThinkingOptions,
     Tool,
     ToolCallMessage,
     ToolMode,
@@ -76,9 +77,11 @@ class TextOptions(Struct):
 
 
 class ReasoningOptions(Struct):
-    """The field `reasoning`, which has no effect.
+    """The field `reasoning`.
 
-    The field `generate_summary` is the old name of `summary`.
+    An effort of `none` switches reasoning off if the chat template can do so. The other values are
+    for templates that read `reasoning_effort`. Summaries are not supported. The field
+    `generate_summary` is the old name of `summary`.
     """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -112,7 +115,7 @@ class InputPart(ContentPart):
 class InputItem(Struct):
     """A message, a function call, the output of a function call, or reasoning.
 
-    Reasoning is not part of the prompt.
+    Reasoning belongs to the assistant's message or call that follows.
     """
 
     type: str = "message"
@@ -138,7 +141,7 @@ class UnsupportedResponsesFields(Struct):
 class ResponsesBody(UnsupportedResponsesFields):
     """Body of `POST /v1/responses`.
 
-    No tool runs in the server, so `max_tool_calls` has no effect. The last five fields are
+    No tool runs in the server, so `max_tool_calls` has no effect. The last eight fields are
     extensions.
     """
 
@@ -172,11 +175,15 @@ class ResponsesBody(UnsupportedResponsesFields):
     min_p: float | None = None
     speculation: SpeculationOptions | None = None
     priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOptions | None = None
 
 
 _SAME_IN_CHATS: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed",
     "stream", "parallel_tool_calls", "top_logprobs", "speculation", "priority",
+    "chat_template_kwargs", "enable_thinking", "thinking",
 )  # fmt: skip
 
 ITEM_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -231,6 +238,7 @@ def parse_responses(
         response_format=_format(wire.text),
         tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
         tool_choice=_tool_choice(wire.tool_choice),
+        reasoning_effort=None if wire.reasoning is None else wire.reasoning.effort,
         logprobs=LOGPROBS in (wire.include or ()) or bool(wire.top_logprobs),
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
@@ -270,10 +278,12 @@ def _messages(
     paths: dict[str, str] = {}
     if wire.instructions is not None:
         messages.append(Message("system", wire.instructions))
+    reasoning: str | None = None
     for place, item in _items(wire.input, earlier):
         _check_parts(item.content, f"{place}.content")
         _check_parts(item.output, f"{place}.output")
         if item.type == "reasoning":
+            reasoning = _reasoning(item)
             continue
         message = _message(item, place)
         calls = message.tool_calls or []
@@ -282,6 +292,9 @@ def _messages(
             calls = messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *calls]
         else:
             messages.append(message)
+        if reasoning and message.role == "assistant" and not messages[-1].reasoning_content:
+            messages[-1].reasoning_content = reasoning
+        reasoning = None
         where = f"messages[{len(messages) - 1}]"
         if calls:
             paths.setdefault(f"{where}.tool_calls", place)
@@ -301,6 +314,12 @@ def _items(
         yield "input", InputItem(role="user", content=sent)
     else:
         yield from ((f"input[{index}]", item) for index, item in enumerate(sent))
+
+
+def _reasoning(item: InputItem) -> str:
+    """Return the text of reasoning, without its summary."""
+    content = item.content or ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def _message(item: InputItem, where: str) -> Message:

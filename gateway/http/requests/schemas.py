@@ -6,7 +6,7 @@ clients send many.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Raw, Struct
 
@@ -68,6 +68,24 @@ class RegexFormat(Struct, tag_field="type", tag="regex"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
+class StructuredOutputs(Struct):
+    """The field `structured_outputs` of vLLM, in which at most one form is given.
+
+    JSON always has one layout, so `disable_any_whitespace` has no effect. The last three fields are
+    not supported.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+
+
 class UnsupportedFields(Struct):
     """Fields that change the output and are not supported.
 
@@ -77,31 +95,15 @@ class UnsupportedFields(Struct):
     add_generation_prompt: Any = None
     allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
-    best_of: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     continue_final_message: Any = None
     documents: Any = None
-    enable_thinking: Any = None
     function_call: Any = None
     functions: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     include_stop_str_in_output: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     modalities: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    skip_special_tokens: Any = None
-    stop_token_ids: Any = None
-    structured_outputs: Any = None
-    suffix: Any = None
-    thinking: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
 
@@ -121,12 +123,23 @@ class GenerationFields(UnsupportedFields):
     presence_penalty: float | None = None
     min_tokens: int | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
@@ -134,17 +147,33 @@ class GenerationFields(UnsupportedFields):
     user: str | None = None
 
 
+class ThinkingOptions(Struct, forbid_unknown_fields=True):
+    """The field `thinking` as an object."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class CompletionBody(GenerationFields):
     """Body of `POST /v1/completions`.
 
-    Only chats support tools.
+    Only chats support the fields in `ONLY_IN_CHATS`.
     """
 
+    chat_template_kwargs: Any = None
+    enable_thinking: Any = None
+    thinking: Any = None
     tool_choice: Any = None
     tools: Any = None
     prompt: str | list[str | int | list[int]] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+
+
+ONLY_IN_CHATS: Final = (
+    *("chat_template_kwargs", "enable_thinking", "thinking", "tool_choice", "tools"),
+)
 
 
 class ContentPart(Struct):
@@ -184,6 +213,7 @@ class Message(Struct):
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
 
 
@@ -236,19 +266,30 @@ class AllowedToolChoice(Struct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a text."""
+
+    text: str
+
+
 class Prediction(Struct, tag_field="type", tag="content"):
     """The output that the client predicts, from which the worker drafts."""
 
-    content: str | list[ContentPart]
+    content: str | list[TextPart]
+
+
+ONLY_IN_COMPLETIONS: Final = ("best_of", "echo", "suffix")
 
 
 class ChatBody(GenerationFields):
     """Body of `POST /v1/chat/completions`.
 
-    Only completions support `echo`.
+    Only completions support the fields in `ONLY_IN_COMPLETIONS`.
     """
 
+    best_of: int | None = None
     echo: Any = None
+    suffix: Any = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | AllowedToolChoice | None = None
@@ -257,17 +298,28 @@ class ChatBody(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prediction: Prediction | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOptions | None = None
 
 
-class EmbeddingBody(UnsupportedFields):
-    """Body of `POST /v1/embeddings`."""
+class UnsupportedEmbeddingFields(UnsupportedFields):
+    """Fields that change an embedding, and are not supported."""
 
     echo: Any = None
     prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+class EmbeddingBody(UnsupportedEmbeddingFields):
+    """Body of `POST /v1/embeddings`."""
+
     input: str | list[str | int | list[int]] | None = None
     model: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    add_special_tokens: bool | None = None
     priority: int | None = None
     user: str | None = None
 
@@ -280,6 +332,7 @@ class TokenizeBody(Struct):
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Struct):

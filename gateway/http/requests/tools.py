@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.call_form import CallForm, ContentForm, FunctionForm
 from draftgate.backends.types import GrammarKind, GrammarSpec
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
@@ -21,7 +21,6 @@ from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     Function,
     NamedTool,
-    TextFormat,
     Tool,
     ToolMode,
 )
@@ -38,14 +37,28 @@ class OfferedTools:
         names: names of the functions.
         several: whether a response may have more than one call.
         shown: the tools in the form that chat templates expect.
-        grammar: a grammar that forces a call, or None to leave the choice to the model.
+        schemas: the JSON schemas of the arguments, by name of the function that may be called.
+        forced: whether the response must call one of the functions in `schemas`.
     """
 
     dialect: Dialect
     names: frozenset[str]
     several: bool
     shown: tuple[dict[str, Any], ...]
-    grammar: GrammarSpec | None
+    schemas: Mapping[str, Mapping[str, Any]]
+    forced: bool
+
+    def grammar(self, content: GrammarSpec | None) -> GrammarSpec | None:
+        """Return the grammar of a response, or None without constraints.
+
+        Args:
+            content: the grammar of a response without calls, or None.
+        """
+        if self.forced:
+            return calls_grammar(self.dialect, self.schemas, several=self.several)
+        if content is None:
+            return None
+        return calls_grammar(self.dialect, self.schemas, several=self.several, content=content)
 
 
 def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
@@ -66,26 +79,30 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
     dialect = dialect_of(template)
     if dialect is None:
         raise Unsupported("tools", " by this model's chat template")
-    if wire.response_format is not None and not isinstance(wire.response_format, TextFormat):
-        raise Unsupported("response_format", " together with tools")
     named = isinstance(choice, NamedTool)
-    several = wire.parallel_tool_calls is not False and not named
-    grammar = None
-    if named or chosen == "required":
-        wanted = {f.name: _schema(f) for f in functions if not named or f.name == chosen}
-        grammar = calls_grammar(dialect, wanted, several=several)
-    names = frozenset(function.name for function in functions)
-    return OfferedTools(dialect, names, several, tuple(map(_shown, functions)), grammar)
+    return OfferedTools(
+        dialect,
+        frozenset(function.name for function in functions),
+        wire.parallel_tool_calls is not False and not named,
+        tuple(map(_shown, functions)),
+        {f.name: _schema(f) for f in functions if not named or f.name == chosen},
+        named or chosen == "required",
+    )
 
 
 def calls_grammar(
-    dialect: Dialect, functions: Mapping[str, Mapping[str, Any]], *, several: bool
+    dialect: Dialect,
+    functions: Mapping[str, Mapping[str, Any]],
+    *,
+    several: bool,
+    content: GrammarSpec | None = None,
 ) -> GrammarSpec:
-    """Return the grammar of a response that consists of calls.
+    """Return the grammar of a response that consists of calls, or of content.
 
     Args:
         functions: the JSON schemas of the arguments, which are objects, by name of the function.
         several: whether the response may have more than one call, if the dialect supports that.
+        content: the grammar of a response without calls, or None to force a call.
     """
     form = CallForm(
         tuple(
@@ -98,8 +115,10 @@ def calls_grammar(
         dialect.between if several else None,
         dialect.closed,
         dialect.markers,
+        None if content is None else ContentForm(content.kind, content.text),
     )
-    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+    param = "tools" if content is None else content.param
+    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode(), param)
 
 
 def _allowed(allowed: AllowedTools, functions: Sequence[Function]) -> list[Function]:

@@ -15,35 +15,43 @@ from typing import Final
 import msgspec
 
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
+from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import invalid
+from draftgate.gateway.http.requests.bad_words import bad_words
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
 from draftgate.gateway.http.requests.echo import echoed_texts, prompt_alternatives
+from draftgate.gateway.http.requests.infilling import infilled
 from draftgate.gateway.http.requests.limits import (
     BIAS,
+    FIT_CONTEXT,
     MAX_BIASED_TOKENS,
     MAX_SEQUENCES,
     MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKENS,
     MAX_STOPS,
     RANDOM_SEED,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import chat_prompt, content_text
+from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
+from draftgate.gateway.http.requests.reasoning import (
+    Reasoning,
+    reasoning_of,
+    template_variables,
+)
 from draftgate.gateway.http.requests.schemas import (
+    ONLY_IN_CHATS,
+    ONLY_IN_COMPLETIONS,
     ChatBody,
     CompletionBody,
     GenerationFields,
-    JsonObjectFormat,
-    JsonSchemaFormat,
     Prediction,
-    RegexFormat,
-    ResponseFormat,
     SpeculationOptions,
     StreamOptions,
     UnsupportedFields,
 )
+from draftgate.gateway.http.requests.structured_outputs import grammar_of
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
@@ -51,8 +59,6 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions. Chats continue until the model ends or the context is full."""
-
-ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 GENERATED_SEED_BITS: Final = 53
 """Size of a generated seed, which clients that read JSON numbers as doubles keep exactly."""
@@ -69,6 +75,11 @@ class ParsedRequest:
         include_usage: whether a stream ends with the token usage.
         continuous_usage: whether each chunk has the usage so far.
         tools: the functions that the response may call.
+        reasoning: the reasoning that the response may have, or None.
+        return_token_ids: whether the response has the token ids of prompt and output.
+        tokens_as_ids: whether log probabilities name tokens by their ids.
+        kept_choices: number of best choices of each prompt in the response, or None for all.
+        hides_logprobs: whether log probabilities only serve to find the best choices.
         body: the decoded body, if the response needs more of its fields.
         conversation: the JSON array of all items before the response, if it is to be stored.
         echoed: text of each prompt with which its choices begin, or empty without `echo`.
@@ -81,6 +92,11 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     tools: OfferedTools | None = None
+    reasoning: Reasoning | None = None
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    kept_choices: int | None = None
+    hides_logprobs: bool = False
     body: msgspec.Struct | None = None
     conversation: bytes = b""
     echoed: tuple[str, ...] = ()
@@ -108,7 +124,8 @@ def parse_decoded_chat(
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served.check_name(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, "echo"), wire.n or 1)
+    unsupported = (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS)
+    reject_unsupported(wire, unsupported, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
     special = bool(wire.add_special_tokens)
@@ -116,7 +133,9 @@ def parse_decoded_chat(
         wire.messages,
         served.tokenizer,
         shown,
+        template_variables(wire, served.tokenizer),
         most_tokens=served.max_model_len,
+        keep_tokens=_kept_tokens(wire, served),
         add_special_tokens=special,
     )
     most = wire.max_completion_tokens
@@ -125,9 +144,13 @@ def parse_decoded_chat(
     if wire.prediction is not None:
         ids = _prediction_ids(wire.prediction, served)
         parsed = replace(parsed, job=replace(parsed.job, prediction_ids=ids))
-    if tools is not None and tools.grammar is not None:
-        parsed = replace(parsed, job=replace(parsed.job, grammar=tools.grammar))
-    return replace(parsed, tools=tools)
+    if tools is not None:
+        grammar = tools.grammar(parsed.job.grammar)
+        parsed = replace(parsed, job=replace(parsed.job, grammar=grammar))
+    # A grammar applies to the whole output, so such an output has no reasoning.
+    reasons = parsed.job.grammar is None
+    reasoning = reasoning_of(prompt, served.tokenizer) if reasons else None
+    return replace(parsed, tools=tools, reasoning=reasoning)
 
 
 def parse_completion(
@@ -144,17 +167,59 @@ def parse_completion(
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
     _check_common(wire)
-    unsupported = (*UnsupportedFields.__struct_fields__, "tools", "tool_choice")
-    reject_unsupported(wire, unsupported, wire.n or 1)
+    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS))
     special = wire.add_special_tokens is not False
-    prompts = prompts_of("prompt", wire.prompt, served, add_special_tokens=special)
-    n = wire.n or 1
+    prompts = prompts_of(
+        "prompt",
+        wire.prompt,
+        served,
+        keep_tokens=_kept_tokens(wire, served),
+        add_special_tokens=special and not wire.suffix,
+    )
+    if wire.suffix:
+        _check_with_suffix(wire)
+        infill = partial(infilled, wire.suffix, served.tokenizer, add_special_tokens=special)
+        prompts = tuple(map(infill, prompts))
+    n = _choices(wire)
     if len(prompts) * n > MAX_SEQUENCES:
         sequences = f"{len(prompts)} prompts of {n} choices"
         raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
     parsed = _call(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
-    return replace(parsed, echoed=echoed_texts(wire, prompts, served.tokenizer))
+    parsed = replace(parsed, echoed=echoed_texts(wire, parsed.job.prompts, served.tokenizer))
+    return parsed if n == parsed.job.n else _best_of(parsed, n)
+
+
+def _choices(wire: CompletionBody) -> int:
+    """Return the number of choices to generate for each prompt."""
+    n = wire.n or 1
+    if wire.best_of is None or wire.best_of == n:
+        return n
+    if wire.echo or wire.prompt_logprobs is not None:
+        raise invalid("best_of", "cannot be combined with echo or prompt_logprobs")
+    if wire.best_of < n:
+        raise invalid("best_of", f"must be at least n, which is {n}, not {wire.best_of}")
+    if wire.stream:
+        raise invalid("best_of", "must equal n in a stream, because the best choice is known last")
+    return wire.best_of
+
+
+def _best_of(parsed: ParsedRequest, n: int) -> ParsedRequest:
+    """Return a request that generates `n` choices, with their log probabilities, and keeps some."""
+    job = parsed.job
+    sampling = replace(job.sampling, logprobs=job.sampling.logprobs or 0)
+    return replace(
+        parsed,
+        job=replace(job, n=n, sampling=sampling),
+        kept_choices=job.n,
+        hides_logprobs=job.sampling.logprobs is None,
+    )
+
+
+def _check_with_suffix(wire: CompletionBody) -> None:
+    for name in ("truncate_prompt_tokens", "echo", "prompt_logprobs"):
+        if getattr(wire, name):
+            raise invalid(name, "cannot be combined with suffix")
 
 
 def _call(
@@ -167,6 +232,7 @@ def _call(
     service: ServiceLevel,
 ) -> ParsedRequest:
     speculation = wire.speculation or SpeculationOptions()
+    prompts = tuple(_truncated(prompt, wire, served, max_tokens) for prompt in prompts)
     random_seed = wire.seed in {None, RANDOM_SEED}
     sampling = SamplingParams(
         max_tokens=1 if max_tokens is None else max_tokens,
@@ -184,6 +250,9 @@ def _call(
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_alternatives(wire),
+        stop_token_ids=_stop_token_ids(wire.stop_token_ids or (), served),
+        bad_words=bad_words(wire.bad_words or (), served.tokenizer),
+        skip_special_tokens=wire.skip_special_tokens is not False,
     )
     job = Job(
         request_id,
@@ -193,26 +262,29 @@ def _call(
         wire.n or 1,
         speculation.mode or SpeculationMode.AUTO,
         speculation.max_draft_tokens,
-        _grammar(wire.response_format),
+        grammar_of(wire),
         replace(service, priority=wire.priority) if wire.priority else service,
         repetitions=tuple(map(repetition, prompts)),
         traced=bool(speculation.trace),
     )
     options = wire.stream_options or StreamOptions()
-    usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
     return ParsedRequest(
         job,
         served,
         bool(wire.stream),
-        usage,
-        continuous,
+        bool(options.include_usage),
+        bool(options.continuous_usage_stats),
         prompt_logprobs=wire.prompt_logprobs,
+        return_token_ids=bool(wire.return_token_ids),
+        tokens_as_ids=bool(wire.return_tokens_as_token_ids),
     )
 
 
 def _check_common(wire: GenerationFields) -> None:
     """Check the fields that chats and completions have in common."""
     check_ranges(wire)
+    if wire.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "must not be 0, because a prompt needs a token")
     if wire.speculation is not None:
         check_ranges(wire.speculation, "speculation.")
     if options := wire.stream_options:
@@ -240,27 +312,30 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(text for text in stops if text)
 
 
-def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
-    """Return the grammar of a response format, which the worker later compiles."""
-    match wanted:
-        case JsonObjectFormat():
-            return ANY_OBJECT
-        case JsonSchemaFormat(options):
-            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema(bytes(options.schema)))
-        case RegexFormat(pattern):
-            return GrammarSpec(GrammarKind.REGEX, pattern)
-        case _:
-            return None
+def _stop_token_ids(ids: Sequence[int], served: ServedModel) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"must have at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
+    for index, token_id in enumerate(ids):
+        served.check_token_id(token_id, f"stop_token_ids[{index}]")
+    return tuple(ids)
 
 
-def _schema(raw: bytes) -> str:
-    param = "response_format.json_schema.schema"
-    if not raw.startswith(b"{"):
-        raise invalid(param, "must be an object")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise invalid(param, str(error)) from None
+def _kept_tokens(wire: GenerationFields, served: ServedModel) -> int | None:
+    """Return the number of tokens at the end of a prompt that are needed, or None for all."""
+    most = wire.truncate_prompt_tokens
+    return served.max_model_len if most == FIT_CONTEXT else most
+
+
+def _truncated(
+    prompt: TokenIds, wire: GenerationFields, served: ServedModel, max_tokens: int | None
+) -> TokenIds:
+    """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+    most = wire.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == FIT_CONTEXT:
+        most = max(served.max_model_len - (max_tokens or 1), 1)
+    return prompt[-most:]
 
 
 def _logit_bias(
@@ -280,8 +355,8 @@ def _logit_bias(
 
 def _prediction_ids(prediction: Prediction, served: ServedModel) -> tuple[int, ...]:
     """Return the tokens of a prediction, at most as many as an output can have."""
-    text = content_text(prediction.content, "user", "prediction.content")
-    most = served.max_model_len
+    content, most = prediction.content, served.max_model_len
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     text = served.tokenizer.beginning(text, most)
     return tuple(served.tokenizer.encode(text, add_special_tokens=False)[:most])
 
@@ -299,6 +374,7 @@ def prompts_of(
     given: str | list[str | int | list[int]] | None,
     served: ServedModel,
     *,
+    keep_tokens: int | None = None,
     add_special_tokens: bool = True,
 ) -> tuple[TokenIds, ...]:
     """Return the token ids of every prompt.
@@ -306,13 +382,16 @@ def prompts_of(
     Args:
         name: name of the parameter.
         given: a text, token ids, or a list of either.
+        keep_tokens: the number of tokens at the end of each text that are needed, or None for all.
         add_special_tokens: whether texts get the special tokens of the tokenizer, such as BOS.
 
     Raises:
         InvalidRequest: no prompt is given, a prompt is empty or cannot fit, or a token id is out
             of range.
     """
-    encode = partial(_encoded, served, add_special_tokens=add_special_tokens)
+    encode = partial(
+        _encoded, served, keep_tokens=keep_tokens, add_special_tokens=add_special_tokens
+    )
     if isinstance(given, str):
         return (encode(given, name),)
     if not given:
@@ -329,9 +408,23 @@ def prompts_of(
     )
 
 
-def _encoded(served: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> TokenIds:
-    most, tokenizer = served.max_model_len, served.tokenizer
-    ids = encode_prompt(tokenizer, text, most, param, add_special_tokens=add_special_tokens)
+def _encoded(
+    served: ServedModel,
+    text: str,
+    param: str,
+    *,
+    keep_tokens: int | None,
+    add_special_tokens: bool,
+) -> TokenIds:
+    tokenizer = served.tokenizer
+    ids = encode_prompt(
+        tokenizer,
+        text,
+        served.max_model_len,
+        param,
+        keep_tokens=keep_tokens,
+        add_special_tokens=add_special_tokens,
+    )
     if not ids:
         begin = tokenizer.special_id("bos_token")
         if begin is None:

@@ -158,3 +158,17 @@ async def test_echo_has_the_prompt_and_its_log_probabilities(api: AsyncOpenAI, m
     assert logprobs == silent.choices[0].logprobs.token_logprobs
     assert logprobs[0] is None
     assert len(choice.model_extra["prompt_logprobs"]) == prompt_tokens
+
+
+async def test_stop_tokens_and_token_ids_work_with_every_backend(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """A stop token ends the output where it first occurs, also at an upstream."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 12, "seed": 3}
+    fields = {"return_token_ids": True}
+    plain = await api.completions.create(**request, extra_body=fields)
+    ids = plain.choices[0].model_extra["token_ids"]
+    fields["stop_token_ids"] = [ids[5]]
+    ended = await api.completions.create(**request, extra_body=fields)
+    assert ended.choices[0].model_extra["token_ids"] == ids[: ids.index(ids[5]) + 1]
+    assert ended.choices[0].finish_reason == "stop"

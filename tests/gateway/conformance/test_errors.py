@@ -33,7 +33,8 @@ CASES = [
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
     ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type", "invalid_value"),
     ({"max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
-    ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids", "unsupported_parameter"),
+    ({"extra_body": {"include_stop_str_in_output": True}}, "include_stop_str_in_output",
+     "unsupported_parameter"),
     ({"extra_body": {"speculation": {"mode": "x"}}}, "speculation.mode", "invalid_value"),
     ({"extra_headers": {"x-slo-ttft-ms": "soon"}}, "x-slo-ttft-ms", "invalid_value"),
     ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options",
@@ -59,14 +60,15 @@ async def test_bad_request_has_status_type_code_and_parameter(
         assert error.message
 
 
-async def test_tools_are_rejected_if_the_template_does_not_support_them(
-    api: AsyncOpenAI, model: str
-) -> None:
-    """The server rejects tools if the model's template does not support tools."""
+async def test_choice_of_an_unknown_tool_is_rejected(api: AsyncOpenAI, model: str) -> None:
+    """The server rejects a tool choice that names none of the tools."""
+    choice = {"type": "function", "function": {"name": "g"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with pytest.raises(openai.BadRequestError) as bad:
-        await api.chat.completions.create(model=model, messages=CHAT, tools=[tool])
-    assert (bad.value.param, bad.value.code) == ("tools", "unsupported_parameter")
+        await api.chat.completions.create(
+            model=model, messages=CHAT, tools=[tool], tool_choice=choice
+        )
+    assert (bad.value.param, bad.value.code) == ("tool_choice.function.name", "invalid_value")
 
 
 async def test_request_id_of_the_client_is_returned(api: AsyncOpenAI, model: str) -> None:
