@@ -55,7 +55,7 @@ class ServedModel:
 
     def get(self, path: str) -> str:
         """Return the body of a page."""
-        headers = {"Authorization": f"Bearer {KEYS['plain']}"}
+        headers = {"Authorization": f"Bearer {KEYS['operator']}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             return str(response.read().decode())

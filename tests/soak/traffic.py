@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-KEYS = {"plain": "sk-soak-plain", "poor": "sk-soak-poor"}
+KEYS = {"plain": "sk-soak-plain", "poor": "sk-soak-poor", "operator": "sk-soak-operator"}
 KEYS_FILE = {
     "keys": [
         {"name": "plain", "key": KEYS["plain"], "first_priority": None},
         {"name": "poor", "key": KEYS["poor"], "requests_per_minute": 60},
+        {"name": "operator", "key": KEYS["operator"], "role": "operator"},
     ]
 }
 MAX_BODY_BYTES = 256 << 10
@@ -116,8 +117,9 @@ def _querying(rng: random.Random) -> TrafficRequest:
     requests = [
         request_bytes("/v1/models"),
         request_bytes("/health", key=None),
-        request_bytes("/metrics"),
+        request_bytes("/metrics", key=KEYS["operator"]),
         request_bytes("/decisions"),
+        request_bytes("/decisions", key=KEYS["operator"]),
         request_bytes("/version", key=None),
         request_bytes("/openapi.json"),
         request_bytes("/"),
