@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from draftgate.backends.schema_bounds import check_pattern, check_schema
+from draftgate.backends.schema_rewriting import rewrite_schema
 from draftgate.backends.types import GrammarKind
 
 
@@ -76,8 +77,7 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
         rules += ["start: called | content", f"content: {_content(form.content, layout)}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(form.functions))))
     for index, function in enumerate(form.functions):
-        check_schema(json.dumps(function.schema))
-        schema = json.dumps({**function.schema, "x-guidance": dict(layout)})
+        schema = _schema(json.dumps(function.schema), layout)
         rules.append(
             f"call_{index}: {literal(function.head)} args_{index} {literal(function.tail)}"
         )
@@ -88,8 +88,7 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
 def _content(form: ContentForm, layout: Mapping[str, Any]) -> str:
     """Return the Lark terms of content."""
     if form.kind is GrammarKind.JSON_SCHEMA:
-        check_schema(form.text)
-        return "%json " + json.dumps({**json.loads(form.text), "x-guidance": dict(layout)})
+        return f"%json {_schema(form.text, layout)}"
     if form.kind is GrammarKind.REGEX:
         check_pattern(form.text)
         # A slash or a line break would end the pattern.
@@ -98,6 +97,12 @@ def _content(form: ContentForm, layout: Mapping[str, Any]) -> str:
     if form.kind is GrammarKind.CHOICE:
         return choice_as_lark(form.text)
     raise ValueError("a context-free grammar cannot be combined with tools")
+
+
+def _schema(text: str, layout: Mapping[str, Any]) -> str:
+    """Return a schema for llguidance, with a layout."""
+    check_schema(text)
+    return json.dumps({**json.loads(rewrite_schema(text)), "x-guidance": dict(layout)})
 
 
 def choice_as_lark(text: str) -> str:

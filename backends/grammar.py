@@ -27,6 +27,7 @@ from draftgate.backends.call_form import calls_as_lark, choice_as_lark
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.schema_bounds import check_grammar, check_pattern, check_schema
+from draftgate.backends.schema_rewriting import rewrite_schema
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
 
@@ -225,7 +226,7 @@ def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     if spec.kind is GrammarKind.CALLS:
         return LLMatcher.grammar_from_lark(calls_as_lark(spec.text, vocabulary, _LAYOUT | _STRICT))
     check_schema(spec.text)
-    return LLMatcher.grammar_from_json_schema(spec.text, _LAYOUT, _STRICT)
+    return LLMatcher.grammar_from_json_schema(rewrite_schema(spec.text), _LAYOUT, _STRICT)
 
 
 def _as_lark(text: str) -> str:

@@ -197,7 +197,7 @@ def test_text_outside_the_grammar_ends(grammars: LlGrammars, tokenizer: Tokenize
         {"type": "array", "uniqueItems": True},
         {"type": "array", "contains": NULL},
         {"type": "object", "propertyNames": {"maxLength": 3}},
-        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"type": "object", "dependentSchemas": {"a": NULL}},
         {"type": "object", "unevaluatedProperties": False},
         {"if": {"type": "string"}, "then": {"minLength": 2}},
         {"not": NULL},
