@@ -291,7 +291,7 @@ def test_card_describes_the_simulated_model() -> None:
     card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), scenario)
     assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
     assert card.numerics_class == "sim:h100-8b"
-    assert card.capabilities == Capabilities(exact=True)
+    assert card.capabilities == Capabilities(exact=True, formats=True)
     assert load.proposers == ("ngram",)
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 
