@@ -176,7 +176,7 @@ def read_accounts(
     """
     roles = ((keys, "key", Role.TENANT), (metrics_keys, "metrics", Role.METRICS))
     listed = [
-        Account(f"{prefix}-{_sha256(key)[:8]}", key, role=role)
+        Account(f"{prefix}-{fingerprint_of_key(key)}", key, role=role)
         for given, prefix, role in roles
         for key in given
         if key
@@ -195,6 +195,11 @@ def read_accounts(
         raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def fingerprint_of_key(key: str) -> str:
+    """Return the first 8 digits of the SHA-256 of a key, which identify the key in records."""
+    return _sha256(key)[:8]
 
 
 def _sha256(key: str) -> str:

@@ -246,7 +246,7 @@ async def serve(
         finally:
             await node.stop()
             await _wait_for_streams(node)
-            await node.heartbeat.write_decisions()
+            await node.heartbeat.write_files()
     await node.responses.close()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)

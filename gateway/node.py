@@ -32,7 +32,9 @@ from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.initial_series import create_series
+from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -49,6 +51,7 @@ class Node:
 
     Attributes:
         key_files: the file of API keys, which may change while the node runs.
+        audit: the audit log, or None.
         port: the port on which the node listens.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
@@ -57,8 +60,8 @@ class Node:
         """Build the components without starting them.
 
         Raises:
-            ValueError: a policy does not exist, the keys cannot be read, or the peer secret is
-                missing.
+            ValueError: a policy does not exist, the keys cannot be read, a file cannot be written,
+                or the peer secret is missing.
         """
         self._served: ServedModel | None = None
         self.config = config
@@ -70,8 +73,10 @@ class Node:
         )
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
-        path = None if config.decisions_file is None else Path(config.decisions_file)
-        self.decisions = Decisions(path, time.time)
+        decisions_file = _file("--decisions-file", config.decisions_file)
+        audit_file = _file("--audit-file", config.audit_file)
+        self.decisions = Decisions(decisions_file, time.time)
+        self.audit = None if audit_file is None else AuditLog(audit_file, time.time)
         self.key_files = _key_files(config)
         self.accounts = self.key_files.read()
         self.peer_access = peer_access(config, keys=self.accounts.required)
@@ -98,7 +103,9 @@ class Node:
         queue = self.dispatcher.queue
         self.members = _members(config, fleet, store, queue.pump)
         self.heartbeat = Heartbeat(
-            fleet, store, queue, self.dispatcher.leases, self.decisions, self.members
+            *(fleet, store, queue, self.dispatcher.leases),
+            [file for file in (decisions_file, audit_file) if file is not None],
+            self.members,
         )
         self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
@@ -229,6 +236,15 @@ def _members(
         return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
 
     return Members(fleet, store, reach, changed)
+
+
+def _file(setting: str, path: str | None) -> JsonLinesFile | None:
+    """Return the file of a setting, or None without a path.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    return None if path is None else JsonLinesFile(Path(path), setting)
 
 
 def _key_files(config: ServeConfig) -> WatchedFiles[Accounts]:

@@ -59,6 +59,11 @@ STOP_S: Final = 15.0
 """Maximum wait for the step in progress, in seconds. The value exceeds `STOP_S` of `process.py`."""
 
 
+STOP_LOADING_S: Final = 2.0
+"""Maximum wait for loading to stop, in seconds. A download or a compiler may take minutes, and
+nothing is lost when the process ends in the middle."""
+
+
 class EngineBackend:
     """Implements `backends.base.Backend` for a local checkpoint."""
 
@@ -105,12 +110,14 @@ class EngineBackend:
     async def stop(self) -> None:
         """Stop after the step in progress, and end open streams with an error.
 
-        A step that never ends, e.g. on a device that hangs, lasts until the process exits.
+        A step that never ends, e.g. on a device that hangs, lasts until the process exits. So does
+        loading that does not stop in time.
         """
         self._failure = self._failure or "the worker was stopped"
         self._host.stop()
         if self._loaded is not None:
-            await asyncio.to_thread(self._host.join, STOP_S)
+            loading = self._served is None
+            await asyncio.to_thread(self._host.join, STOP_LOADING_S if loading else STOP_S)
             if not self._loaded.done():
                 self._loaded.set_exception(BackendFailed(self._failure))
         self._streams.fail(self._failure)

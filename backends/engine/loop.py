@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from draftgate.backends.core.pipeline import Pipeline
-from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.served import THREAD_NAME, ServedModel
 from draftgate.backends.errors import BackendError
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.policies.types import WorkerLoad
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
 """Loading errors that need no traceback: a bad model or setting, or a missing package."""
+
+
+class _Stopped(Exception):
+    """The loop was stopped while it loads."""
 
 
 class LoopEvents(Protocol):
@@ -61,7 +65,7 @@ class EngineLoop(threading.Thread):
         self, load: Callable[[Callable[[float], None]], LoadedEngine], events: LoopEvents
     ) -> None:
         """Store the arguments. The thread calls `load` with a function that reports progress."""
-        super().__init__(name="draftgate-engine", daemon=True)
+        super().__init__(name=THREAD_NAME, daemon=True)
         self._load = load
         self._events = events
         self._commands: deque[Callable[[LoadedEngine], None]] = deque()
@@ -94,7 +98,10 @@ class EngineLoop(threading.Thread):
         self._queue(lambda engine: engine.worker.set_pace(request_id, pace))
 
     def stop(self) -> None:
-        """End the thread after the step in progress. Further calls have no effect."""
+        """End the thread after the step in progress, or at the next progress of loading.
+
+        Further calls have no effect.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -103,12 +110,14 @@ class EngineLoop(threading.Thread):
         """Load, then run steps until stopped. Report any error through `LoopEvents.failed`."""
         engine = None
         try:
-            engine = self._load(self._events.loading)
+            engine = self._load(self._report_loading)
             self._events.loading(1.0)
             self._events.stepped([], engine.worker.load())
             self._events.ready(engine.served)
             self._run_steps(engine)
             engine.save_costs()
+        except _Stopped:
+            return
         except BaseException as error:
             # The messages of loading errors need no traceback.
             if engine is not None or not isinstance(error, LOADING_ERRORS):
@@ -117,6 +126,12 @@ class EngineLoop(threading.Thread):
         finally:
             if engine is not None and engine.recording is not None:
                 engine.recording.close()
+
+    def _report_loading(self, share: float) -> None:
+        """Report the progress of loading, or end loading if the loop was stopped."""
+        if self._stopping:
+            raise _Stopped
+        self._events.loading(share)
 
     def _queue(self, command: Callable[[LoadedEngine], None]) -> None:
         with self._wake:

@@ -8,6 +8,9 @@ from typing import Final
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.types import ModelCard
 
+THREAD_NAME: Final = "draftgate-engine"
+"""Name of an engine's thread, which may still load when the process exits."""
+
 PHASES: Final = (
     (0.7, "reading weights"),
     (0.85, "compiling and testing operators"),

@@ -57,7 +57,7 @@ async def _generate(config: ServeConfig, sample: Sample) -> None:
             await start_workers(node)
         await _stream(node, sample)
     finally:
-        await node.heartbeat.write_decisions()
+        await node.heartbeat.write_files()
         await node.fleet.stop()
 
 

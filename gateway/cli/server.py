@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import sys
+import threading
 
 import typer
 import uvloop
 
 from draftgate import __version__
+from draftgate.backends.engine.served import THREAD_NAME
 from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cli.options import fail
@@ -31,6 +35,19 @@ def run_server(config: ServeConfig) -> None:
     except (StartError, NodeFailed) as error:
         fail(error)
     log(logging.INFO, "stopped")
+    _exit_while_loading()
+
+
+def _exit_while_loading() -> None:
+    """Exit with status 0 at once, if the engine still loads.
+
+    The interpreter would otherwise end under the engine's thread, which aborts the process as soon
+    as that thread returns from native code.
+    """
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def show_banner(where: Listening) -> None:

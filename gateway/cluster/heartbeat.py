@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Final
 
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
-from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store, WorkerReport
+from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.logs import log
 
 HEARTBEAT_S: Final = 1.0
 
 
 class Heartbeat:
-    """The heartbeat that publishes worker loads, renews leases, and writes decisions.
+    """The heartbeat that publishes worker loads, renews leases, and writes files.
 
     Attributes:
         url: the URL at which other nodes reach this node, or an empty string without access.
@@ -37,19 +37,20 @@ class Heartbeat:
         store: Store,
         queue: CentralQueue,
         leases: Leases,
-        decisions: Decisions,
+        files: Sequence[JsonLinesFile] = (),
         members: Members | None = None,
     ) -> None:
         """Serve a fleet, which may start later.
 
         Args:
+            files: files of records, which the heartbeat writes.
             members: discovery of other nodes' workers, or None without a pool.
         """
         self._fleet = fleet
         self._store = store
         self._queue = queue
         self._leases = leases
-        self._decisions = decisions
+        self._files = files
         self._members = members
         self.url = ""
         self._numbers = count()  # sequence numbers of reports
@@ -75,7 +76,7 @@ class Heartbeat:
         while True:
             try:
                 await self.beat()
-                await self.write_decisions()
+                await self.write_files()
             except Exception as error:  # noqa: BLE001 - a stopped heartbeat would look like a dead node
                 log(logging.ERROR, "heartbeat failed", error=error)
             await asyncio.sleep(HEARTBEAT_S)
@@ -99,17 +100,10 @@ class Heartbeat:
         for worker in self._fleet.own:
             await self._withdraw(worker)
 
-    async def write_decisions(self) -> None:
-        """Write recorded decisions to the file, if a file is configured.
-
-        Errors are logged.
-        """
-        if not self._decisions.unwritten:
-            return
-        try:
-            await asyncio.to_thread(self._decisions.write)
-        except OSError as error:
-            log(logging.ERROR, "cannot write decisions", error=error)
+    async def write_files(self) -> None:
+        """Write the records of decisions and of the audit log, if files are configured."""
+        for file in self._files:
+            await file.flush()
 
     async def _report(self, worker: FleetWorker, number: int) -> None:
         worker_id, failure = worker.worker_id, worker.backend.failure

@@ -149,6 +149,9 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     log_format: Annotated[str, choices("line", "json")] = "line"
     """Format of log lines: key=value pairs or JSON."""
 
+    audit_file: str | None = None
+    """Append refused requests and the use of API keys to this JSON lines file."""
+
     otlp_endpoint: Annotated[str, kind("url")] | None = None
     """Send a trace of each request to this OTLP/HTTP collector, such as http://127.0.0.1:4318
     (default: OTEL_EXPORTER_OTLP_ENDPOINT, otherwise none)."""
@@ -220,7 +223,7 @@ _PANELS: Final = {
     "Cluster": "join pool no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_retry_share upstream_retries_per_s",
-    "Observability": "log_level log_format otlp_endpoint record_acceptance "
+    "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "
     "record_acceptance_share record_acceptance_proposers record_acceptance_tenants "
     "record_acceptance_bytes",
     "Simulator": "profile sim_service_ms sim_acceptance",

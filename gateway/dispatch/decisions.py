@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
+from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.revision import RevisionCause
@@ -22,9 +23,6 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
 """Maximum decisions in memory, which cover a few minutes of a busy node in about a megabyte."""
-
-MOST_UNWRITTEN: Final = 100_000
-"""Maximum decisions kept while the file cannot be written. Older decisions are dropped."""
 
 
 class RevisionRecord(msgspec.Struct, frozen=True):
@@ -122,20 +120,19 @@ class DecisionList(msgspec.Struct):
 class Decisions:
     """The decisions of a node.
 
-    Use the object only on the thread of the event loop, except for `write`.
+    Use the object only on the thread of the event loop.
     """
 
-    def __init__(self, path: Path | None, now_s: Callable[[], float]) -> None:
+    def __init__(self, file: JsonLinesFile | None, now_s: Callable[[], float]) -> None:
         """Keep the latest decisions.
 
         Args:
-            path: the file for all decisions, or None.
+            file: the file for all decisions, or None.
             now_s: the clock, in Unix time.
         """
         self._latest: deque[tuple[str, Decision]] = deque(maxlen=KEPT)  # with tenants
-        self._path = path
+        self._file = file
         self._now_s = now_s
-        self._unwritten: deque[Decision | OutcomeLine] = deque(maxlen=MOST_UNWRITTEN)
 
     def record(  # noqa: PLR0913 - the inputs and the result of a decision
         self,
@@ -156,18 +153,18 @@ class Decisions:
             *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
         )
         self._latest.append((tenant, decision))
-        if self._path is not None:
-            self._unwritten.append(decision)
+        if self._file is not None:
+            self._file.append(decision)
         return decision
 
     def add_outcome(self, decision: Decision, outcome: SpeculationOutcome) -> None:
         """Record the outcome of a choice that has ended."""
         decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome)
-        if self._path is not None:
+        if self._file is not None:
             line = OutcomeLine(
                 decision.request_id, decision.decided_s, decision.worker_id, decision.outcome
             )
-            self._unwritten.append(line)
+            self._file.append(line)
 
     def latest(self, most: int, tenant: str | None = None) -> list[Decision]:
         """Return the latest decisions, newest first.
@@ -177,29 +174,6 @@ class Decisions:
         """
         newest = reversed(self._latest)
         return list(islice((one for owner, one in newest if tenant in {None, owner}), most))
-
-    @property
-    def unwritten(self) -> bool:
-        """Whether decisions wait to be written."""
-        return bool(self._unwritten)
-
-    def write(self) -> None:
-        """Append new decisions to the file.
-
-        The method blocks, so call it in a thread.
-
-        Raises:
-            OSError: the file cannot be written, and the decisions are kept.
-        """
-        taken = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
-        if self._path is None or not taken:
-            return
-        try:
-            with self._path.open("ab") as file:
-                file.writelines(msgspec.json.encode(decision) + b"\n" for decision in taken)
-        except OSError:
-            self._unwritten.extendleft(reversed(taken))
-            raise
 
 
 def read_decisions(path: Path) -> Iterator[Decision]:

@@ -27,6 +27,9 @@ ACCOUNT: Final = web.RequestKey("account", Account)
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """The id of a request in logs and in the `x-request-id` header."""
 
+ERROR_CODE: Final = web.RequestKey("error_code", str)
+"""The code of the error that a request got. Only such requests have this key."""
+
 REQUEST_ID_HEADER: Final = "x-request-id"
 _LONGEST_ID: Final = 128
 

@@ -93,8 +93,9 @@ async def forward(
     if not generates:
         fields = replace(fields, stream=False, n=1, max_tokens=0)
     choices = fields.n if generates else 0
-    watch.forwarding(fields.model or "", account.name, choices, stream=fields.stream)
     job = _job(request, body, fields)
+    service = job.request.service
+    watch.forwarding(fields.model or "", account.name, service, choices, stream=fields.stream)
     running = node.forwarder.run(job, watch.span)
     events = EventStream(request, request.app[SLOW_READERS])
     whole = None

@@ -11,7 +11,7 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.accounts import ANONYMOUS, Account, Role
+from draftgate.gateway.accounts import ANONYMOUS, Account, Role, fingerprint_of_key
 from draftgate.gateway.errors import (
     CertificateRequired,
     Forbidden,
@@ -23,6 +23,7 @@ from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import add_headers, ends_connection
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    ERROR_CODE,
     NODE,
     REQUEST_ID,
     SLOW_READERS,
@@ -69,7 +70,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[_assign_request_id, _convert_errors, _limit_browsers, _authenticate],
+        middlewares=[
+            _assign_request_id,
+            _record_use,
+            _convert_errors,
+            _limit_browsers,
+            _authenticate,
+        ],
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
@@ -121,6 +128,28 @@ async def _assign_request_id(request: web.Request, handler: Handler) -> web.Stre
         return await handler(request)
 
 
+@web.middleware
+async def _record_use(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Record refusals and the use of keys in the audit log, if one is configured."""
+    audit, status = request.app[NODE].audit, CLIENT_GONE
+    try:
+        response = await handler(request)
+        status = response.status
+    finally:
+        if audit is not None:
+            account, key = request.get(ACCOUNT), _key(request.headers.get("Authorization", ""))
+            audit.record(
+                request[REQUEST_ID],
+                request.remote or "",
+                (request.method, request.path),
+                status,
+                (account.name or None) if account is not None else None,
+                None if key is None else fingerprint_of_key(key),
+                request.get(ERROR_CODE),
+            )
+    return response
+
+
 async def _finish_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every response, and announce the end of the connection."""
     node = request.app[NODE]
@@ -167,8 +196,8 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
         if account is None:
             sent = "no API key was sent" if key is None else "the API key is not known"
             raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY`")
-        _check_role(account, request.path.rstrip("/"))
         request[ACCOUNT] = account
+        _check_role(account, request.path.rstrip("/"))
     return await handler(request)
 
 
@@ -214,9 +243,15 @@ async def _convert_errors(request: web.Request, handler: Handler) -> web.StreamR
     except ConnectionResetError:
         return web.Response(status=CLIENT_GONE)  # the client cannot read this response
     except web.HTTPException as error:
-        return error_response(convert_http_error(error, request))
+        return _error(request, convert_http_error(error, request))
     except Exception as error:  # noqa: BLE001 - every exception becomes a response
         shown = as_gateway_error(error)
         if type(shown) is GatewayError:
             log(logging.ERROR, "internal error", error=error)
-        return error_response(shown)
+        return _error(request, shown)
+
+
+def _error(request: web.Request, error: GatewayError) -> web.Response:
+    """Return the response to an error, whose code the audit log records."""
+    request[ERROR_CODE] = error.code
+    return error_response(error)

@@ -101,6 +101,9 @@ _DURATION_S: Final = (
 
 _PHASE_S: Final = (0.001, 0.0025, 0.005, *_DURATION_S)
 
+_TENANT_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+"""Few bounds, because each tenant has its own buckets."""
+
 _LENGTHS: Final = (
     1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
     32768.0, 65536.0, 131072.0,
@@ -232,6 +235,28 @@ RETRIES: Final = _counter(
 )
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
+)
+TENANT_TTFT: Final = _histogram(
+    "draftgate_tenant_time_to_first_token_seconds",
+    "Time from arrival to the first text, by tenant",
+    buckets=_TENANT_S,
+    labels=("tenant",),
+)
+TENANT_DURATION: Final = _histogram(
+    "draftgate_tenant_request_duration_seconds",
+    "Time from arrival to the last byte of finished requests, by tenant",
+    buckets=_TENANT_S,
+    labels=("tenant",),
+)
+TENANT_REFUSED: Final = _counter(
+    "draftgate_tenant_refused_requests",
+    "Requests rejected with status 429, by tenant and reason",
+    labels=("tenant", "kind"),
+)
+TENANT_SLO: Final = _counter(
+    "draftgate_tenant_slo_requests",
+    "Finished and failed requests with latency targets, by tenant and whether they met the targets",
+    labels=("tenant", "outcome"),
 )
 SLOW_READERS: Final = _gauge(
     "draftgate_slow_readers", "Streams whose client reads too slowly", unit="streams"

@@ -25,7 +25,7 @@ from draftgate.gateway.telemetry.span_attributes import (
 )
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.resilience.failover import Cause, GivenUp
-from draftgate.policies.types import SpeculationPlan
+from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 
 
 class Ending(StrEnum):
@@ -71,6 +71,7 @@ class RequestWatch:
         self.plan: SpeculationPlan | None = None
         self.workers: list[str] = []
         self.tenant: str | None = None
+        self._service = ANYTIME
         self._metrics = metrics
         self._recent = metrics.recent
         self._generated = metrics.scalar(metric.GENERATION_TOKENS)
@@ -99,6 +100,7 @@ class RequestWatch:
         self._choices = job.n * len(job.prompts)
         self.prompt_tokens = sum(map(len, job.prompts))
         self.tenant = job.tenant or None
+        self._service = job.service
         if self.span.recording:
             self.span.set(
                 {
@@ -110,14 +112,18 @@ class RequestWatch:
                 }
             )
 
-    def forwarding(self, model: str, tenant: str, choices: int, *, stream: bool) -> None:
+    def forwarding(
+        self, model: str, tenant: str, service: ServiceLevel, choices: int, *, stream: bool
+    ) -> None:
         """Record the parameters of a request for an upstream.
 
         Args:
+            service: its latency targets.
             choices: number of choices, or 0 for an embedding request.
         """
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
+        self._service = service
         self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
@@ -279,9 +285,9 @@ class RequestWatch:
         metrics.add(metric.REQUESTS, 1, self._endpoint, ending.value)
         if isinstance(error, TooMany):
             metrics.add(metric.REFUSED, 1, error.kind)
+        tpot_s = self._tpot_s()
         if self.tenant is not None:
-            used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
-            metrics.add(metric.TENANT_TOKENS, used, self.tenant)
+            self._count_tenant(self.tenant, ending, seconds, tpot_s, error)
         metrics.observe(metric.DURATION, seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
         # The finish reasons of a finished request at an upstream are unknown here.
@@ -290,11 +296,38 @@ class RequestWatch:
             metrics.add(metric.CHOICES, unfinished, reason)
         if self._generates:
             metrics.observe(metric.OUTPUT_LENGTH, self.output_tokens)
-        tpot_s = self._tpot_s()
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
         self._recent.add_ended(tpot_s, self.output_tokens, self.outcome)
         self._count_speculation()
+
+    def _count_tenant(
+        self,
+        tenant: str,
+        ending: Ending,
+        seconds: float,
+        tpot_s: float | None,
+        error: BaseException | None,
+    ) -> None:
+        """Count the tokens, latency, refusal and SLO of a tenant's request."""
+        metrics = self._metrics
+        used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
+        metrics.add(metric.TENANT_TOKENS, used, tenant)
+        if isinstance(error, TooMany):
+            metrics.add(metric.TENANT_REFUSED, 1, tenant, error.kind)
+        if self._ttft_s is not None:
+            metrics.observe(metric.TENANT_TTFT, self._ttft_s, tenant)
+        if ending is Ending.FINISHED:
+            metrics.observe(metric.TENANT_DURATION, seconds, tenant)
+        service = self._service
+        if service.ttft_s is None and service.tpot_s is None:
+            return
+        if ending in {Ending.FINISHED, Ending.FAILED}:
+            met = ending is Ending.FINISHED and all(
+                target is None or found is None or found <= target
+                for found, target in ((self._ttft_s, service.ttft_s), (tpot_s, service.tpot_s))
+            )
+            metrics.add(metric.TENANT_SLO, 1, tenant, "met" if met else "missed")
 
     def _count_speculation(self) -> None:
         outcome = self.outcome

@@ -130,7 +130,11 @@ async def test_exhausted_quota_returns_429_with_the_time_until_refill(
         assert 29 <= int(refused.headers["retry-after"]) <= 31
         assert 29_000 <= int(refused.headers["retry-after-ms"]) <= 31_000
         page = (await http.get("/metrics", headers=bearer("sk-boss"))).text
-    metrics = [line for line in page.splitlines() if "quota_requests" in line]
+    metrics = [
+        line
+        for line in page.splitlines()
+        if line.startswith("draftgate_refused") and "quota_requests" in line
+    ]
     assert metrics == [
         'draftgate_refused_requests_total{kind="quota_requests",model_name="scripted"} 1.0'
     ]

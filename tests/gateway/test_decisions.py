@@ -22,6 +22,7 @@ from draftgate.gateway.dispatch.decisions import KEPT, Decisions, read_decisions
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.revision import PlanRevision, RevisionCause, SlotWorth
@@ -55,16 +56,16 @@ def test_latest_decisions_are_kept_newest_first() -> None:
     assert [decision.request_id for decision in latest] == [str(KEPT + n) for n in (4, 3, 2)]
     assert len(decisions.latest(10 * KEPT)) == KEPT
     assert latest[0].decided_s == 7.0
-    assert not decisions.unwritten
 
 
 def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> None:
     """A replay of the recorded decisions with the same policy gives the same plans."""
     path = tmp_path / "decisions.jsonl"
-    decisions = Decisions(path, lambda: 7.0)
+    file = JsonLinesFile(path, "--decisions-file")
+    decisions = Decisions(file, lambda: 7.0)
     for _ in range(2):
         decide(decisions, 30)
-        decisions.write()
+        file.write()
     found = list(read_decisions(path))
     assert found == decisions.latest(60)[::-1]
     assert all(decision.under(speculation_policy("auto")) == decision.plan for decision in found)
@@ -74,15 +75,16 @@ def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> Non
 def test_outcomes_of_a_plan_are_read_back_from_a_file(tmp_path: Path) -> None:
     """A decision read from a file has the outcome of all its choices, with revisions in words."""
     path, times = tmp_path / "decisions.jsonl", iter([7.0, 8.0])
-    decisions = Decisions(path, times.__next__)
+    file = JsonLinesFile(path, "--decisions-file")
+    decisions = Decisions(file, times.__next__)
     view = RequestView(10, 20, 0.5)
     plan = speculation_policy("auto").decide(view, LOAD)
     ended, running = (decisions.record("r", "w", view, LOAD, plan) for _ in range(2))
     revision = PlanRevision(False, RevisionCause.PRICE, 33, SlotWorth(1.2, 1.0, 0.97), 12.5)
     decisions.add_outcome(ended, SpeculationOutcome(2, 5, 3, (1, 0, 0, 1), (revision,)))
-    decisions.write()
+    file.write()
     decisions.add_outcome(ended, SpeculationOutcome(1, 4, 1, (0, 1)))
-    decisions.write()
+    file.write()
     first, second = read_decisions(path)
     assert (first, second) == (ended, running)
     assert second.outcome is None
@@ -94,25 +96,13 @@ def test_outcomes_of_a_plan_are_read_back_from_a_file(tmp_path: Path) -> None:
     assert f"revised: {revision.reason}" in shown
 
 
-def test_decisions_wait_for_a_failing_disk(tmp_path: Path) -> None:
-    """The recorder keeps decisions while the disk fails and writes them in order afterwards."""
-    path = tmp_path / "folder" / "decisions.jsonl"
-    decisions = Decisions(path, lambda: 7.0)
-    decide(decisions, 3)
-    with pytest.raises(OSError, match="folder"):
-        decisions.write()
-    decide(decisions, 1)
-    path.parent.mkdir()
-    decisions.write()
-    assert [decision.request_id for decision in read_decisions(path)] == ["0", "1", "2", "0"]
-
-
 def test_damaged_file_is_reported_with_its_line(tmp_path: Path) -> None:
     """The reader names the file and the line of a damaged record."""
     path = tmp_path / "decisions.jsonl"
-    decisions = Decisions(path, lambda: 7.0)
+    file = JsonLinesFile(path, "--decisions-file")
+    decisions = Decisions(file, lambda: 7.0)
     decide(decisions, 1)
-    decisions.write()
+    file.write()
     path.write_text(path.read_text() + "{}\n")
     with pytest.raises(ValueError, match=r"decisions\.jsonl, line 2: .*request_id"):
         list(read_decisions(path))
@@ -240,9 +230,10 @@ async def test_decisions_are_listed_newest_first() -> None:
 def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     """The command `explain` shows recorded decisions and the plans of another policy."""
     path = tmp_path / "decisions.jsonl"
-    decisions = Decisions(path, lambda: 7.0)
+    file = JsonLinesFile(path, "--decisions-file")
+    decisions = Decisions(file, lambda: 7.0)
     decide(decisions, 3)
-    decisions.write()
+    file.write()
     shown = draftgate("explain", str(path), "--policy", "fixed:9").stdout
     assert "auto: up to" in shown
     assert "fixed:9: up to 9 by ngram" in shown
@@ -255,7 +246,7 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     request = replace(request, tenant_drafts=DraftCounts(30, 10))
     plan = speculation_policy("auto").decide(request, LOAD)
     decisions.record("k", "w", request, LOAD, plan)
-    decisions.write()
+    file.write()
     known = draftgate("explain", str(path), "--request", "k").stdout
     assert "TTFT within 1000 ms, TPOT within 20 ms, priority 3" in known
     assert "repetition 0.40, 30 of 40 draft tokens accepted (tenant)" in known

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, Metric
 from draftgate.gateway.telemetry.metrics import MOST_VALUES, OTHER, Metrics, shown_name
 from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -248,3 +251,67 @@ async def test_first_event_of_a_labelled_counter_increases_its_series() -> None:
         assert await finished() == 0
         await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         assert await finished() == 1
+
+
+async def test_tenants_have_latency_refusals_and_slo(tmp_path: Path) -> None:
+    """The metrics have the latency, the refusals and the attainment of each tenant."""
+    keys = tmp_path / "keys.yaml"
+    text = "keys: [{name: a, key: sk-a, requests_per_minute: 2}, {name: b, key: sk-b}]"
+    await asyncio.to_thread(keys.write_text, text)
+    body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+    path = "/v1/completions"
+    async with running(api_keys_file=str(keys)) as gateway, client(gateway) as http:
+        for key, ttft_ms in (("a", "60000"), ("a", "60000"), ("a", "60000"), ("b", None)):
+            headers = {"authorization": f"Bearer sk-{key}"}
+            if ttft_ms is not None:
+                headers["x-slo-ttft-ms"] = ttft_ms
+            await http.post(path, json=body, headers=headers)
+        found = samples(gateway.node.metrics)
+
+    def value(name: str, **labels: str) -> float:
+        return found.get((f"draftgate_tenant_{name}", tuple(sorted(labels.items()))), 0.0)
+
+    assert value("slo_requests_total", tenant="a", outcome="met") == 2
+    assert value("slo_requests_total", tenant="b", outcome="met") == 0
+    assert value("refused_requests_total", tenant="a", kind="quota_requests") == 1
+    for tenant, requests in (("a", 2), ("b", 1)):
+        assert value("request_duration_seconds_count", tenant=tenant) == requests
+        assert value("time_to_first_token_seconds_count", tenant=tenant) == requests
+
+
+@pytest.mark.parametrize(
+    ("ending", "ttft_s", "outcome"),
+    [
+        (Ending.FINISHED, 0.4, "met"),
+        (Ending.FINISHED, 0.6, "missed"),
+        (Ending.FAILED, 0.4, "missed"),
+        (Ending.CANCELLED, 0.4, None),
+        (Ending.REJECTED, None, None),
+    ],
+)
+def test_attainment_counts_requests_that_ended_intact_and_in_time(
+    metrics: Metrics, ending: Ending, ttft_s: float | None, outcome: str | None
+) -> None:
+    """A request with targets counts as met if it finished in time, as missed if it was late or
+    failed, and not at all if its client left or it was refused."""
+    clock = Clock()
+    watch = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion", clock)
+    watch.forwarding("m", "a", ServiceLevel(0.5, None), 1, stream=True)
+    if ttft_s is not None:
+        clock.now_s += ttft_s
+        watch.progressed(1)
+    watch.end(ending, 200)
+    counts = {series: one.value for series, one in metrics._scalars[metric.TENANT_SLO].items()}
+    assert counts == ({} if outcome is None else {("a", outcome): 1})
+
+
+def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:
+    """Beyond the limit, tenants share the series `other`."""
+    for number in range(3 * MOST_VALUES):
+        watch = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion")
+        watch.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
+        watch.progressed(1)
+        watch.end(Ending.FINISHED, 200)
+    for definition in (metric.TENANT_TTFT, metric.TENANT_DURATION):
+        assert len(metrics._histograms[definition]) <= MOST_VALUES + 1
+    assert len(metrics._scalars[metric.TENANT_SLO]) <= 2 * (MOST_VALUES + 1)

@@ -133,7 +133,7 @@ async def test_decisions_and_spans_explain_the_choice(pair, tmp_path) -> None:
         await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
         listed = (await http.get("/decisions")).json()["decisions"][0]
         ids = sorted(worker.worker_id for worker in gateway.node.fleet.workers)
-        await gateway.node.heartbeat.write_decisions()
+        await gateway.node.heartbeat.write_files()
     tracing.shutdown()
     assert listed["route"]["policy"] == "least_cost"
     assert listed["route"]["offers"][0]["worker_id"] == listed["worker_id"]

@@ -195,7 +195,7 @@ async def dispatching(
         quotas=quotas or {},
         draw=Random(0).random,
     )
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases)
     try:
         async with heartbeat.beating():
             yield Dispatched(dispatcher, fleet, store, decisions)

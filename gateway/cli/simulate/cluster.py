@@ -122,7 +122,7 @@ async def running_dispatcher(
         quotas={},
         draw=Random(f"routing/{seed}").random,
     )
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases)
     try:
         async with heartbeat.beating():
             yield dispatcher
