@@ -315,8 +315,8 @@ def test_file_never_exceeds_its_size(max_bytes: int) -> None:
     for text in file.texts:
         text.check()
     if file.calls is UNSET:
+        # All texts may fit although the calls of the run do not.
         assert "reached --record-acceptance-bytes" in str(file.gap)
-        assert len(file.texts) < 12
     else:
         assert len(replay_exactly(RecordedRun(file)).requests) == 12
 
