@@ -18,7 +18,12 @@ from draftgate.backends.engine.operators import compiler
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.ngram_corpus import MAX_TENANTS, TenantCorpora
 from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE, MAX_MATCHES
-from draftgate.backends.engine.proposers.ngram_native import NativeText, native_lookup
+from draftgate.backends.engine.proposers.ngram_native import (
+    UNLOCKED_TEXTS,
+    UNLOCKED_TOKENS,
+    NativeText,
+    native_lookup,
+)
 from draftgate.backends.engine.proposers.ngram_python import PythonLookup, PythonText
 from draftgate.backends.engine.testing import check_draft
 from draftgate.backends.token_ids import compact
@@ -291,6 +296,25 @@ def test_drafts_are_in_c_where_c_compiles() -> None:
     lookup = native_lookup(trees=True)
     assert lookup is not None
     assert isinstance(NgramProposer()._lookup, type(lookup))
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("tokens", "texts", "keeps_lock"),
+    [(100, 1, True), (100, UNLOCKED_TEXTS, False), (UNLOCKED_TOKENS, 1, False)],
+)
+def test_short_calls_keep_the_interpreter_lock(tokens: int, texts: int, keeps_lock: bool) -> None:
+    """A call for few sequences keeps the lock unless one of them is long and new."""
+    lookup = native_lookup(trees=False)
+    calls = []
+    for name in ("_drafts", "_short_drafts"):
+        function = getattr(lookup, name)
+        setattr(lookup, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+    group = [(lookup.index(compact([1, 2] * (tokens // 2))),) for _ in range(texts)]
+    lookup.drafts(group, [4] * texts)
+    lookup.drafts(group[:1], [4])  # the texts are known now
+    assert set(calls[:-1]) == {"_short_drafts" if keeps_lock else "_drafts"}
+    assert calls[-1] == "_short_drafts"
 
 
 # --- corpus ---------------------------------------------------------------------------------------
