@@ -20,7 +20,7 @@ from tests.gateway.harness import (
     until,
 )
 
-LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
+LONG = {"prompt": "def f(x):", "max_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -93,7 +93,7 @@ async def test_disconnect_releases_the_lease(sim: Listening) -> None:
     await node.heartbeat.beat()
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
     await until(lambda: load_of(node).running == 1)
-    assert await leased(node) == 8000 + 5
+    assert await leased(node) == LONG["max_tokens"] + 5
     writer.close()
     await until(lambda: is_idle(sim.node))
     assert await leased(node) == 0
