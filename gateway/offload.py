@@ -34,7 +34,7 @@ _abandoned: Final[ContextVar[Event | None]] = ContextVar("abandoned", default=No
 
 
 class Abandoned(Exception):
-    """The task that waited for this work has been cancelled, so nobody reads the exception."""
+    """The task that awaited this work was cancelled, so no caller sees this exception."""
 
 
 async def offload(

@@ -47,30 +47,39 @@ def _of_format(wanted: ResponseFormat | None) -> Iterator[GrammarSpec]:
 
 
 def _of_guided(wire: GenerationFields) -> Iterator[GrammarSpec]:
-    if wire.guided_json is not None:
-        yield _schema(wire.guided_json, "guided_json")
-    if wire.guided_regex is not None:
-        yield GrammarSpec(GrammarKind.REGEX, wire.guided_regex, "guided_regex")
-    if wire.guided_choice is not None:
-        yield _choice(wire.guided_choice, "guided_choice")
-    if wire.guided_grammar is not None:
-        yield GrammarSpec(GrammarKind.GRAMMAR, wire.guided_grammar, "guided_grammar")
+    """Yield the grammars of vLLM's older names."""
+    guided = (wire.guided_json, wire.guided_regex, wire.guided_choice, wire.guided_grammar)
+    return _of_forms(*guided, prefix="guided_")
 
 
 def _of_structured(options: StructuredOutputs) -> Iterator[GrammarSpec]:
     for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
         if getattr(options, name):
             raise Unsupported(f"structured_outputs.{name}")
-    if options.json is not None:
-        yield _schema(options.json, "structured_outputs.json")
-    if options.json_object:
-        yield GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_OBJECT, "structured_outputs.json_object")
-    if options.regex is not None:
-        yield GrammarSpec(GrammarKind.REGEX, options.regex, "structured_outputs.regex")
-    if options.choice is not None:
-        yield _choice(options.choice, "structured_outputs.choice")
-    if options.grammar is not None:
-        yield GrammarSpec(GrammarKind.GRAMMAR, options.grammar, "structured_outputs.grammar")
+    forms = (options.json, options.regex, options.choice, options.grammar)
+    yield from _of_forms(*forms, prefix="structured_outputs.", any_object=options.json_object)
+
+
+def _of_forms(
+    schema: str | dict[str, Any] | None,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+    *,
+    prefix: str,
+    any_object: bool = False,
+) -> Iterator[GrammarSpec]:
+    """Yield the grammars that are set, whose parameters begin with a prefix."""
+    if schema is not None:
+        yield _schema(schema, f"{prefix}json")
+    if any_object:
+        yield GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_OBJECT, f"{prefix}json_object")
+    if regex is not None:
+        yield GrammarSpec(GrammarKind.REGEX, regex, f"{prefix}regex")
+    if choice is not None:
+        yield _choice(choice, f"{prefix}choice")
+    if grammar is not None:
+        yield GrammarSpec(GrammarKind.GRAMMAR, grammar, f"{prefix}grammar")
 
 
 def _raw_schema(raw: bytes) -> str:

@@ -5,15 +5,11 @@ docs/guide/cluster.md describes the keys.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from redis.exceptions import RedisError
+from draftgate.gateway.state.redis.client import Connected, open_client
+from draftgate.gateway.state.redis.scripts import Scripts
 
-from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
-from draftgate.gateway.state.store import StoreError
-
-_LUA: Final = Path(__file__).with_name("lua")
 _SCRIPTS: Final = ("put_response", "get_response", "delete_response")
 
 
@@ -35,13 +31,8 @@ class RedisResponseStore:
             ttl_s: seconds after which a value ends.
             clock: Lua source that replaces `lua/clock.lua`.
         """
-        self._closing = connected.closing
-        self._pool = f"draftgate:{{{pool}}}:"
         self._bounds = (round(ttl_s * 1e6), capacity_bytes)
-        helpers = f"{clock or _read_lua('clock')}\n{_read_lua('responses')}\n"
-        self._scripts = {
-            name: connected.client.register_script(helpers + _read_lua(name)) for name in _SCRIPTS
-        }
+        self._scripts = Scripts(connected, pool, _SCRIPTS, "responses", clock=clock)
 
     @classmethod
     def at(cls, address: str, pool: str, capacity_bytes: int, ttl_s: float) -> RedisResponseStore:
@@ -54,33 +45,19 @@ class RedisResponseStore:
 
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         """Store a value, as `ResponseStore.put` describes."""
-        return bool(await self._run("put_response", tenant, response_id, value, *self._bounds))
+        return bool(
+            await self._scripts.run("put_response", (tenant, response_id, value, *self._bounds))
+        )
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
         """Return a value, as `ResponseStore.get` describes."""
-        found = await self._run("get_response", tenant, response_id)
+        found = await self._scripts.run("get_response", (tenant, response_id))
         return None if found is None else str(found).encode()
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a value, as `ResponseStore.delete` describes."""
-        return bool(await self._run("delete_response", tenant, response_id))
+        return bool(await self._scripts.run("delete_response", (tenant, response_id)))
 
     async def close(self) -> None:
         """Close all connections."""
-        for close in self._closing:
-            await close()
-
-    async def _run(self, name: str, *args: Any) -> Any:
-        """Run a script.
-
-        Raises:
-            StoreError: the server did not respond, or responded with an error.
-        """
-        try:
-            return await self._scripts[name]((self._pool,), args)
-        except (RedisError, OSError, *BROKEN) as error:
-            raise StoreError(f"{type(error).__name__}: {error}") from error
-
-
-def _read_lua(name: str) -> str:
-    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")
+        await self._scripts.close()

@@ -5,14 +5,13 @@ docs/guide/cluster.md describes the keys.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import msgspec
-from redis.exceptions import RedisError
 
-from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
+from draftgate.gateway.state.redis.client import Connected, open_client
+from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
@@ -21,12 +20,10 @@ from draftgate.gateway.state.store import (
     Refusal,
     Reservation,
     Snapshot,
-    StoreError,
     WorkerReport,
     WorkerView,
 )
 
-_LUA: Final = Path(__file__).with_name("lua")
 _SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "renew", "release")
 _VIEW_FIELDS: Final = 4
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
@@ -45,14 +42,9 @@ class RedisStore:
             gateway_id: the id of this node among the nodes that renew leases.
             clock: Lua source that replaces `lua/clock.lua`.
         """
-        self._client = connected.client
-        self._closing = connected.closing
-        self._pool = f"draftgate:{{{pool}}}:"
         self._gateway_id = gateway_id
-        clock = clock or _read_lua("clock")
-        self._scripts = {
-            name: self._client.register_script(_script(name, clock)) for name in _SCRIPTS
-        }
+        forget = f"local FORGET_MS = {round(FORGET_S * 1000)}"
+        self._scripts = Scripts(connected, pool, _SCRIPTS, "common", clock=clock, constants=forget)
 
     @classmethod
     def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
@@ -67,19 +59,21 @@ class RedisStore:
         """Replace a worker's report, as `Store.publish` describes."""
         head = (report.worker_id, report.epoch, report.seq)
         body = msgspec.json.encode(report)
-        found = await self._run("report", (*head, report.capacity_tokens, report.watermark, body))
+        found = await self._scripts.run(
+            "report", (*head, report.capacity_tokens, report.watermark, body)
+        )
         return bool(found)
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
         """Remove a worker from the pool, as `Store.withdraw` describes."""
-        await self._run("withdraw", (worker_id, epoch, seq))
+        await self._scripts.run("withdraw", (worker_id, epoch, seq))
 
     async def snapshot(self) -> Snapshot:
         """Return the live workers, as `Store.snapshot` describes.
 
         Reports that this version cannot read are omitted.
         """
-        gateways, *fields = await self._run("snapshot", (_us(FORGET_S), _us(STALE_S)))
+        gateways, *fields = await self._scripts.run("snapshot", (_us(FORGET_S), _us(STALE_S)))
         rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
         views = (_view(*row) for row in rows)
         found = sorted(filter(None, views), key=lambda view: view.worker_id)
@@ -93,7 +87,7 @@ class RedisStore:
         for offer in offers:
             args += (offer.worker_id, offer.epoch, offer.watermark)
             args += (float(offer.score), float(offer.score_per_token))
-        granted, *rest = await self._run("reserve", args)
+        granted, *rest = await self._scripts.run("reserve", args)
         if not granted:
             return Reservation(None, Refusal(rest[0]))
         index, number, behind_tokens = rest
@@ -106,28 +100,16 @@ class RedisStore:
         args: list[object] = [self._gateway_id, _us(ttl_s)]
         for lease in leases:
             args += (lease.request_id, lease.worker_id, lease.epoch, lease.tokens, lease.number)
-        return frozenset(await self._run("renew", args))
+        return frozenset(await self._scripts.run("renew", args))
 
     async def release(self, request_ids: Collection[str]) -> None:
         """End the leases of requests, as `Store.release` describes."""
         if request_ids:
-            await self._run("release", request_ids)
+            await self._scripts.run("release", request_ids)
 
     async def close(self) -> None:
         """Close all connections."""
-        for close in self._closing:
-            await close()
-
-    async def _run(self, name: str, args: Iterable[Any]) -> Any:
-        """Run a script.
-
-        Raises:
-            StoreError: the server did not respond, or responded with an error.
-        """
-        try:
-            return await self._scripts[name]((self._pool,), args)
-        except (RedisError, OSError, *BROKEN) as error:
-            raise StoreError(f"{type(error).__name__}: {error}") from error
+        await self._scripts.close()
 
 
 def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> WorkerView | None:
@@ -139,13 +121,3 @@ def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> W
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _script(name: str, clock: str) -> str:
-    """Return the source of a script with the helpers that it uses."""
-    forget = f"local FORGET_MS = {round(FORGET_S * 1000)}\n"
-    return "\n".join((clock, forget, _read_lua("common"), _read_lua(name)))
-
-
-def _read_lua(name: str) -> str:
-    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")
