@@ -67,7 +67,7 @@ def _of_forms(
     grammar: str | None,
     *,
     prefix: str,
-    any_object: bool = False,
+    any_object: bool | None = False,
 ) -> Iterator[GrammarSpec]:
     """Yield the grammars that are set, whose parameters begin with a prefix."""
     if schema is not None:
