@@ -23,12 +23,14 @@ libc.malloc.restype, libc.mallinfo2.restype = ctypes.c_void_p, Mallinfo
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
 settle_process()
 libc.free(libc.malloc(4 * LARGE_BLOCK_BYTES))  # glibc then places smaller blocks in its heap
-blocks = [(libc.malloc(2 * LARGE_BLOCK_BYTES), libc.malloc(2000)) for _ in range(50)]
+blocks = [(libc.malloc(2 * LARGE_BLOCK_BYTES), libc.malloc(65_536)) for _ in range(50)]
 for large, _ in blocks:
     libc.free(large)
 print(libc.mallinfo2().fordblks)
 """
-"""Allocates large blocks between small ones, frees the large blocks, and prints the free bytes."""
+"""Allocates large blocks between small ones, frees the large blocks, and prints the free bytes.
+
+The small blocks together do not fit into the free parts of the heap."""
 
 
 async def test_garbage_collection_skips_startup_objects(sim: Listening) -> None:
