@@ -23,9 +23,15 @@ async def sim() -> AsyncIterator[Listening]:
 
 
 @pytest.fixture
-async def http(sim: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of `sim`."""
-    async with client(sim) as opened:
+def node(sim: Listening) -> Listening:
+    """The node under test, which modules replace."""
+    return sim
+
+
+@pytest.fixture
+async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client of the node under test."""
+    async with client(node) as opened:
         yield opened
 
 
@@ -41,6 +47,13 @@ def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
     scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
     scripted.kv_tokens = 1000
     return scripted
+
+
+@pytest.fixture
+async def qwen_node(qwen: ScriptedBackend) -> AsyncIterator[Listening]:
+    """A node with the worker `qwen`."""
+    async with running(backends=[qwen]) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -37,6 +38,12 @@ from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.types import WorkerLoad
 
 PATIENCE_S = 10.0
+
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None
+    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+    reason="needs torch and the shipped model",
+)
 
 
 class ScriptedBackend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from openai.types.responses import Response
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, running
 from tests.gateway.tool_models import TOOLS, with_template
 
@@ -35,10 +35,9 @@ TRUNCATED_TEXTS = {
 
 
 @pytest.fixture
-async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of a node with that worker."""
-    async with running(backends=[qwen]) as gateway, client(gateway) as opened:
-        yield opened
+def node(qwen_node: Listening) -> Listening:
+    """A node whose model has Qwen's template."""
+    return qwen_node
 
 
 async def respond(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
@@ -32,6 +30,7 @@ from tests.gateway.harness import (
     client,
     is_idle,
     load_of,
+    needs_engine,
     post_raw,
     running,
     until,
@@ -39,11 +38,7 @@ from tests.gateway.harness import (
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    needs_engine,
 ]
 
 TEXT = "def read_config(path):\n    with open("

@@ -13,7 +13,7 @@ from openai import APIError, AsyncOpenAI
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import stream
-from tests.gateway.harness import ScriptedBackend, client, events, post_raw, running, until
+from tests.gateway.harness import ScriptedBackend, events, post_raw, running, until
 
 FINAL = Delta(0, (1,), "", (), FinishReason.STOP)
 BODY = {"prompt": "x", "max_tokens": 400}
@@ -24,13 +24,6 @@ async def node(scripted: ScriptedBackend) -> AsyncIterator[Listening]:
     """A node with a scripted worker."""
     async with running(backends=[scripted]) as gateway:
         yield gateway
-
-
-@pytest.fixture
-async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of `node`."""
-    async with client(node) as opened:
-        yield opened
 
 
 def send_request(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Response]:

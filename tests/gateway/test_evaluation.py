@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,17 +16,11 @@ from hypothesis import strategies as st
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.http.replies.prompts import prompt_offsets
-from tests.gateway.harness import ScriptedBackend, client, events, running
+from tests.gateway.harness import ScriptedBackend, client, events, needs_engine, running
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 TOKENIZER = Tokenizer(SHIPPED_MODEL)
-
-needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
 
 
 class Question(NamedTuple):

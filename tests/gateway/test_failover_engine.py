@@ -4,7 +4,6 @@ processes."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import threading
@@ -17,19 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.policies.resilience import liveness
-from tests.gateway.harness import client, events, is_idle, running, until
+from tests.gateway.harness import client, events, is_idle, needs_engine, running, until
 from tests.processes import child_pids
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
+pytestmark = needs_engine
 
 TWO: dict[str, Any] = {
     "backend": "engine",

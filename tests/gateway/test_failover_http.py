@@ -46,13 +46,6 @@ async def node(pair: Pair) -> AsyncIterator[Listening]:
         yield gateway
 
 
-@pytest.fixture
-async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of the node."""
-    async with client(node) as opened:
-        yield opened
-
-
 def send_request(
     http: httpx.AsyncClient, path: str, **fields: object
 ) -> asyncio.Task[httpx.Response]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.app import Listening, StartError, drain, start_workers
 from draftgate.gateway.config import ServeConfig
@@ -26,6 +24,7 @@ from tests.gateway.harness import (
     events,
     is_idle,
     load_of,
+    needs_engine,
     post_raw,
     running,
     scripted_fleet,
@@ -33,11 +32,6 @@ from tests.gateway.harness import (
 )
 
 BODY = {"prompt": "x", "max_tokens": 100}
-ENGINE = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
 
 
 @pytest.fixture
@@ -51,13 +45,6 @@ async def node(pair: tuple[ScriptedBackend, ScriptedBackend]) -> AsyncIterator[L
     """A node with both workers."""
     async with running(backends=pair) as gateway:
         yield gateway
-
-
-@pytest.fixture
-async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of the node."""
-    async with client(node) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -300,7 +287,7 @@ async def texts_and_worker(http: httpx.AsyncClient, index: int) -> tuple[list[st
         {"backend": "sim"},
         pytest.param(
             {"backend": "engine", "threads": 1, "kv_bytes": 8 << 20, "max_model_len": 512},
-            marks=ENGINE,
+            marks=needs_engine,
         ),
     ],
     ids=["sim", "engine"],

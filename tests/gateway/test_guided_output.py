@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import AsyncIterator
@@ -13,8 +12,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
-from tests.gateway.harness import client, running
+from tests.gateway.harness import client, needs_engine, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "def add(a, b):"}]
@@ -37,11 +35,7 @@ SUM = r"[a-z]{1,4}( \+ [a-z]{1,4}){1,3}"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    needs_engine,
 ]
 
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
-
-from draftgate.backends.checkpoints import SHIPPED_MODEL
-from tests.gateway.harness import client, events, running
+from tests.gateway.harness import client, events, needs_engine, running
 
 CHAT = "/v1/chat/completions"
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
+pytestmark = needs_engine
 
 
 async def test_prediction_is_drafted_and_counted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest_asyncio
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.http.requests.infilling import FORMATS
-from tests.gateway.harness import client, events, running
+from tests.gateway.harness import client, events, needs_engine, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
@@ -23,11 +22,7 @@ TOKENIZER = Tokenizer(SHIPPED_MODEL)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    needs_engine,
 ]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,22 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import InputTokenCountResponse
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
+from draftgate.gateway.app import Listening
 from draftgate.gateway.http.requests.schemas import Message
 from draftgate.gateway.http.requests.truncation import drop_oldest_turns
 from tests.conformance.open_responses import check_response
-from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
+from tests.gateway.harness import (
+    ScriptedBackend,
+    accepted_request,
+    client,
+    events,
+    needs_engine,
+    running,
+)
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 
 
 @pytest.fixture
-async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of a node with that worker."""
-    async with running(backends=[qwen]) as gateway, client(gateway) as opened:
-        yield opened
+def node(qwen_node: Listening) -> Listening:
+    """A node whose model has Qwen's template."""
+    return qwen_node
 
 
 async def respond(
@@ -254,11 +258,7 @@ def test_truncation_keeps_as_many_turns_as_fit(roles: list[str], capacity: int) 
         assert sum(m.role == "user" for m in conversation) <= 1
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
+@needs_engine
 async def test_log_probabilities_are_those_of_the_equivalent_chat() -> None:
     """The engine's log probabilities and penalties are the same in a chat and a response."""
     same = {"seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_logprobs": 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import threading
@@ -17,19 +16,14 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.types import GrammarSpec
 from draftgate.gateway.app import Listening
-from tests.gateway.harness import client, events, is_idle, running, until
+from tests.gateway.harness import client, events, is_idle, needs_engine, running, until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    needs_engine,
 ]
 
 CHAT = "/v1/chat/completions"

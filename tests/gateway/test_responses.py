@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,37 +16,23 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.requests.decoding import client_name
 from draftgate.gateway.http.requests.responses import PARAMS
-from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.harness import ScriptedBackend, needs_engine, running
 from tests.gateway.tool_models import NOW, WEATHER
 
 PATH = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)
 TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in (WEATHER, NOW)]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
-needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
 
 
 @pytest.fixture
-async def node(qwen: ScriptedBackend) -> AsyncIterator[Listening]:
-    """A node with that worker."""
-    async with running(backends=[qwen]) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of the node."""
-    async with client(node) as opened:
-        yield opened
+def node(qwen_node: Listening) -> Listening:
+    """A node whose model has Qwen's template."""
+    return qwen_node
 
 
 @pytest.fixture

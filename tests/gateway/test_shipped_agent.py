@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest_asyncio
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
-from tests.gateway.harness import client, events, running
+from tests.gateway.harness import client, events, needs_engine, running
 from tests.gateway.tool_models import TOOLS, WEATHER
 
 CHAT = "/v1/chat/completions"
@@ -29,11 +28,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SC
 TOKENIZER = Tokenizer(SHIPPED_MODEL)
 ENGINE = pytest.param(
     {"backend": "engine", "kv_bytes": 32 << 20, "threads": 1},
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    marks=needs_engine,
     id="engine",
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +13,9 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
-from tests.gateway.harness import ScriptedBackend, client, events, running
+from draftgate.gateway.app import Listening
+from tests.gateway.harness import ScriptedBackend, client, events, needs_engine, running
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER, with_template
 
 CHAT = "/v1/chat/completions"
@@ -30,11 +29,6 @@ STEPS = [
     "\n</tool_call>",
 ]
 CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
 
 
 @pytest.fixture
@@ -48,10 +42,9 @@ async def api(qwen: ScriptedBackend) -> AsyncIterator[AsyncOpenAI]:
 
 
 @pytest.fixture
-async def http(qwen: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client of a node with that worker."""
-    async with running(backends=[qwen]) as gateway, client(gateway) as opened:
-        yield opened
+def node(qwen_node: Listening) -> Listening:
+    """A node whose model has Qwen's template."""
+    return qwen_node
 
 
 async def emit_steps(backend: ScriptedBackend, steps: list[str], **options: Any) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.sim.backend import SimBackend
@@ -21,17 +19,13 @@ from tests.gateway.harness import (
     ScriptedBackend,
     is_idle,
     load_of,
+    needs_engine,
     running,
     until,
 )
 from tests.peer.harness import SLOW, linked_to
 
 ENGINE = {"backend": "engine", "max_model_len": 512, "kv_bytes": 4 << 20, "threads": 1}
-needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None
-    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-    reason="needs torch and the shipped model",
-)
 
 
 async def test_peer_with_simulator_passes_conformance_suite() -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
-from tests.gateway.harness import running
+from tests.gateway.harness import needs_engine, running
 
 ENGINE = pytest.param(
     "engine",
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("torch") is None
-        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
-        reason="needs torch and the shipped model",
-    ),
+    marks=needs_engine,
 )
 
 
