@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from draftgate.backends.sim.assembly import SimEnvironment
@@ -67,6 +68,7 @@ class Overload:
     Attributes:
         services: service levels by class, which requests get in turn.
         seconds: duration of the arrivals, in seconds.
+        text_file: the source of the prompts, or None for Python's standard library.
     """
 
     config: WorkerConfig
@@ -76,6 +78,7 @@ class Overload:
     workers: int = 1
     admission: str = "deadline"
     seconds: float = OVERLOAD_S
+    text_file: Path | None = None
 
     def service(self, index: int) -> ServiceLevel:
         """Return the service level of a request by its index."""
@@ -84,7 +87,11 @@ class Overload:
     def run(self, rate_rps: float) -> list[Client]:
         """Send requests at a rate for a minute, and return the clients in order of arrival."""
         load = Load(
-            workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
+            workload=self.workload,
+            rate_rps=rate_rps,
+            duration_s=self.seconds,
+            seed=self.seed,
+            text_file=self.text_file,
         )
         plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
         return run_virtual(self._run(list(plan.requests)))

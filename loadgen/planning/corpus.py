@@ -1,9 +1,9 @@
-"""Text for prompts: the standard library, its docstrings, and descriptions of installed packages.
+"""Text for prompts: the standard library and its docstrings.
 
 Every Python installation has these texts, so a load needs no data set and no network. A user's file
-can replace the corpus. Documents are sorted by name, so one installation always gives one corpus.
-Two Python versions give two corpora. The corpus reads a text on first use and keeps it in memory
-(all texts take about 15 MB).
+can replace the corpus. Documents are sorted by name, so one version of Python always gives one
+corpus, whatever packages are installed. Two Python versions give two corpora. The corpus reads a
+text on first use and keeps it in memory (all texts take about 15 MB).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -32,10 +31,6 @@ SKIPPED_FOLDERS: Final = frozenset(
 SKIPPED_FILES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconfigdata")
 """Prefixes of the names of files that hold tables. Their tokens have one or two characters, so a
 prompt from such a file is far longer than its estimate."""
-
-LEAST_LETTERS: Final = 0.85
-"""Least share of ASCII letters and spaces in a paragraph of prose. The tokens of a text with a
-smaller share have few characters, so a prompt is far longer than its estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +121,7 @@ class TextCorpus:
 
     @cached_property
     def prose(self) -> Library:
-        """Docstrings and descriptions of packages, or the user's file."""
+        """Docstrings, or the user's file."""
         return Library(self._prose())
 
 
@@ -151,15 +146,10 @@ def _installed() -> TextCorpus:
         return docstrings(read(name))
 
     return TextCorpus(
-        f"standard library of {platform.python_implementation()} {platform.python_version()}"
-        " and descriptions of the installed packages",
+        f"standard library of {platform.python_implementation()} {platform.python_version()}",
         code=lambda: [Document(name, size, partial(read, name)) for name, size in _sources(root)],
         prose=lambda: [
-            *(
-                Document(name, size, partial(read_docstrings, name))
-                for name, size in _sources(root)
-            ),
-            *_descriptions(),
+            Document(name, size, partial(read_docstrings, name)) for name, size in _sources(root)
         ],
     )
 
@@ -216,27 +206,3 @@ def _named_nodes(tree: ast.Module) -> Iterator[_Named]:
             yield node
         for name in _STATEMENT_LISTS:
             waiting.extend(getattr(node, name, ()))
-
-
-def _descriptions() -> Iterator[Document]:
-    """Yield the description of each installed package."""
-    found = {}
-    for distribution in distributions():
-        metadata = distribution.metadata
-        text = metadata.get("Description") or metadata.get_payload()  # type: ignore[attr-defined]
-        prose = _prose_paragraphs(text) if isinstance(text, str) else ""
-        if prose:
-            found[f"{metadata['Name']} {metadata['Version']}"] = prose
-    for name, text in found.items():
-        yield Document(name, len(text), partial(str, text))
-
-
-def _prose_paragraphs(text: str) -> str:
-    """Return the paragraphs that are prose, without tables, badges and lists of links."""
-    paragraphs = [paragraph.strip("\n") for paragraph in text.split("\n\n")]
-    return "".join(f"{paragraph}\n\n" for paragraph in paragraphs if _is_prose(paragraph))
-
-
-def _is_prose(paragraph: str) -> bool:
-    plain = sum(c.isascii() and (c.isalpha() or c.isspace()) for c in paragraph)
-    return plain > LEAST_LETTERS * len(paragraph)

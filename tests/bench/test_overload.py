@@ -13,14 +13,26 @@ SEATS = 16
 CAPACITY_RPS = 16.0
 """Approximate capacity of 16 sequences for chats on an h100-8b."""
 
+LEAST_GOODPUT_RATIO = 0.8
+"""Least goodput of the overload over the goodput at capacity.
+
+Fifteen seconds hold about 180 completions of very unequal lengths. Over the seeds 0 to 9, the ratio
+is 0.96 with a standard deviation of 0.06. Without admission control, the ratio is 0.4 to 0.5.
+"""
+
 CONFIG = WorkerConfig(profile="h100-8b", max_num_seqs=SEATS, max_model_len=16_384)
 
 
 @pytest.fixture(scope="module")
-def overload() -> Overload:
-    """15 seconds of chats, one third in each of three classes."""
+def overload(tmp_path_factory: pytest.TempPathFactory) -> Overload:
+    """15 seconds of chats, one third in each of three classes.
+
+    The text is the same everywhere, but Python's standard library differs between versions.
+    """
+    text_file = tmp_path_factory.mktemp("text") / "text.txt"
+    text_file.write_text("".join(f"Question {n} is about number {n * n}.\n" for n in range(9000)))
     services = tuple(ServiceLevel(2.0, None, priority) for priority in (-1, 0, 1))
-    return Overload(CONFIG, services, seconds=15.0)
+    return Overload(CONFIG, services, seconds=15.0, text_file=text_file)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,8 @@ def test_goodput_stays_at_capacity(overload: Overload, clients: list[Client]) ->
     """The server keeps every sequence busy, and its goodput stays at capacity."""
     assert most_running(clients) == SEATS
     just_full = overload.run(CAPACITY_RPS)
-    assert goodput_rps(overload, clients) >= 0.95 * goodput_rps(overload, just_full)
+    goodput_ratio = goodput_rps(overload, clients) / goodput_rps(overload, just_full)
+    assert goodput_ratio >= LEAST_GOODPUT_RATIO
 
 
 def test_no_class_starves(overload: Overload, clients: list[Client]) -> None:

@@ -69,3 +69,11 @@ def test_modules_that_hold_tables_are_skipped() -> None:
     assert "html/entities.py" not in names
     assert "stringprep.py" not in names
     assert not [name for name in names if name.startswith("_sysconfigdata")]
+
+
+def test_installed_packages_do_not_change_the_corpus() -> None:
+    """Prose comes from the same files of the standard library as code."""
+    corpus = open_corpus()
+    prose = [document.name for document in corpus.prose._documents]
+    assert prose == [document.name for document in corpus.code._documents]
+    assert "installed" not in corpus.source
