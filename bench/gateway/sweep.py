@@ -16,7 +16,7 @@ import asyncio
 import os
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +119,22 @@ async def capacity_rps(url: str, load: Load, console: Console) -> float:
     return len(intact(run.records)) / run.duration_s
 
 
+def planned_sweep(
+    contenders: Sequence[SweepTarget], args: Namespace, capacities: Mapping[str, float]
+) -> Sweep:
+    """Return the sweep of the given rates, or of shares of the first policy's capacity.
+
+    Args:
+        capacities: requests per second by policy.
+    """
+    most_rps = capacities[contenders[0].name]
+    rates = args.rates or [float(f"{share * most_rps:.2g}") for share in args.shares]
+    cells = tuple(shuffled_cells(contenders, rates, args.rounds, args.seed))
+    events = None if args.events is None else args.events.absolute()
+    load = load_of(args, len(rates) * len(contenders))
+    return Sweep(cells, replace(load, rate_rps=rates[0]), Target(""), folder=events)
+
+
 async def measure(
     contenders: Sequence[SweepTarget], args: Namespace, console: Console
 ) -> tuple[Sweep, Done, dict[str, float]]:
@@ -126,15 +142,10 @@ async def measure(
 
     The returned capacities are in requests per second, by policy.
     """
-    count = len(args.rates or args.shares)
-    load = load_of(args, count * len(contenders))
+    load = load_of(args, len(args.rates or args.shares) * len(contenders))
     capacities = {c.name: await capacity_rps(c.url, load, console) for c in contenders}
     console.print(f"capacity in requests/s (closed loop): {capacities}")
-    most_rps = capacities[contenders[0].name]
-    rates = args.rates or [float(f"{share * most_rps:.2g}") for share in args.shares]
-    cells = tuple(shuffled_cells(contenders, rates, args.rounds, args.seed))
-    events = None if args.events is None else args.events.absolute()
-    sweep = Sweep(cells, replace(load, rate_rps=rates[0]), Target(""), folder=events)
+    sweep = planned_sweep(contenders, args, capacities)
     return sweep, await run_sweep(sweep, console), capacities
 
 

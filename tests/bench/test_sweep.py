@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.gateway import sweep as study
-from bench.gateway.sweep import TEXT, load_of, measure
+from bench.gateway.sweep import TEXT, load_of, measure, planned_sweep
 from draftgate.loadgen.sweep import SweepTarget, as_dict
 from tests.loadgen.mock_server import Mock, serving
 
@@ -27,37 +27,34 @@ def text(tmp_path, monkeypatch) -> None:
     Path(TEXT).write_text(code)
 
 
-async def test_rates_are_shares_of_the_first_policys_capacity(text) -> None:
-    """A closed loop measures capacities before the sweep.
+def test_rates_are_shares_of_the_first_policys_capacity() -> None:
+    """Every policy receives the same shares of the first policy's capacity, for the same time."""
+    targets = [SweepTarget("off", "http://off"), SweepTarget("auto", "http://auto")]
+    swept = planned_sweep(targets, flags("--shares", "0.05,0.1"), {"off": 412.0, "auto": 90.0})
+    cells = {(cell.target.name, cell.rate_rps) for cell in swept.cells}
+    assert cells == {(name, rate) for name in ("off", "auto") for rate in (21.0, 41.0)}
+    assert len(swept.cells) == 4
+    assert swept.load.duration_s == pytest.approx(1.2 / 4)
 
-    Every policy then receives each share of the first policy's capacity, with the same limits and
-    durations.
-    """
+
+async def test_capacities_are_measured_before_the_sweep(text) -> None:
+    """Each policy runs a closed loop without limits, and then the given rates with limits."""
     first, second = Mock(), Mock()
     async with serving(first) as off, serving(second) as auto:
         targets = [SweepTarget("off", off), SweepTarget("auto", auto)]
-        args = flags("--shares", "0.05,0.1")
+        args = flags("--rates", "80,40")
         swept, done, capacities = await measure(targets, args, Console(file=io.StringIO()))
     assert set(capacities) == {"off", "auto"}
-    capacity = capacities["off"]
-    rates = sorted({cell.rate_rps for cell in swept.cells})
-    assert rates == pytest.approx([0.05 * capacity, 0.1 * capacity], rel=0.06)
+    assert min(capacities.values()) > 0.0
+    assert {cell.rate_rps for cell in swept.cells} == {40.0, 80.0}
     assert len(done) == len(swept.cells) == 4
-    assert swept.load.duration_s == pytest.approx(1.2 / 4)
+    # The seed fixes the arrivals, so every cell has requests.
+    assert all(report.run.records for _, report in done)
     result = as_dict(swept, done)
     assert {cell["name"] for cell in result["cells"]} == {"off", "auto"}
     assert second.headers[-1]["x-slo-tpot-ms"] == "25"
     assert "x-slo-tpot-ms" not in second.headers[0]
     assert all(body["temperature"] == 0.8 for body in second.bodies)
-
-
-async def test_given_rates_are_used(text) -> None:
-    """The sweep uses given rates instead of the measured capacity."""
-    mock = Mock()
-    async with serving(mock) as url:
-        args = flags("--rates", "20,10")
-        swept, _, _ = await measure([SweepTarget("off", url)], args, Console(file=io.StringIO()))
-    assert {cell.rate_rps for cell in swept.cells} == {10.0, 20.0}
 
 
 def test_by_default_it_sends_for_less_than_twenty_minutes() -> None:
