@@ -3,9 +3,9 @@
 The node first listens, so that `/health` and `/ready` respond while the model loads and warms up.
 
 SIGTERM and SIGINT stop the node. It leaves the pool, rejects new requests and lets open requests
-end within the drain timeout. Then it stops the workers and closes the listener. A second signal
-skips the drain. A node that has lost its last worker stops in the same way, so that its supervisor
-restarts it.
+end within the drain timeout. Then it closes the listener, responds to the last requests and stops
+the workers. A second signal skips these steps. A node that has lost its last worker stops in the
+same way, so that its supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -22,6 +22,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -31,6 +32,7 @@ from draftgate.backends.registry import backend_factory
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
+from draftgate.gateway.http.last_requests import answer_last_requests
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
@@ -78,10 +80,13 @@ class Listening:
 
     Attributes:
         url: the URL of the node, with the actual port.
+        stop_accepting: closes the listener, and waits until the requests that clients have already
+            sent have responses. Call it after a drain.
     """
 
     node: Node
     url: str
+    stop_accepting: Callable[[], Awaitable[None]]
 
 
 def build_fleet(config: ServeConfig) -> Fleet:
@@ -127,14 +132,16 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
     try:
         assert runner.server is not None
         connect = connection_factory(runner.server, config.keepalive_timeout_s)
-        server = await _listen(connect, config, None if tls is None else tls.context)
+        context = None if tls is None else tls.context
+        server = await _listen(connect, config, context)
         try:
             node.port = int(server.sockets[0].getsockname()[1])
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(reloading(node.key_files, node.use_accounts))
                 if tls is not None:
                     await stack.enter_async_context(reloading(tls.files, tls.apply))
-                yield Listening(node, _url(config, node.port))
+                stop = partial(answer_last_requests, runner.server, server, connect, context)
+                yield Listening(node, _url(config, node.port), stop)
         finally:
             server.close()
     finally:
@@ -242,7 +249,7 @@ async def serve(
                     await until_signal(signals, _last_worker_lost(node))
                     failure = node.fleet.failure
                     await node.heartbeat.leave()
-                    await _drain_until_second(node, signals)
+                    await _stop_until_second(where, signals)
         finally:
             await node.stop()
             await _wait_for_streams(node)
@@ -290,13 +297,21 @@ async def until_signal(signals: Signals, work: Coroutine[Any, Any, None]) -> Non
         await task
 
 
-async def _drain_until_second(node: Node, signals: Signals) -> None:
-    draining = asyncio.create_task(drain(node, node.config.drain_timeout_s))
+async def _stop_until_second(where: Listening, signals: Signals) -> None:
+    """Drain the node and close its listener, unless a second signal arrives."""
+    stopping = asyncio.create_task(drain_and_close(where))
     hurry = asyncio.create_task(signals.second.wait())
-    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, hurry):
+    await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, hurry):
         task.cancel()
-    await asyncio.gather(draining, hurry, return_exceptions=True)
+    await asyncio.gather(stopping, hurry, return_exceptions=True)
+
+
+async def drain_and_close(where: Listening) -> None:
+    """Drain a node, close its listener, and respond to the requests that clients have sent."""
+    await drain(where.node, where.node.config.drain_timeout_s)
+    where.node.live.close()  # these streams would not end otherwise
+    await where.stop_accepting()
 
 
 async def _wait_for_streams(node: Node) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -56,6 +59,19 @@ class Connection(web.RequestHandler):
         waits = self._waiter is not None or not self._request_count
         super().data_received(data)
         self._begun = waits and bool(data) and not self._messages
+
+    def close_if_idle(self) -> bool:
+        """Close the connection unless a part of a request has arrived, and return if it was idle.
+
+        A WebSocket counts as idle but stays open, because it has no further requests.
+        """
+        if self._upgraded or self.transport is None:
+            return True
+        waits = self._waiter is not None and not self._waiter.done() and not self._begun
+        if not waits or not _end_unless_unread(self.transport):
+            return False
+        self.force_close()
+        return True
 
     def _process_keepalive(self) -> None:
         """Close an idle connection, after a response if a request has begun."""
@@ -148,6 +164,21 @@ def ends_connection(
     length = request.content_length
     encoded = "Content-Encoding" in request.headers
     return encoded or length is None or length > most_bytes or body.exception() is not None
+
+
+def _end_unless_unread(transport: asyncio.BaseTransport) -> bool:
+    """Send the end of a connection, and return True, unless the kernel has unread bytes of it."""
+    if transport.is_closing():
+        return True
+    descriptor = os.dup(transport.get_extra_info("socket").fileno())
+    with socket.socket(fileno=descriptor) as connection, suppress(OSError):  # the client has left
+        with suppress(BlockingIOError):
+            if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return False
+        # The event loop closes the connection later. A client could send a request until then.
+        if transport.get_extra_info("sslcontext") is None:
+            connection.shutdown(socket.SHUT_WR)
+    return True
 
 
 def _incomplete_headers(timeout_s: float) -> bytes:
