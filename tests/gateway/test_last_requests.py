@@ -81,7 +81,12 @@ async def response(connection: socket.socket) -> bytes:
 
 def is_refusal(data: bytes) -> bool:
     """Return whether a response is that of a draining node, which closes the connection."""
-    return data.startswith(b"HTTP/1.1 503 ") and b"connection: close\r\n" in data.lower()
+    return data.startswith(b"HTTP/1.1 503 ") and announces_close(data)
+
+
+def announces_close(data: bytes) -> bool:
+    """Return whether a response says that its connection closes, so no request may follow."""
+    return b"connection: close\r\n" in data.lower()
 
 
 def act_at_first_check(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -234,12 +239,10 @@ def test_clients_in_the_backlog_get_responses_over_tls(
     run(scenario())
 
 
-def test_every_request_under_load_gets_a_response(
-    monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_every_request_under_load_gets_a_response(run: Run) -> None:
     """While clients send requests over new and kept connections, a node drains and closes. Every
     request that a client sent over an open connection gets a response."""
-    monkeypatch.setattr(last_requests, "ROUND_TRIP_S", 0.02)
+    # A busy kernel delivers packets late, so this test keeps the default `ROUND_TRIP_S`.
     statuses: list[bytes] = []
 
     async def load(gateway: Listening, kept: bool) -> None:
@@ -253,8 +256,9 @@ def test_every_request_under_load_gets_a_response(
                     return
                 while is_open(connection):
                     connection.send(REQUEST)
-                    statuses.append((await response(connection))[9:12])
-                    if not kept:
+                    received = await response(connection)
+                    statuses.append(received[9:12])
+                    if not kept or announces_close(received):
                         break
                     await asyncio.sleep(0)
 
@@ -265,7 +269,7 @@ def test_every_request_under_load_gets_a_response(
             return True
 
     async def scenario() -> None:
-        async with running() as gateway:
+        async with running(sim_service_ms=0.05) as gateway:
             clients = [asyncio.create_task(load(gateway, kept)) for kept in (True, False) * 8]
             await until(lambda: len(statuses) > 50)
             assert await drain(gateway.node, 60)
