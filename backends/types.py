@@ -313,6 +313,7 @@ class Delta(NamedTuple):
             only delta of an embedding, which has no tokens and no outcome.
         prompt_logprobs: log probabilities of the prompt from its second token on, if requested. The
             first delta of choice 0 has them, except for a prompt of one token.
+        stop_text: stop text that ended the choice, on its last delta, or empty.
     """
 
     choice: int
@@ -326,6 +327,7 @@ class Delta(NamedTuple):
     phases: Phases | None = None
     embedding: bytes | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    stop_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ class TextStream:
 
     The stream holds text back while it may be part of a character or the beginning of a stop
     string. So returned text is final.
+
+    Attributes:
+        stopped: whether a stop string has ended the text.
+        stop_text: this stop string, or empty.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
         self._before_stops = max(min_tokens - 1, 0)  # next tokens that cannot complete a stop
         self.stopped = False
+        self.stop_text = ""
 
     def add(self, token_id: int) -> str:
         """Add a token and return the text that is now final, which is empty after a stop string."""
@@ -140,7 +145,9 @@ class TextStream:
         found = [(self._held.find(stop), len(stop)) for stop in self._stop]
         ends = [(start + length, start) for start, length in found if start >= 0]
         if ends:
-            self._held = self._held[: min(ends)[1]]
+            end, start = min(ends)
+            self.stop_text = self._held[start:end]
+            self._held = self._held[:start]
             self.stopped = True
 
     def _release(self, *, final: bool) -> str:

@@ -183,6 +183,7 @@ class WorkerCore:
             outcome=None if sequence.embeds else sequence.outcome(),
             cached_tokens=sequence.cached_tokens,
             embedding=sequence.embedding,
+            stop_text=stream.stop_text,
         )
 
     def _last_text(

@@ -18,6 +18,7 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.replies.rendering import COMMENT
 from draftgate.gateway.http.slow_readers import Reader, SlowReaders
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
@@ -33,10 +34,8 @@ UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 EVENT_HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", **UNBUFFERED}
 
 KEEPALIVE_S: Final = 5.0
-"""The longest silence of a stream, in seconds, before a comment is sent. Proxies close silent
+"""The longest silence of a stream, in seconds, before a heartbeat is sent. Proxies close silent
 connections. Streams are silent while they wait for the first token or for another worker."""
-
-COMMENT: Final = b": waiting\n\n"
 
 
 class EventStream:
@@ -76,7 +75,7 @@ class EventStream:
             await self.reader.drained(writer)
 
     async def _begin(self) -> AbstractStreamWriter:
-        # The lock prevents a comment and the first event from sending the headers twice.
+        # The lock prevents a heartbeat and the first event from sending the headers twice.
         async with self._beginning:
             if self._writer is None:
                 self.reader.limit_buffers()
@@ -91,14 +90,15 @@ class EventStream:
 
 
 class Heartbeats:
-    """A context manager that sends comments while a stream is silent.
+    """A context manager that sends heartbeats while a stream is silent.
 
     A timer is cheaper than a task for each stream, which costs 9 us, and most waits are short (one
     core, Zen 4, 2026-11-21).
     """
 
-    def __init__(self, events: EventStream) -> None:
+    def __init__(self, events: EventStream, heartbeat: bytes = COMMENT) -> None:
         self._events = events
+        self._heartbeat = heartbeat
         self._loop = asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
 
@@ -112,7 +112,7 @@ class Heartbeats:
             self._sending.cancel()
 
     async def sent(self) -> None:
-        """Wait until the current comment has been sent."""
+        """Wait until the current heartbeat has been sent."""
         if self._sending is not None:
             await self._sending
 
@@ -129,7 +129,7 @@ class Heartbeats:
     async def _send(self) -> None:
         # aiohttp itself cancels the handler if the client has disconnected.
         with suppress(ConnectionResetError):
-            await self._events.write(COMMENT)
+            await self._events.write(self._heartbeat)
             self._wait()
 
 
@@ -148,7 +148,7 @@ async def stream_answer(
     async with ensure_one_ending(events, answer.watch, answer.rendering.failure):
         async with running as run:
             answer.run = events.reader.run = run
-            with Heartbeats(events):
+            with Heartbeats(events, answer.rendering.heartbeat):
                 async for delta in run.deltas:
                     await _send(events, answer, delta)
         await events.write(await answer.ending())

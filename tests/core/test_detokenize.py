@@ -94,9 +94,15 @@ def test_text_does_not_depend_on_tokenization(text, cuts, prompt) -> None:
 @example("xaab", [2, 3], ("aab", "ab"))
 @example("self", [], ("self", "el"))
 def test_stop_strings_are_found_across_token_boundaries(text, cuts, stop) -> None:
-    """The text ends before the first complete stop string for any tokenization."""
-    pieces = stream_pieces(split_and_encode(text, cuts), stop)
-    assert "".join(pieces) == cut_at_first_stop(text, stop)
+    """The text ends before the first complete stop string for any tokenization, and the stream
+    names this string."""
+    stream = TextStream(tokenizer().decode, stop)
+    pieces = [stream.add(token) for token in split_and_encode(text, cuts)]
+    result = "".join(pieces) + stream.flush()
+    assert result == cut_at_first_stop(text, stop)
+    assert stream.stopped == bool(stream.stop_text)
+    assert text.startswith(result + stream.stop_text)
+    assert stream.stop_text in ("", *stop)
 
 
 @given(texts, st.lists(st.integers(0, 100)), stops)

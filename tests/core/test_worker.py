@@ -86,6 +86,7 @@ def test_stop_string_inside_a_draft_ends_as_without_drafts(drafts: int) -> None:
         request(max_tokens=len(ids), drafts=drafts, stop=("\n\n\n",), logprobs=0)
     )
     assert text_of(drafted) == text_of(plain) == "def f(x):\n    return x + 1"
+    assert drafted[-1].stop_text == plain[-1].stop_text == "\n\n\n"
     assert tokens_of(drafted) == tokens_of(plain)
     assert [d.logprobs for d in plain] == [(entry,) for d in drafted for entry in d.logprobs]
     assert drafted[-1].finish_reason is FinishReason.STOP
@@ -99,7 +100,7 @@ def test_end_token_ends_the_output_without_text(drafts: int) -> None:
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
     assert text_of(deltas) == "x = 1"
     assert tokens_of(deltas) == [*encode("x = 1"), EOS]
-    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert (deltas[-1].finish_reason, deltas[-1].stop_text) == (FinishReason.STOP, "")
 
 
 def test_ignore_eos_continues_to_max_tokens() -> None:
@@ -115,7 +116,7 @@ def test_stop_string_at_the_last_token_is_reported_as_stop() -> None:
     ids = encode("a = b\n")
     deltas = WorkerHarness(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
     assert text_of(deltas) == "a = b"
-    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert (deltas[-1].finish_reason, deltas[-1].stop_text) == (FinishReason.STOP, "\n")
 
 
 def test_held_back_text_is_returned_at_the_end() -> None:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from draftgate.gateway.http import stream
-from draftgate.gateway.http.stream import COMMENT
+from draftgate.gateway.http.replies.rendering import COMMENT
 from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
 from tests.gateway.upstreams import (
     BEGUN_RESPONSE,

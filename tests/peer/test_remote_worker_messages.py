@@ -86,6 +86,7 @@ DELTAS = [
     ("3", Delta(1, (5, 6), "tëxt", LOGPROBS, FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES)),
     ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=b"\x00\x80\xff")),
     ("a", Delta(0, (5,), "t", prompt_logprobs=SCORED)),
+    ("d", Delta(0, (5,), "t", finish_reason=FinishReason.STOP, stop_text="\n")),
 ]
 LOAD = WorkerLoad(
     *(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),

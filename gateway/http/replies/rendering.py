@@ -31,18 +31,23 @@ encode: Final = msgspec.json.Encoder().encode
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of a stream of chunks."""
 
+COMMENT: Final = b": waiting\n\n"
+"""A comment, which clients ignore."""
+
 
 @dataclass(slots=True)
 class WholeChoice:
     """A choice collected for a response that is not streamed.
 
     Attributes:
+        stop_text: the stop text that ended the choice, or empty.
         prompt_logprobs: log probabilities of the prompt, if the choice reports them.
     """
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_text: str = ""
     steps: list[StepTrace] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
@@ -52,6 +57,7 @@ class WholeChoice:
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
+        self.stop_text = delta.stop_text
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.steps.extend(delta.steps)
@@ -69,8 +75,11 @@ class Rendering:
     possibly none.
 
     Attributes:
+        heartbeat: what a stream sends while it is silent.
         stored: whether the response is stored, or is to be stored at its end.
     """
+
+    heartbeat: ClassVar[bytes] = COMMENT
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         """Prepare a response.
@@ -117,9 +126,10 @@ class Rendering:
         return event(error.body())
 
 
-def event(data: bytes) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    """Return a server-sent event, with or without a name."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + data + b"\n\n"
 
 
 class ChunkRendering(Rendering):

@@ -10,7 +10,7 @@ anything follows reasoning or a call, or when text precedes a call.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import UNSET, structs
@@ -18,8 +18,8 @@ from msgspec import UNSET, structs
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer
-from draftgate.gateway.http.replies.reasoning import ReasoningParser
-from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode
+from draftgate.gateway.http.replies.output import Output, OutputParser
+from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode, event
 from draftgate.gateway.http.replies.response_shapes import (
     FunctionCallItem,
     IncompleteDetails,
@@ -52,7 +52,7 @@ from draftgate.gateway.http.requests.responses import (
 )
 from draftgate.gateway.http.requests.schemas import TextFormat
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
+from draftgate.gateway.http.tools.parsing import call_id
 
 
 class ResponseRendering(Rendering):
@@ -66,13 +66,8 @@ class ResponseRendering(Rendering):
         self._item_is_open = False
         self._events: list[bytes] = []  # not yet returned
         self._sent = 0
-        self._reasoning = None
-        if parsed.reasoning is not None:
-            self._reasoning = ReasoningParser(parsed.reasoning)
+        self._parser = OutputParser(parsed)
         self._undecided: list[TokenLogprob] = []  # of tokens that may belong to reasoning
-        self._parser = None
-        if (tools := parsed.tools) is not None:
-            self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
@@ -117,8 +112,7 @@ class ResponseRendering(Rendering):
 
     def _emit(self, kind: str, **fields: Any) -> None:
         """Add an event, encoded immediately because items change later."""
-        encoded = encode(ResponseEvent(kind, self._sent, **fields))
-        self._events.append(b"event: " + kind.encode() + b"\ndata: " + encoded + b"\n\n")
+        self._events.append(event(encode(ResponseEvent(kind, self._sent, **fields)), kind))
         self._sent += 1
 
     def _emit_at_item(self, kind: str, **fields: Any) -> None:
@@ -136,29 +130,30 @@ class ResponseRendering(Rendering):
             self._emit("response.in_progress", response=begun)
 
     def _read(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.add(text)
-            self._add_reasoning(reasoning)
-            logprobs = self._of_content(self._reasoning, logprobs)
-        if self._parser is not None:
-            self._add(self._parser.add(text))
-        elif text or logprobs:
-            name = token_namer(self._parsed)
-            self._add_text(text, token_logprobs(logprobs, name, unknown=[]))
+        output = self._parser.add(text)
+        entries = self._of_content(logprobs)
+        if not entries:
+            self._add(output)
+            return
+        # Requests with log probabilities have no tools.
+        reasoning, pieces = output
+        self._add_reasoning(reasoning)
+        content = "".join(piece.content for piece in pieces)
+        name = token_namer(self._parsed)
+        self._add_text(content, token_logprobs(entries, name, unknown=[]))
 
-    def _of_content(
-        self, parser: ReasoningParser, entries: Sequence[TokenLogprob]
-    ) -> Sequence[TokenLogprob]:
+    def _of_content(self, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Return the entries of content tokens, which follow the token that ends the reasoning."""
-        if parser.is_over and not self._undecided:
+        decided = self._parser.is_after_reasoning
+        if decided and not self._undecided:
             return entries
         self._undecided += entries
-        if not parser.is_over:
+        if not decided:
             return []
-        decided, self._undecided = self._undecided, []
+        known, self._undecided = self._undecided, []
         end = self._parsed.served.tokenizer.vocabulary.get(CLOSED)
-        ends = [index for index, entry in enumerate(decided) if entry.token_id == end]
-        return decided[ends[0] + 1 :] if ends else decided
+        ends = [index for index, entry in enumerate(known) if entry.token_id == end]
+        return known[ends[0] + 1 :] if ends else known
 
     def _add_reasoning(self, text: str) -> None:
         if not text:
@@ -171,7 +166,9 @@ class ResponseRendering(Rendering):
         item.content[0].text += text
         self._emit_in_item("response.reasoning_text.delta", content_index=0, delta=text)
 
-    def _add(self, pieces: Iterable[Piece]) -> None:
+    def _add(self, output: Output) -> None:
+        reasoning, pieces = output
+        self._add_reasoning(reasoning)
         for piece in pieces:
             if piece.content:
                 self._add_text(piece.content, [])
@@ -212,15 +209,7 @@ class ResponseRendering(Rendering):
 
     def _finish_items(self) -> None:
         """Close the last item, after adding an empty message to an empty response."""
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.finish()
-            self._add_reasoning(reasoning)
-            if self._parser is not None:
-                self._add(self._parser.add(text))
-            elif text:
-                self._add_text(text, [])
-        if self._parser is not None:
-            self._add(self._parser.finish())
+        self._add(self._parser.finish())
         if not self._items:
             self._begin_message()
         self._close_item(self._status)
