@@ -32,13 +32,15 @@
         ├── WorkerFailed           ... code worker_failed
         └── UpstreamUnavailable    ... code upstream_unavailable
 
-The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
+`{"type": "error", "error": {"type", "message"}}` on the paths of that API.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import ClassVar, Final
 
 import msgspec
@@ -52,6 +54,24 @@ from draftgate.backends.errors import (
 
 LONGEST_MESSAGE: Final = 1000
 """Maximum characters of a message. Some messages quote the request, which may be long."""
+
+
+class ErrorFormat(Enum):
+    """The format of an error's JSON."""
+
+    OPENAI = "OpenAI's"
+    ANTHROPIC = "Anthropic's"
+
+
+_ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors, by HTTP status. Other statuses have the types of their class."""
 
 
 class GatewayError(Exception):
@@ -83,8 +103,13 @@ class GatewayError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        """Return the JSON of the response."""
+    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
+        """Return the JSON of the response in the wanted format."""
+        if wanted is ErrorFormat.ANTHROPIC:
+            otherwise = "api_error" if self.status >= 500 else "invalid_request_error"
+            kind = _ANTHROPIC_TYPES.get(self.status, otherwise)
+            error = {"type": kind, "message": self.message}
+            return msgspec.json.encode({"type": "error", "error": error})
         fields = {"message": self.message, "type": self.type, "param": self.param}
         return msgspec.json.encode({"error": {**fields, "code": self.code}})
 

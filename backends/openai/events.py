@@ -25,11 +25,17 @@ _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
 _EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
-_RESPONSE_EVENT: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.")
-_RESPONSE_DELTA: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.[a-z_.]+\.delta(?=[\r\n])")
-_RESPONSE_END: Final = re.compile(
-    rb"(?:\A|[\r\n])event: ?response\.(?:completed|incomplete)(?=[\r\n])"
+# Events of `/v1/responses` and of `/v1/messages`.
+_NAMED_EVENT: Final = re.compile(
+    rb"(?:\A|[\r\n])event: ?(?:response\.|(?:message|content_block)_|ping)"
 )
+_NAMED_DELTA: Final = re.compile(
+    rb"(?:\A|[\r\n])event: ?(?:response\.[a-z_.]+\.|content_block_)delta(?=[\r\n])"
+)
+_NAMED_END: Final = re.compile(
+    rb"(?:\A|[\r\n])event: ?(?:response\.(?:completed|incomplete)|message_stop)(?=[\r\n])"
+)
+_MESSAGE_START: Final = re.compile(rb"(?:\A|[\r\n])event: ?message_start(?=[\r\n])")
 _RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=[\r\n])")
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 
@@ -50,9 +56,9 @@ class EventScan:
 
     Attributes:
         ending: ending of the stream, or None while it continues. Nothing passes after the ending.
-        outputs: number of data events that passed, without `[DONE]`. In streams of `/v1/responses`,
-            only deltas count.
-        finished: number of finish reasons and of ended responses (`/v1/responses`) that passed.
+        outputs: number of data events that passed, without `[DONE]`. In streams of `/v1/responses`
+            and `/v1/messages`, only deltas count.
+        finished: number of finish reasons, and of ended responses and messages, that passed.
     """
 
     def __init__(self) -> None:
@@ -63,6 +69,7 @@ class EventScan:
         self._ended_responses = 0
         self._held = b""
         self._usage = b""
+        self._input: TokenUsage | None = None  # of a stream of `/v1/messages`
 
     def feed(self, block: bytes) -> bytes:
         """Return the bytes of all events that are complete now, and keep an incomplete event.
@@ -85,14 +92,17 @@ class EventScan:
     def close(self) -> None:
         """Note the end of the bytes.
 
-        Many servers send no `[DONE]` after a response of `/v1/responses`.
+        Many servers send no `[DONE]` after a response of `/v1/responses`, and none after a message.
         """
         if self.ending is None and self._ended_responses:
             self.ending = StreamEnding.DONE
 
     def usage(self) -> TokenUsage | None:
         """Return the tokens of the last `usage` object that passed, or None."""
-        return usage_in(self._usage)
+        last = usage_in(self._usage)
+        if last is None or last.prompt or self._input is None:
+            return last
+        return last._replace(prompt=self._input.prompt, cached=self._input.cached)
 
     def _complete(self, block: bytes) -> bytes:
         if not self._held and block.endswith((b"\n\n", b"\r\n\r\n")):
@@ -121,13 +131,21 @@ class EventScan:
         self.outputs += events.count(b"\ndata:") + events.count(b"\rdata:")
         self.finished += len(_FINISH.findall(events))
         if b"event:" in events:
-            deltas, all_events = _RESPONSE_DELTA.findall(events), _RESPONSE_EVENT.findall(events)
+            deltas, all_events = _NAMED_DELTA.findall(events), _NAMED_EVENT.findall(events)
             self.outputs += len(deltas) - len(all_events)
-            ended = len(_RESPONSE_END.findall(events))
+            ended = len(_NAMED_END.findall(events))
             self.finished += ended
             self._ended_responses += ended
+            if _MESSAGE_START.search(events):
+                self._observe_input(events)
         if b'"usage"' in events and _USAGE.search(events):
             self._usage = events
+
+    def _observe_input(self, events: bytes) -> None:
+        """Note the input tokens, which some servers report only when a message begins."""
+        for match in _EVENT.finditer(events):
+            if _MESSAGE_START.search(match[0]):
+                self._input = usage_in(match[0])
 
     def _ending_of(self, event: bytes) -> StreamEnding | None:
         data = b"\n".join(_data_lines(event))
@@ -150,11 +168,15 @@ def usage_in(text: bytes) -> TokenUsage | None:
         value, _ = json.JSONDecoder().raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
-    prompt, output = ("input", "output") if "input_tokens" in value else ("prompt", "completion")
+    named = value.keys() & {"input_tokens", "output_tokens"}
+    prompt, output = ("input", "output") if named else ("prompt", "completion")
     details = value.get(f"{prompt}_tokens_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+    # Anthropic's input tokens include neither tokens from the cache nor tokens that it stores.
+    read, stored = (_count(value.get(f"cache_{way}_input_tokens")) for way in ("read", "creation"))
     return TokenUsage(
-        _count(value.get(f"{prompt}_tokens")),
-        _count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
+        _count(value.get(f"{prompt}_tokens")) + read + stored,
+        cached + read,
         _count(value.get(f"{output}_tokens")),
     )
 

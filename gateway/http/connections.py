@@ -29,6 +29,7 @@ from draftgate.gateway.http.context import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
     client_request_id,
+    error_format,
     new_id,
 )
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
@@ -110,7 +111,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response. A bad `Expect` is an error that the middlewares have not seen."""
         if isinstance(resp, web.HTTPException):
-            resp = error_response(convert_http_error(resp, request))
+            resp = error_response(convert_http_error(resp, request), error_format(request))
         return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,13 @@ from aiohttp import web
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, RequestTimeout, invalid
+from draftgate.gateway.errors import (
+    BodyTooLarge,
+    ErrorFormat,
+    InvalidRequest,
+    RequestTimeout,
+    invalid,
+)
 from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.node import Node
 
@@ -26,6 +32,9 @@ ACCOUNT: Final = web.RequestKey("account", Account)
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """The id of a request in logs and in the `x-request-id` header."""
+
+MESSAGES_PATH: Final = "/v1/messages"
+"""The path of Anthropic's API, below which errors have Anthropic's format."""
 
 ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
@@ -40,6 +49,12 @@ def client_request_id(request: web.BaseRequest) -> str:
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
         return sent
     return new_id()
+
+
+def error_format(request: web.BaseRequest) -> ErrorFormat:
+    """Return the format of the errors of a request, which depends on its path."""
+    is_message = f"{request.path}/".startswith(f"{MESSAGES_PATH}/")
+    return ErrorFormat.ANTHROPIC if is_message else ErrorFormat.OPENAI
 
 
 def new_id() -> str:

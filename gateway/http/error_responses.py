@@ -1,10 +1,11 @@
-"""Responses to errors, in OpenAI's format."""
+"""Responses to errors."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
 from draftgate.gateway.errors import (
+    ErrorFormat,
     ExpectationFailed,
     GatewayError,
     InvalidRequest,
@@ -22,11 +23,11 @@ class ErrorResponse(web.Response):
         self.headers.pop("Server", None)
 
 
-def error_response(error: GatewayError) -> web.Response:
-    """Return the response to an error."""
+def error_response(error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI) -> web.Response:
+    """Return the response to an error, whose JSON has the wanted format."""
     response = ErrorResponse(
         status=error.status,
-        body=error.body(),
+        body=error.body(wanted),
         content_type="application/json",
         headers=error.headers(),
     )

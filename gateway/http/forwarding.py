@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -15,13 +16,20 @@ from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.forwarding import ForwardJob
 from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
-from draftgate.gateway.errors import NotOffered, UpstreamBroken, as_gateway_error
+from draftgate.gateway.errors import (
+    ErrorFormat,
+    GatewayError,
+    NotOffered,
+    UpstreamBroken,
+    as_gateway_error,
+)
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     SLOW_READERS,
+    error_format,
     for_account,
     new_id,
     read_body,
@@ -56,9 +64,11 @@ WHOLE_BYTES: Final = 1 << 20
 instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
 
 _TRACE: Final = ("traceparent", "tracestate")
-_PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
-"""Headers that the upstream gets. `Authorization` is excluded, because the client's key is for this
-node. The node has its own key for the upstream (`--upstream-api-key-env`)."""
+_ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
+_PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE, *_ANTHROPIC)
+"""Headers that the upstream gets. `Authorization` and `x-api-key` are excluded, because the
+client's key is for this node. The node has its own key for the upstream
+(`--upstream-api-key-env`)."""
 
 
 class _UpstreamError(UpstreamBroken):
@@ -71,7 +81,7 @@ class _UpstreamError(UpstreamBroken):
         super().__init__("the upstream responded with an error")
         self._json = json
 
-    def body(self) -> bytes:
+    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
         """Return the upstream's JSON."""
         return self._json
 
@@ -99,7 +109,7 @@ async def forward(
     running = node.forwarder.run(job, watch.span)
     events = EventStream(request, request.app[SLOW_READERS])
     whole = None
-    async with ensure_one_ending(events, watch, lambda error: event(error.body())):
+    async with ensure_one_ending(events, watch, partial(_error_event, request)):
         whole = await _send(request, running, events, watch, waits=fields.stream)
     return events.response if whole is None else whole
 
@@ -122,6 +132,11 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
             if answer.status in missing:
                 raise NotOffered(f"the upstream does not support {request.path}")
             return await _send_whole(request, answer)
+
+
+def _error_event(request: web.Request, error: GatewayError) -> bytes:
+    wanted = error_format(request)
+    return event(error.body(wanted), "error" if wanted is ErrorFormat.ANTHROPIC else "")
 
 
 async def _send(

@@ -1,4 +1,4 @@
-"""The aiohttp application, with routes, request ids, accounts, and errors in OpenAI's format."""
+"""The aiohttp application, with routes, request ids, accounts and errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import binascii
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from aiohttp import web
@@ -28,6 +28,7 @@ from draftgate.gateway.http.context import (
     REQUEST_ID,
     SLOW_READERS,
     client_request_id,
+    error_format,
 )
 from draftgate.gateway.http.endpoints import (
     embeddings,
@@ -38,6 +39,7 @@ from draftgate.gateway.http.endpoints import (
     page,
     stored_responses,
 )
+from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
 from draftgate.gateway.http.endpoints.responses import RESPONSES
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
@@ -99,7 +101,8 @@ def build_app(node: Node) -> web.Application:
 def _routes() -> list[web.RouteDef]:
     """Return the routes of clients."""
     return [
-        *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
+        *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)),
+        web.post(COUNT_PATH, count_message_tokens),
         web.post(input_tokens.PATH, input_tokens.count_input_tokens),
         web.get(stored_responses.PATH, stored_responses.get_response),
         web.delete(stored_responses.PATH, stored_responses.delete_response),
@@ -137,7 +140,7 @@ async def _record_use(request: web.Request, handler: Handler) -> web.StreamRespo
         status = response.status
     finally:
         if audit is not None:
-            account, key = request.get(ACCOUNT), _key(request.headers.get("Authorization", ""))
+            account, key = request.get(ACCOUNT), _key(request.headers)
             audit.record(
                 request[REQUEST_ID],
                 request.remote or "",
@@ -191,11 +194,11 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     _check_certificate(request)
     if accounts.required:
-        key = _key(request.headers.get("Authorization", ""))
+        key = _key(request.headers)
         account = None if key is None else accounts.find(key)
         if account is None:
             sent = "no API key was sent" if key is None else "the API key is not known"
-            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY`")
+            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
         request[ACCOUNT] = account
         _check_role(account, request.path.rstrip("/"))
     return await handler(request)
@@ -221,7 +224,13 @@ def _check_certificate(request: web.Request) -> None:
         raise CertificateRequired("this server requires a client certificate")
 
 
-def _key(authorization: str) -> str | None:
+def _key(headers: Mapping[str, str]) -> str | None:
+    """Return the API key of a request, which Anthropic's clients send as `x-api-key`."""
+    authorized = _authorized_key(headers.get("Authorization", ""))
+    return authorized or headers.get("x-api-key", "").strip() or None
+
+
+def _authorized_key(authorization: str) -> str | None:
     """Return the API key from a header: a bearer token, or the password that a browser sends."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
@@ -254,4 +263,4 @@ async def _convert_errors(request: web.Request, handler: Handler) -> web.StreamR
 def _error(request: web.Request, error: GatewayError) -> web.Response:
     """Return the response to an error, whose code the audit log records."""
     request[ERROR_CODE] = error.code
-    return error_response(error)
+    return error_response(error, error_format(request))

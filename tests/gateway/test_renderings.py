@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from draftgate.backends.types import Delta, FinishReason, SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import WorkerFailed
+from draftgate.gateway.http.endpoints.anthropic import MESSAGES
 from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
@@ -25,16 +26,18 @@ from draftgate.gateway.http.replies.shapes import (
     SpeculativeDecoding,
     Usage,
 )
+from draftgate.gateway.http.requests.anthropic import call_input
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.types import ANYTIME
-from tests.gateway.tool_models import NOW, TOOLS, WEATHER
+from tests.gateway.tool_models import ANTHROPIC_TOOLS, NOW, TOOLS, WEATHER
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))
 METRICS = ResponseMetrics(
     1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "other", "test", None, 0, 0, 0, ())
 )
+MESSAGE = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
 BODIES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}),
@@ -44,6 +47,9 @@ BODIES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "response without tools": (RESPONSES, {"input": "x"}),
     "chat with reasoning": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}),
     "response with reasoning": (RESPONSES, {"input": "x"}),
+    "message": (MESSAGES, {**MESSAGE, "tools": ANTHROPIC_TOOLS}),
+    "message without tools": (MESSAGES, MESSAGE),
+    "message with reasoning": (MESSAGES, {**MESSAGE, "tools": ANTHROPIC_TOOLS}),
 }
 TEXTS = st.lists(
     st.sampled_from(
@@ -117,6 +123,37 @@ def combined(chunks: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, st
     return reasoning, text, calls, reason
 
 
+def combined_message(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of a stream, whose events must open and close one block at a time."""
+    begin, *middle, last, stop = events
+    assert (begin["type"], stop) == ("message_start", {"type": "message_stop"})
+    message, content, partial, is_open = begin["message"], [], "", False
+    for event in middle:
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            assert not is_open
+            is_open, partial = True, ""
+            content.append(event["content_block"])
+            assert list(content[-1].values()) in (["text", ""], ["thinking", "", ""]) or (
+                content[-1]["type"], content[-1]["input"]
+            ) == ("tool_use", {})  # fmt: skip
+        assert is_open
+        assert event["index"] == len(content) - 1
+        delta = event.get("delta", {})
+        partial += delta.get("partial_json", "")
+        for field in ("text", "thinking"):
+            if f"{field}_delta" == delta.get("type"):
+                assert content[-1]["type"] == field
+                content[-1][field] += delta[field]
+        if kind == "stop":
+            is_open = False
+            if content[-1]["type"] == "tool_use":
+                content[-1]["input"] = call_input(partial)
+    assert not is_open
+    assert last.pop("type") == "message_delta"
+    return {**message, "content": content, **last.pop("delta"), **last}
+
+
 @pytest.mark.parametrize(
     ("rendering", "kind"),
     [(ChatRendering, "chat.completion.chunk"), (CompletionRendering, "text_completion")],
@@ -166,6 +203,9 @@ def test_stream_adds_up_to_the_whole_response(kind: str) -> None:
             assert (streamed, ends[0]) == (whole, ends[1])
             assert [event["sequence_number"] for event in found] == list(range(len(found)))
             return
+        if kind.startswith("message"):
+            assert combined_message(found) == whole
+            return
         (choice,) = whole["choices"]
         message = choice.get("message", {"content": choice.get("text")})
         calls = [
@@ -190,5 +230,7 @@ def test_failure_is_the_last_event(kind: str) -> None:
         if kind.startswith("response"):
             assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
             last = last["response"]
+        if kind.startswith("message"):
+            assert (sent[:13], last["type"]) == (b"event: error\n", "error")
         assert last["error"]["message"] == "device lost"
         assert sent.endswith(b"data: [DONE]\n\n") is kind.startswith("response")

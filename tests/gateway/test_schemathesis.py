@@ -58,6 +58,8 @@ LONG = {
     "GET /v1/responses/{response_id}": Count(100, 50),
     "DELETE /v1/responses/{response_id}": Count(100, 50),
     "GET /v1/responses/{response_id}/input_items": Count(200, 100),
+    "POST /v1/messages": Count(2400, 800),
+    "POST /v1/messages/count_tokens": Count(600, 200),
     "POST /v1/embeddings": Count(800, 300),
     "POST /tokenize": Count(2000, 600),
     "POST /detokenize": Count(2500, 600),
@@ -184,7 +186,10 @@ def _check_events(path: str, response: Any, document: dict[str, Any]) -> None:
     # Not `splitlines`, which also ends a line at U+0085 or U+2028 within a JSON string.
     lines = response.content.decode().split("\n")
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert data.pop() == "[DONE]"
+    if path == "/v1/messages":
+        assert json.loads(data[-1]) == {"type": "message_stop"}
+    else:
+        assert data.pop() == "[DONE]"
     if path == "/v1/responses":
         last = json.loads(data[-1])["type"]
         assert last in {"response.completed", "response.incomplete"}

@@ -54,6 +54,7 @@ APIS = [
     Api("/v1/completions", {"prompt": "x", "max_tokens": 99}),
     Api("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 99}, 2),
     Api("/v1/responses", {"input": "x", "max_output_tokens": 99}),
+    Api("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99}),
 ]
 
 EVENTS = st.lists(
@@ -209,8 +210,9 @@ def parse_response(raw: bytes) -> tuple[int, str]:
 def check(scenario: Scenario, status: int, body: str) -> None:
     """Assert that the response has one ending, and that the ending matches the events."""
     if status != 200:
-        assert scenario.crashed
-        assert (status, json.loads(body)["error"]["code"]) == (503, "worker_failed")
+        assert (scenario.crashed, status) == (True, 503)
+        error = json.loads(body)["error"]
+        assert error.get("code", error["type"]) in {"worker_failed", "overloaded_error"}
         return
     received = events(body)
     if scenario.api.path == "/v1/responses":
@@ -221,6 +223,10 @@ def check(scenario: Scenario, status: int, body: str) -> None:
             == [received[-1]["type"]]
             == ["response.failed" if scenario.crashed else COMPLETED]
         )
+    elif scenario.api.path == "/v1/messages":
+        endings = [e["type"] for e in received if e["type"] in ("message_stop", "error")]
+        expected = "error" if scenario.crashed else "message_stop"
+        assert endings == [received[-1]["type"]] == [expected]
     else:
         endings = [e for e in received if e == "[DONE]" or "error" in e]
         assert endings == [received[-1]]
@@ -238,7 +244,7 @@ ENDINGS_OF_RESPONSES = {COMPLETED, "response.incomplete", "response.failed", "er
 
 def has_choices(scenario: Scenario) -> bool:
     """Return whether the endpoint's responses have choices."""
-    return scenario.api.path != "/v1/responses"
+    return "completions" in scenario.api.path
 
 
 def finish_reasons(received: list[Any]) -> list[str]:
@@ -255,6 +261,8 @@ def received_texts(api: Api, received: list[Any]) -> list[str]:
             continue
         if event.get("type") == "response.output_text.delta":
             texts[0] += event["delta"]
+        if event.get("type") == "content_block_delta":
+            texts[0] += event["delta"]["text"]
         for choice in event.get("choices", []):
             delta = choice.get("delta", {})
             texts[choice["index"]] += choice.get("text", "") or delta.get("content") or ""
@@ -286,7 +294,9 @@ async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> N
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.mark.parametrize("api", APIS, ids=["chat", "completion", "two prompts", "response"])
+@pytest.mark.parametrize(
+    "api", APIS, ids=["chat", "completion", "two prompts", "response", "message"]
+)
 @settings(max_examples=40)
 @given(stream_events=EVENTS)
 @example(

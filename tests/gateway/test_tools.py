@@ -227,7 +227,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "browser"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
     ({"tools": [NOW, NOW]}, "tools[1].function.name"),
     ({"tools": [NOW] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {**F, "parameters": [1]}}]},

@@ -40,3 +40,12 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+ANTHROPIC_TOOLS = [
+    {
+        "name": "weather",
+        "description": "Returns the weather.",
+        "input_schema": WEATHER["function"]["parameters"],
+    },
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+"""The same tools in Anthropic's form."""

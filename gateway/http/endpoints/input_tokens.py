@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from aiohttp import web
@@ -25,16 +26,36 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     Raises:
         GatewayError, RequestRejected: the body is malformed or not supported.
     """
-    node = request.app[NODE]
-    if node.fleet.forwards:
-        return await pass_on(request, missing=(404, 405))
-    served, body = node.served, await read_body(request)
+    if request.app[NODE].fleet.forwards:
+        return await pass_on_count(request)
+    served, body = request.app[NODE].served, await read_body(request)
     previous = await find_previous(request)
 
     def parse() -> ParsedRequest:
         earlier = () if previous is None else items_of(previous)
         return parse_responses(body, served, new_id(), earlier=earlier)
 
-    with rename_params(PARAMS):
-        parsed = await offload_if_long(parse, len(body) + len(previous or b""))
-    return json_response(InputTokensReply(len(parsed.job.prompts[0])))
+    tokens = await count_tokens(parse, PARAMS, len(body) + len(previous or b""))
+    return json_response(InputTokensReply(tokens))
+
+
+async def pass_on_count(request: web.Request) -> web.StreamResponse:
+    """Respond through an upstream to a request that counts tokens, as `pass_on` does."""
+    return await pass_on(request, missing=(404, 405))
+
+
+async def count_tokens(
+    parse: Callable[[], ParsedRequest], params: Mapping[str, str], read_bytes: int
+) -> int:
+    """Return the number of tokens of the prompt that a parser makes.
+
+    Args:
+        params: the endpoint's names of parameters.
+        read_bytes: the number of bytes that the parser reads.
+
+    Raises:
+        InvalidRequest, RequestRejected: the body is malformed or not supported.
+    """
+    with rename_params(params):
+        parsed = await offload_if_long(parse, read_bytes)
+    return len(parsed.job.prompts[0])

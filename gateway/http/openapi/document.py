@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
 
 from draftgate import __version__
 from draftgate.gateway.errors import NotOffered, Unavailable
@@ -24,7 +23,10 @@ JSON: Final = "application/json"
 _INFO: Final = {
     "title": "Draftgate",
     "version": __version__,
-    "description": "OpenAI's API, with a decision about speculation for every request.",
+    "description": (
+        "OpenAI's API and Anthropic's Messages API, with a decision about speculation for every "
+        "request."
+    ),
     "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
 }
 
@@ -59,30 +61,18 @@ _RETRY_HEADERS: Final = {
 
 _SCHEMES: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The form of Anthropic's clients.",
+    },
     "browser": {
         "type": "http",
         "scheme": "basic",
         "description": "Use any user name, and the API key as the password.",
     },
 }
-
-
-class ErrorDetail(Struct):
-    """An error.
-
-    The field `param` is the path of the invalid parameter.
-    """
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(Struct):
-    """The body of every error."""
-
-    error: ErrorDetail
 
 
 async def get_document(request: web.Request) -> web.Response:
@@ -106,8 +96,8 @@ def document(served: ServedModel | None) -> bytes:
     Args:
         served: the model, once it is loaded. Its name and vocabulary become bounds.
     """
-    parts = {part for one in OPERATIONS for part in (one.body, one.reply, one.events)}
-    types = {ErrorReply, *(part for part in parts if isinstance(part, type))}
+    parts = {part for one in OPERATIONS for part in (one.body, one.reply, one.events, one.error)}
+    types = {part for part in parts if isinstance(part, type)}
     ordered = sorted(types, key=lambda one: one.__name__)
     refs, schemas = components(ordered, served)
     by_type = dict(zip(ordered, refs, strict=True))
@@ -178,7 +168,7 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
     found = {"200": _response(operation.summary, content)}
     if operation.unready:
         found["503"] = _response("The same body if the check fails.", content)
-    error = {JSON: {"schema": refs[ErrorReply]}}
+    error = {JSON: {"schema": refs[operation.error]}}
     for status in operation.errors if operation.open else sorted({401, 403, *operation.errors}):
         found[str(status)] = _response(_ERRORS[status], error)
         if status in {429, 503}:
@@ -188,7 +178,10 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _event(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of each event of a stream."""
-    text = "An event of a stream (`stream: true`). The last event is `[DONE]`."
+    text = (
+        "An event of a stream (`stream: true`). The last event is `[DONE]`, or `message_stop` in "
+        "Anthropic's format."
+    )
     of_data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": data}]}
     properties = {"event": {"type": "string"}, "data": of_data}
     return {"type": "object", "description": text, "properties": properties, "required": ["data"]}

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
+from draftgate.gateway.http.context import MESSAGES_PATH
+from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
 from draftgate.gateway.http.endpoints.stored_responses import (
@@ -15,6 +19,12 @@ from draftgate.gateway.http.endpoints.stored_responses import (
     MOST_ITEMS,
     ORDERS,
     PATH,
+)
+from draftgate.gateway.http.replies.anthropic_shapes import (
+    MessageErrorReply,
+    MessageEvent,
+    MessageReply,
+    MessageTokensReply,
 )
 from draftgate.gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
 from draftgate.gateway.http.replies.shapes import (
@@ -33,6 +43,7 @@ from draftgate.gateway.http.replies.shapes import (
     TokenizeReply,
     VersionReply,
 )
+from draftgate.gateway.http.requests.anthropic import CountTokensBody, MessagesBody
 from draftgate.gateway.http.requests.responses import ResponsesBody
 from draftgate.gateway.http.requests.schemas import (
     ChatBody,
@@ -41,6 +52,24 @@ from draftgate.gateway.http.requests.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
+
+
+class ErrorDetail(Struct):
+    """An error.
+
+    The field `param` is the path of the invalid parameter.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Struct):
+    """The body of errors in OpenAI's format."""
+
+    error: ErrorDetail
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,7 @@ class Operation:
         open: whether it needs no API key.
         unready: whether it returns the same body with status 503 if the check fails.
         errors: statuses of its errors.
+        error: the body of its errors.
         parameters: parameters of path and query, as OpenAPI describes them.
         examples: bodies by name, each of which works with any model.
     """
@@ -67,6 +97,7 @@ class Operation:
     open: bool = False
     unready: bool = False
     errors: tuple[int, ...] = ()
+    error: type = ErrorReply
     parameters: tuple[Mapping[str, Any], ...] = ()
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -212,6 +243,37 @@ OPERATIONS: Final = (
             _in_query_text("order", "The order of the items.", enum=list(ORDERS), default="desc"),
             _in_query_text("after", "The id of the item that precedes the page."),
         ),
+    ),
+    Operation(
+        "POST",
+        MESSAGES_PATH,
+        "Create a message in Anthropic's format.",
+        MessageReply,
+        MessagesBody,
+        MessageEvent,
+        errors=OF_GENERATION,
+        error=MessageErrorReply,
+        examples={
+            "whole": {"messages": _HELLO, "max_tokens": 16, "temperature": 0},
+            "streamed": {
+                "system": [{"type": "text", "text": "Write Python."}],
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "x = "}]}],
+                "max_tokens": 16,
+                "stop_sequences": ["\n\n"],
+                "metadata": {"user_id": "example"},
+                "stream": True,
+            },
+        },
+    ),
+    Operation(
+        "POST",
+        COUNT_PATH,
+        "Count the input tokens of a message.",
+        MessageTokensReply,
+        CountTokensBody,
+        errors=OF_BODIES,
+        error=MessageErrorReply,
+        examples={"text": {"messages": _HELLO, "system": "Write Python."}},
     ),
     Operation(
         "POST",

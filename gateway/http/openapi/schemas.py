@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from draftgate.gateway.http.requests.anthropic import UnsupportedMessageFields
 from draftgate.gateway.http.requests.decoding import neutral_values
 from draftgate.gateway.http.requests.limits import (
     KEYWORDS,
@@ -48,6 +49,8 @@ _NEUTRAL_ONLY: Final = {
     "ChatBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS),
     "EmbeddingBody": UnsupportedEmbeddingFields.__struct_fields__,
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
+    "MessagesBody": UnsupportedMessageFields.__struct_fields__,
+    "CountTokensBody": UnsupportedMessageFields.__struct_fields__,
 }
 """Unsupported fields, by struct."""
 
@@ -93,6 +96,9 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
             ("reasoning", {}),
         ),
     ],
+    "ToolChoice": _kinds(
+        "type", *(("tool", {"name": _TEXT}), ("auto", {}), ("any", {}), ("none", {}))
+    ),
     "TokenizeBody": [
         {
             "properties": {"prompt": _TEXT, "messages": _NULL, "tools": _NULL},

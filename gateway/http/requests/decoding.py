@@ -36,6 +36,7 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that do not change the output, in addition to empty values."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
+    "messages[...].content[...].type": ("text", "thinking", "tool_result", "tool_use"),
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
 }

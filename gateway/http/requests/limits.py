@@ -44,8 +44,9 @@ FIT_CONTEXT: Final = -1
 """The `truncate_prompt_tokens` that keeps as many tokens as fit the context, as in vLLM."""
 
 MAX_TOOLS: Final = 128
-FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
-"""OpenAI's rule for names of functions. Such a name needs no quoting in any dialect."""
+FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,128}$"
+"""Anthropic's rule for names of tools. OpenAI's names have at most 64 characters. Such a name needs
+no quoting in any dialect."""
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -134,7 +135,9 @@ def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 _STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}
+_STOPS: Final = {"maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}}
 _FUNCTION_NAME: Final = {"string": {"pattern": FUNCTION_NAME}}
+_OF_OBJECTS: Final = {"object": {"properties": {"type": {"const": "object"}}}}
 
 _CHOICES: Final = {
     "array": {
@@ -145,10 +148,8 @@ _CHOICES: Final = {
 }
 
 KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "stop": {
-        "string": _STOP,
-        "array": {"maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}},
-    },
+    "stop": {"string": _STOP, "array": _STOPS},
+    "stop_sequences": {"array": _STOPS},
     "logit_bias": {
         "object": {
             "maxProperties": MAX_BIASED_TOKENS,
@@ -172,7 +173,9 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "tools": {"array": {"maxItems": MAX_TOOLS}},
     "Function.name": _FUNCTION_NAME,
     "FlatTool.name": _FUNCTION_NAME,
-    "parameters": {"object": {"properties": {"type": {"const": "object"}}}},
+    "CustomTool.name": _FUNCTION_NAME,
+    "parameters": _OF_OBJECTS,
+    "input_schema": _OF_OBJECTS,
     "metadata": {
         "object": {
             "maxProperties": MAX_METADATA,
@@ -187,7 +190,10 @@ REQUIRED: Final = frozenset(
     {
         "ChatBody.messages",
         "CompletionBody.prompt",
+        "CountTokensBody.messages",
         "EmbeddingBody.input",
+        "MessagesBody.max_tokens",
+        "MessagesBody.messages",
         "ResponsesBody.input",
     }
 )

@@ -163,7 +163,7 @@ def _check_functions(tools: Sequence[Tool]) -> None:
     for i, tool in enumerate(tools):
         function, where = tool.function, f"tools[{i}].function"
         if not re.fullmatch(FUNCTION_NAME, function.name):
-            raise invalid(f"{where}.name", "must be 1 to 64 letters, digits, _ or -")
+            raise invalid(f"{where}.name", "must be 1 to 128 letters, digits, _ or -")
         if function.name in seen:
             raise invalid(f"{where}.name", f"{function.name!r} occurs twice")
         seen.add(function.name)

@@ -1,0 +1,193 @@
+"""Responses of `/v1/messages` in Anthropic's format, with the events of their streams.
+
+A stream begins with `message_start`. The blocks of the message follow, one after the other, each
+from `content_block_start` to `content_block_stop`. The stream ends with `message_delta` and
+`message_stop`, or with `error`. A new block begins when the kind of output changes, and for every
+call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.errors import ErrorFormat, GatewayError
+from draftgate.gateway.http.replies.anthropic_shapes import (
+    Block,
+    MessageEvent,
+    MessageEventDelta,
+    MessageReply,
+    MessageUsage,
+)
+from draftgate.gateway.http.replies.output import Output, OutputParser
+from draftgate.gateway.http.replies.rendering import (
+    Choices,
+    Rendering,
+    WholeChoice,
+    encode,
+    event,
+)
+from draftgate.gateway.http.replies.shapes import (
+    OptionalMetrics,
+    OptionalUsage,
+    ResponseMetrics,
+    Usage,
+)
+from draftgate.gateway.http.requests.anthropic import (
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    call_input,
+)
+from draftgate.gateway.http.requests.validation import ParsedRequest
+from draftgate.gateway.http.tools.parsing import call_id
+
+
+class MessageRendering(Rendering):
+    """The rendering for `/v1/messages`."""
+
+    heartbeat: ClassVar[bytes] = event(encode(MessageEvent("ping")), "ping")
+
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
+        super().__init__(parsed, created_s)
+        self._parser = OutputParser(parsed)
+        self._blocks: list[Block] = []
+        self._block_is_open = False
+        self._arguments = ""  # of the last call
+        self._finish_reason: FinishReason | None = None
+        self._stop_text = ""
+        self._has_begun = False
+        self._events: list[bytes] = []  # not yet returned
+
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Return the JSON of the whole response, as `Rendering.response` describes."""
+        for choice in choices:
+            self._read("".join(choice.texts), choice)
+        self._finish()
+        reply = self._reply(usage)
+        reply.stop_reason, reply.stop_sequence = self._stop_reason, self._stop_text or None
+        reply.metrics = metrics
+        return encode(reply)
+
+    def chunk(
+        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
+    ) -> bytes:
+        """Return the events of a delta, as `Rendering.chunk` describes."""
+        self._begin(usage)
+        self._read(delta.text, delta)
+        return self._take_events()
+
+    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
+        """Return the events after the last delta, as `Rendering.ending` describes."""
+        self._begin(usage)
+        self._finish()
+        stop = MessageEventDelta(
+            stop_reason=self._stop_reason, stop_sequence=self._stop_text or None
+        )
+        self._emit("message_delta", delta=stop, usage=_usage(usage), metrics=metrics)
+        self._emit("message_stop")
+        return self._take_events()
+
+    def failure(self, error: GatewayError) -> bytes:
+        """Return the event of an error, as `Rendering.failure` describes."""
+        return event(error.body(ErrorFormat.ANTHROPIC), "error")
+
+    @property
+    def _stop_reason(self) -> str:
+        if self._stop_text:
+            return "stop_sequence"
+        if self._finish_reason is FinishReason.LENGTH:
+            return "max_tokens"
+        called = any(isinstance(block, ToolUseBlock) for block in self._blocks)
+        return "tool_use" if called else "end_turn"
+
+    def _begin(self, usage: OptionalUsage) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._emit("message_start", message=self._reply(usage))
+
+    def _reply(self, usage: OptionalUsage) -> MessageReply:
+        name, model = f"msg_{self._parsed.job.request_id}", self._parsed.served.name
+        return MessageReply(name, model, self._blocks, None, None, _usage(usage))
+
+    def _take_events(self) -> bytes:
+        taken, self._events = b"".join(self._events), []
+        return taken
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        """Add an event, encoded immediately because blocks change later."""
+        self._events.append(event(encode(MessageEvent(kind, **fields)), kind))
+
+    def _emit_in_block(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last block."""
+        self._emit(f"content_block_{kind}", index=len(self._blocks) - 1, **fields)
+
+    def _emit_delta(self, kind: str, **fields: str) -> None:
+        """Add an event about the content of the last block."""
+        self._emit_in_block("delta", delta=MessageEventDelta(kind, **fields))
+
+    def _read(self, text: str, end: Delta | WholeChoice) -> None:
+        self._finish_reason, self._stop_text = end.finish_reason, end.stop_text
+        self._add(self._parser.add(text))
+
+    def _finish(self) -> None:
+        self._add(self._parser.finish())
+        self._close_block()
+
+    def _add(self, output: Output) -> None:
+        reasoning, pieces = output
+        if reasoning:
+            self._add_thinking(reasoning)
+        for piece in pieces:
+            if piece.content:
+                self._add_text(piece.content)
+            elif piece.name:
+                calls = sum(isinstance(block, ToolUseBlock) for block in self._blocks)
+                called = call_id(f"{self._parsed.job.request_id}/0", calls)
+                self._begin_block(ToolUseBlock(called, piece.name, {}))
+                self._arguments = ""
+            elif piece.arguments:
+                self._arguments += piece.arguments
+                self._emit_delta("input_json_delta", partial_json=piece.arguments)
+
+    def _add_thinking(self, thinking: str) -> None:
+        block = self._blocks[-1] if self._block_is_open else None
+        if not isinstance(block, ThinkingBlock):
+            block = ThinkingBlock("")
+            self._begin_block(block)
+        block.thinking += thinking
+        self._emit_delta("thinking_delta", thinking=thinking)
+
+    def _add_text(self, text: str) -> None:
+        block = self._blocks[-1] if self._block_is_open else None
+        if not isinstance(block, TextBlock):
+            block = TextBlock("")
+            self._begin_block(block)
+        block.text += text
+        self._emit_delta("text_delta", text=text)
+
+    def _begin_block(self, block: Block) -> None:
+        self._close_block()
+        self._block_is_open = True
+        self._blocks.append(block)
+        self._emit_in_block("start", content_block=block)
+
+    def _close_block(self) -> None:
+        if not self._block_is_open:
+            return
+        self._block_is_open = False
+        block = self._blocks[-1]
+        if isinstance(block, ToolUseBlock):
+            block.input = call_input(self._arguments)
+        elif isinstance(block, ThinkingBlock):
+            self._emit_delta("signature_delta", signature=block.signature)
+        self._emit_in_block("stop")
+
+
+def _usage(usage: OptionalUsage) -> MessageUsage:
+    if usage is UNSET:
+        return MessageUsage(0, 0, 0)
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
