@@ -22,6 +22,11 @@ from tests.gateway.upstreams import (
     USAGE,
 )
 
+MESSAGE_START = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":5}}}\n\n'
+MESSAGE_END = (
+    b'event: message_delta\ndata: {"usage":{"output_tokens":3}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
 WORDS = (
     "[DONE]",
     "error",
@@ -68,7 +73,7 @@ def chunk(draw: st.DrawFn) -> bytes:
 
 
 unusual_events = st.sampled_from(
-    [DONE, USAGE, BEGUN_RESPONSE, DELTA_OF_RESPONSE, ENDED_RESPONSE,
+    [DONE, USAGE, BEGUN_RESPONSE, DELTA_OF_RESPONSE, ENDED_RESPONSE, MESSAGE_START, MESSAGE_END,
      ENDED_RESPONSE.replace(b"completed", b"failed"), b": comment\n\n",
      b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
      b"data: [1,2]\ndata: 3\n\n", b"data:\xff\xfe\n\n", b"half", b'data: {"error"\n\n', b"\r",
@@ -137,6 +142,11 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
             b'{"usage": {"input_tokens": 3, "input_tokens_details": {"cached_tokens": 2}}}',
             TokenUsage(3, 2, 0),
         ),
+        (
+            b'{"usage": {"input_tokens": 3, "output_tokens": 4, "cache_read_input_tokens": 2}}',
+            TokenUsage(5, 2, 4),
+        ),
+        (b'{"usage": {"output_tokens": 4}}', TokenUsage(0, 0, 4)),
         (b'{"usage": null}', None),
         (b'{"usage": {"prompt_tokens": 3', None),
         (b'{"text": "\\"usage\\": {}", "usage": {}}', TokenUsage(0, 0, 0)),

@@ -19,6 +19,8 @@ _PATH = re.compile(
     r"^(?P<reason>.*) - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$", re.DOTALL
 )
 
+_INDEX = re.compile(r"\[\d+\]")
+
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
 
 _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking"})
@@ -36,11 +38,14 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that do not change the output, in addition to empty values."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "messages[...].content[...].type": ("text", "thinking", "tool_result", "tool_use"),
+    # of `/v1/messages`
+    "messages.content.type": ("text", "thinking", "tool_result", "tool_use"),
+    "messages.content.content.type": ("text",),
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
 }
-"""The allowed values of fields whose messages from msgspec do not list them."""
+"""The allowed values of fields whose messages from msgspec do not list them, by path without
+indexes."""
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -103,8 +108,9 @@ def _named(message: str) -> InvalidRequest:
     if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
         path = missing[1]
     reason = reason.replace("`", "")
-    if path in _KNOWN:
-        reason += f"; known: {', '.join(_KNOWN[path])}"
+    known = _KNOWN.get(_INDEX.sub("", path), ())
+    if known and reason.startswith("Invalid"):
+        reason += f"; known: {', '.join(known)}"
     where = path or "the body"
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
 
