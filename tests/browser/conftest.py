@@ -1,4 +1,4 @@
-"""Fixtures of the browser tests: a browser per module and a page per test."""
+"""Fixtures of the browser tests: one browser per process and a page per test."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ class Scene:
             self.backend.streams.deliver([(request.request_id, delta)])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def browser() -> AsyncIterator:
-    """The system's Chromium."""
+    """The system's Chromium, which closes after the last test of this folder.
+
+    A start takes seconds. Tests share nothing else, because every visit has its own context.
+    """
     from tests.browser.browse import chromium
 
     async with chromium() as started:
         yield started
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def scene(browser) -> AsyncIterator[Scene]:
     """The page of a node with a scripted worker. The test fails on any error of the page."""
     from tests.browser.browse import visiting
@@ -53,4 +56,17 @@ async def scene(browser) -> AsyncIterator[Scene]:
     backend = ScriptedBackend()
     async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
         yield Scene(visit, gateway, backend)
+        visit.check()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def script_page(browser) -> AsyncIterator:
+    """A page whose JavaScript modules the tests of a file call without changing the page."""
+    from tests.browser.browse import visiting
+
+    async with (
+        running(backends=[ScriptedBackend()]) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        yield visit.page
         visit.check()

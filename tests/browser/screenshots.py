@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -64,33 +65,34 @@ async def engine():
         yield gateway
 
 
-async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, path: Path) -> None:
-    """Run the page's example and save a screenshot with the card of a drafted token."""
+@asynccontextmanager
+async def example_page(browser: Browser, gateway: Listening, scheme: str) -> AsyncIterator[Page]:
+    """Open the page with a fixed seed, and check the page at the end."""
     async with visiting(
         browser, gateway.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
     ) as visit:
-        page = visit.page
-        await page.get_by_label("Seed").fill("1")
+        await visit.page.get_by_label("Seed").fill("1")
+        yield visit.page
+        visit.check()
+
+
+async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, path: Path) -> None:
+    """Run the page's example and save a screenshot with the card of a drafted token."""
+    async with example_page(browser, gateway, scheme) as page:
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
         await open_draft_card(page)
         await page.screenshot(path=path, full_page=True, animations="disabled")
-        visit.check()
 
 
 async def take_comparison(browser: Browser, gateway: Listening, scheme: str, path: Path) -> None:
     """Compare the page's example with and without speculation, and save a screenshot."""
-    async with visiting(
-        browser, gateway.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
-    ) as visit:
-        page = visit.page
-        await page.get_by_label("Seed").fill("1")
+    async with example_page(browser, gateway, scheme) as page:
         await page.get_by_role("tab", name="Compare").click()
         await page.get_by_role("button", name="Compare").click()
         await expect(page.locator("#run-state")).to_have_text("Done.", timeout=60_000)
         await page.locator("#box").screenshot(path=path, animations="disabled")
-        visit.check()
 
 
 async def open_draft_card(page: Page) -> None:

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 ANSWER = "A list:\n\n- **one**\n- `two`\n"
 DONE = re.compile("^Done in")

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from tests.browser.browse import visiting
 from tests.gateway.harness import running
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 KEYS = {"api_keys": ("sk-page",)}
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from playwright.async_api import Page
 
-from tests.browser.conftest import Scene
-
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 RENDER = """
 async (texts) => {
@@ -56,35 +55,35 @@ LINK = '<a href="https://x.org/a" target="_blank" rel="noopener noreferrer">'
         ("**not closed", "<p>**not closed</p>"),
     ],
 )
-async def test_markdown_becomes_elements(scene: Scene, text: str, html: str) -> None:
+async def test_markdown_becomes_elements(script_page: Page, text: str, html: str) -> None:
     """Headings, emphasis, lists, quotes, code and links become elements, and HTML stays text."""
-    (found,) = await scene.page.evaluate(RENDER, [text])
+    (found,) = await script_page.evaluate(RENDER, [text])
     assert found["html"] == html
 
 
 @pytest.mark.parametrize("end", ["\n```\nafter", ""])
-async def test_code_blocks_keep_their_text(scene: Scene, end: str) -> None:
+async def test_code_blocks_keep_their_text(script_page: Page, end: str) -> None:
     """A code block keeps its spaces and marks, also before its end has arrived."""
     code = "def f(*a):\n    # not a heading\n\n    return a"
-    (found,) = await scene.page.evaluate(RENDER, [f"```python\n{code}{end}"])
+    (found,) = await script_page.evaluate(RENDER, [f"```python\n{code}{end}"])
     assert found["text"] == code + end.removeprefix("\n```\n")
     assert set(found["tags"]) <= {"pre", "code", "p"}
 
 
-async def test_tables_have_headers(scene: Scene) -> None:
+async def test_tables_have_headers(script_page: Page) -> None:
     """A table has a header of each column and a cell for each value."""
-    (found,) = await scene.page.evaluate(RENDER, ["| a | b |\n|---|:-:|\n| 1 | **2** |\n"])
+    (found,) = await script_page.evaluate(RENDER, ["| a | b |\n|---|:-:|\n| 1 | **2** |\n"])
     assert '<th scope="col">a</th><th scope="col">b</th>' in found["html"]
     assert "<td>1</td><td><strong>2</strong></td>" in found["html"]
 
 
-async def test_any_text_becomes_safe_elements_without_loss(scene: Scene) -> None:
+async def test_any_text_becomes_safe_elements_without_loss(script_page: Page) -> None:
     """Random marks become only known elements, links are safe, and no letter is lost."""
     rng = random.Random(5)
     marks = "*_`~[]()!#>-+.|\\<& \n\n  1ab"
     texts = ["".join(rng.choices(marks, k=rng.randint(1, 120))) for _ in range(2000)]
     texts += ["> " * 20_000 + "a", "- " * 20_000 + "a", "**a " * 5_000, "# " + " " * 5_000 + "a"]
-    for text, found in zip(texts, await scene.page.evaluate(RENDER, texts), strict=True):
+    for text, found in zip(texts, await script_page.evaluate(RENDER, texts), strict=True):
         assert set(found["tags"]) <= TAGS
         assert all(link.startswith(("https:", "http:", "mailto:")) for link in found["links"])
         if "```" not in text and "~~~" not in text and "](" not in text:

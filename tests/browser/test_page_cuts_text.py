@@ -6,12 +6,13 @@ import random
 from typing import Any
 
 import pytest
+from playwright.async_api import Page
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.detokenize import TextStream
 from draftgate.backends.tokenizer import Tokenizer
-from tests.browser.conftest import Scene
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 ALIGN = """
 async (streams) => {
@@ -42,25 +43,25 @@ def chunks_of(tokenizer: Tokenizer, text: str, rng: random.Random, stop: str) ->
     return chunks
 
 
-async def test_pieces_join_to_the_text_of_the_chunks(scene: Scene) -> None:
+async def test_pieces_join_to_the_text_of_the_chunks(script_page: Page) -> None:
     """The pieces of each chunk join to its text, even if text is held back or cut."""
     rng = random.Random(8)
-    tokenizer = scene.backend.tokenizer
+    tokenizer = Tokenizer(SHIPPED_MODEL)
     texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 40))) for _ in range(STREAMS)]
     streams = [chunks_of(tokenizer, text, rng, "xx") for text in texts]
-    for chunks, pieces in zip(streams, await scene.page.evaluate(ALIGN, streams), strict=True):
+    for chunks, pieces in zip(streams, await script_page.evaluate(ALIGN, streams), strict=True):
         for chunk, cut in zip(chunks, pieces, strict=True):
             assert "".join(text for text, _ in cut) == chunk["text"]
             assert all(text for text, _ in cut)
 
 
-async def test_each_token_with_whole_characters_is_one_piece(scene: Scene) -> None:
+async def test_each_token_with_whole_characters_is_one_piece(script_page: Page) -> None:
     """Each token with whole characters becomes one piece of its own step."""
     rng = random.Random(9)
-    tokenizer = scene.backend.tokenizer
+    tokenizer = Tokenizer(SHIPPED_MODEL)
     texts = ["".join(rng.choices("ab (\n.=x'", k=rng.randint(1, 60))) for _ in range(STREAMS)]
     streams = [chunks_of(tokenizer, text, rng, "never") for text in texts]
-    for chunks, pieces in zip(streams, await scene.page.evaluate(ALIGN, streams), strict=True):
+    for chunks, pieces in zip(streams, await script_page.evaluate(ALIGN, streams), strict=True):
         expected = [(text, s["number"]) for c in chunks for s in c["steps"] for text in s["tokens"]]
         cut = [tuple(piece) for chunk in pieces for piece in chunk]
         assert cut == expected
@@ -77,7 +78,7 @@ async def test_each_token_with_whole_characters_is_one_piece(scene: Scene) -> No
         ([{"text": "ab", "steps": [["a", "<|end|>", "b"]]}], [["a", 0], ["b", 0]]),
     ],
 )
-async def test_special_cases(scene: Scene, chunks: list[dict], pieces: list) -> None:
+async def test_special_cases(script_page: Page, chunks: list[dict], pieces: list) -> None:
     """The aligner handles unknown steps, held-back text, stripped spaces and split characters."""
     number = 0
     for chunk in chunks:
@@ -86,5 +87,5 @@ async def test_special_cases(scene: Scene, chunks: list[dict], pieces: list) -> 
             steps.append({"tokens": tokens, "accepted": 0, "number": number})
             number += 1
         chunk["steps"] = steps
-    (cut,) = await scene.page.evaluate(ALIGN, [chunks])
+    (cut,) = await script_page.evaluate(ALIGN, [chunks])
     assert [piece for chunk in cut for piece in chunk] == pieces

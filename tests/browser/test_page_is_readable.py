@@ -9,7 +9,7 @@ from playwright.async_api import expect
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import TEXT, in_steps
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 LEAST_CONTRAST = 4.5
 """Least contrast of text of any size in WCAG 2.2 AA."""

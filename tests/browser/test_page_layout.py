@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Page, expect
 
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import TEXT, in_steps
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 SIZES = [(1400, 900), (1280, 900), (1020, 800), (768, 1024), (390, 844)]
 
@@ -86,9 +86,9 @@ async def test_useful_charts_are_first(scene: Scene) -> None:
     ],
 )
 async def test_charts_do_not_bridge_gaps(
-    scene: Scene, samples: list[tuple[int, int | None]], parts: int
+    script_page: Page, samples: list[tuple[int, int | None]], parts: int
 ) -> None:
     """A line and its area end at missing samples, and begin again with the next sample."""
-    line, area = await scene.page.evaluate(DRAW, samples)
+    line, area = await script_page.evaluate(DRAW, samples)
     assert line.count("M") == parts
     assert area.count("M") == area.count("Z") == sum(one.count("L") > 0 for one in line.split("M"))

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Browser, Page, expect
 
 from tests.browser.browse import visiting
-from tests.browser.conftest import Scene
-from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE, forwarding, stream_of, upstream
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    TOKEN,
+    USAGE,
+    ScriptedUpstream,
+    forwarding,
+    stream_of,
+    upstream,
+)
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 FINISHED = re.compile("^Done")
 CHAT = (
@@ -38,23 +48,32 @@ async (streams) => {
 EVENTS = ": comment\n\ndata: {}\n\ndata:a\ndata: b\n\nevent: x\ndata:  c\n\ndata: unfinished"
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
-async def test_events_are_read_with_every_line_end(scene: Scene, line_end: str) -> None:
-    """Events with LF, CRLF or CR are equal, wherever the network divides them."""
-    text = EVENTS.replace("\n", line_end)
-    streams = [[text[:cut], text[cut:]] for cut in range(len(text))] + [list(text)]
-    found = await scene.page.evaluate(PARSE, streams)
-    assert found == [["{}", "a\nb", " c"]] * len(streams)
-
-
-async def test_page_shows_what_a_plain_server_reports(browser) -> None:
-    """The page shows text, tokens and times without metrics, and offers no proposers."""
+@asynccontextmanager
+async def upstream_page(
+    browser: Browser, *blocks: bytes
+) -> AsyncIterator[tuple[Page, ScriptedUpstream]]:
+    """Open the page of a node whose upstream streams these blocks, and check it at the end."""
     async with (
-        upstream(stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)) as engine,
+        upstream(stream_of(*blocks)) as engine,
         forwarding(engine) as gateway,
         visiting(browser, gateway.url) as visit,
     ):
-        page = visit.page
+        yield visit.page, engine
+        visit.check()
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+async def test_events_are_read_with_every_line_end(script_page: Page, line_end: str) -> None:
+    """Events with LF, CRLF or CR are equal, wherever the network divides them."""
+    text = EVENTS.replace("\n", line_end)
+    streams = [[text[:cut], text[cut:]] for cut in range(len(text))] + [list(text)]
+    found = await script_page.evaluate(PARSE, streams)
+    assert found == [["{}", "a\nb", " c"]] * len(streams)
+
+
+async def test_page_shows_what_a_plain_server_reports(browser: Browser) -> None:
+    """The page shows text, tokens and times without metrics, and offers no proposers."""
+    async with upstream_page(browser, TOKEN, TOKEN, LAST, USAGE, DONE) as (page, _):
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
         output = page.locator("#said-completion .tokens")
@@ -68,54 +87,36 @@ async def test_page_shows_what_a_plain_server_reports(browser) -> None:
         await expect(page.get_by_role("list", name="Origin").get_by_role("listitem")).to_have_text(
             ["unknown"]
         )
-        visit.check()
 
 
-async def test_stream_with_crlf_and_without_usage_is_shown(browser) -> None:
+async def test_stream_with_crlf_and_without_usage_is_shown(browser: Browser) -> None:
     """The page shows a stream with CRLF whose server ignores the request for usage."""
     blocks = [block.replace(b"\n", b"\r\n") for block in (TOKEN, LAST, DONE)]
-    async with (
-        upstream(stream_of(*blocks)) as engine,
-        forwarding(engine) as gateway,
-        visiting(browser, gateway.url) as visit,
-    ):
-        page = visit.page
+    async with upstream_page(browser, *blocks) as (page, _):
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
         output = page.locator("#said-completion .tokens")
         await expect(output).to_have_js_property("textContent", " a.")
         await expect(page.locator("#stats [data-stat=ttft]")).to_be_visible()
         await expect(page.locator("#stats [data-stat=tokens]")).to_be_hidden()
-        visit.check()
 
 
-async def test_chat_with_a_plain_server(browser) -> None:
+async def test_chat_with_a_plain_server(browser: Browser) -> None:
     """The page sends chats to a server that does not report whether its model can chat."""
-    async with (
-        upstream(stream_of(CHAT, USAGE, DONE)) as engine,
-        forwarding(engine) as gateway,
-        visiting(browser, gateway.url) as visit,
-    ):
-        page = visit.page
+    async with upstream_page(browser, CHAT, USAGE, DONE) as (page, _):
         await page.get_by_role("tab", name="Chat").click()
         await page.get_by_label("Message").fill("hello")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
         await expect(page.locator("#said-chat .tokens")).to_have_js_property("textContent", " a")
-        visit.check()
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-async def test_reasoning_is_beside_the_answer(browser, field: str) -> None:
+async def test_reasoning_is_beside_the_answer(browser: Browser, field: str) -> None:
     """The page folds the reasoning of an answer, and sends only the answer with the next turn."""
     thought = CHAT.replace(b'"content":" a"', b'"%s":"because"' % field.encode())
     thought = thought.replace(b'"stop"', b"null")
-    async with (
-        upstream(stream_of(thought, CHAT, USAGE, DONE)) as engine,
-        forwarding(engine) as gateway,
-        visiting(browser, gateway.url) as visit,
-    ):
-        page = visit.page
+    async with upstream_page(browser, thought, CHAT, USAGE, DONE) as (page, engine):
         await page.get_by_role("tab", name="Chat").click()
         for turn in range(2):
             await page.get_by_label("Message").fill("hello")
@@ -127,17 +128,11 @@ async def test_reasoning_is_beside_the_answer(browser, field: str) -> None:
         await expect(page.locator(".answer details p").first).to_have_text("because")
         sent = json.loads(engine.bodies[1])["messages"]
         assert [message["content"] for message in sent] == ["hello", " a", "hello"]
-        visit.check()
 
 
-async def test_comparison_of_a_plain_server_reports_its_limits(browser) -> None:
+async def test_comparison_of_a_plain_server_reports_its_limits(browser: Browser) -> None:
     """The comparison shows both texts of a server that reports neither drafts nor usage."""
-    async with (
-        upstream(stream_of(TOKEN, LAST, DONE)) as engine,
-        forwarding(engine) as gateway,
-        visiting(browser, gateway.url) as visit,
-    ):
-        page = visit.page
+    async with upstream_page(browser, TOKEN, LAST, DONE) as (page, _):
         await page.get_by_role("tab", name="Compare").click()
         await page.get_by_role("button", name="Compare").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
@@ -145,4 +140,3 @@ async def test_comparison_of_a_plain_server_reports_its_limits(browser) -> None:
         for side in ("with", "without"):
             tokens = page.locator(f"#said-{side} .tokens")
             await expect(tokens).to_have_js_property("textContent", " a.")
-        visit.check()
