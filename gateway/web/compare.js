@@ -1,5 +1,6 @@
 /** The comparison of one prompt with and without speculation. */
 
+import { getJson } from "/web/client.js";
 import { byId, duration, figure, followEnd, make } from "/web/dom.js";
 import { Output } from "/web/output.js";
 import { Run, showFigures } from "/web/run.js";
@@ -23,6 +24,8 @@ export async function compare(signal, onEnd) {
   const drafted = begin("with", mode);
   const plain = begin("without", "off");
   verdict("…", "", "");
+  byId("first-requests").hidden = true;
+  const isFirst = await isFirstRun();
   let replay = null;
   try {
     say("With speculation.");
@@ -31,6 +34,7 @@ export async function compare(signal, onEnd) {
     replay = drafted.replay();
     await Promise.all([plain.run(body, signal), replay.done]);
     conclude(drafted.last, plain.last);
+    byId("first-requests").hidden = !isFirst;
     return "Done.";
   } finally {
     replay?.end();
@@ -40,6 +44,15 @@ export async function compare(signal, onEnd) {
 }
 
 const randomSeed = () => Math.floor(Math.random() * MOST_SEED);
+
+/** Return whether the node has no decisions yet, from which it would have learned. */
+async function isFirstRun() {
+  try {
+    return (await getJson("/decisions?limit=1")).decisions.length === 0;
+  } catch {
+    return false; // unknown
+  }
+}
 
 /** Empty the column of a side, and return it. */
 function begin(side, mode) {

@@ -133,6 +133,20 @@ async def test_note_says_whether_the_runs_are_comparable(
     await expect(scene.page.locator("#same-text")).to_have_text(note)
 
 
+async def test_first_comparison_of_a_node_says_so(still_scene: Scene) -> None:
+    """The first comparison says that no earlier requests are known, and the second does not."""
+    scene, page = still_scene, still_scene.page
+    note = page.get_by_text("No earlier requests are known.")
+    for is_first in (True, False):
+        drafted = await start(scene)
+        await expect(note).to_be_hidden()
+        await stream(scene, drafted, TWO_TOKENS)
+        await stream(scene, await scene.backend.submitted.get(), ONE_TOKEN)
+        await page.clock.run_for(5000)
+        await expect(page.locator("#run-state")).to_have_text("Done.")
+        await expect(note).to_be_visible(visible=is_first)
+
+
 async def test_chosen_proposer_runs_against_no_speculation(still_scene: Scene) -> None:
     """The first request has the mode and the seed of the form."""
     scene, page = still_scene, still_scene.page
