@@ -9,6 +9,7 @@ from msgspec import UNSET
 from draftgate.backends.types import Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
 from draftgate.gateway.http.replies.rendering import Choices, Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     CompletionTokensDetails,
@@ -51,6 +52,12 @@ class Answer:
         prompts = len(parsed.job.prompts)
         self._outcomes = [SpeculationOutcome() for _ in range(prompts)]
         self._open_choices = parsed.job.n * prompts
+        self._reasoning: list[ReasoningTokens] = []  # by choice, if the model marks it
+        if parsed.reasoning is not None:
+            tokenizer = parsed.served.tokenizer
+            self._reasoning = [
+                ReasoningTokens(parsed.reasoning, tokenizer) for _ in range(parsed.job.n)
+            ]
 
     @property
     def complete(self) -> bool:
@@ -66,18 +73,22 @@ class Answer:
         self._open_choices -= delta.finish_reason is not None
         if delta.outcome is not None:
             self._outcomes[delta.choice // self.parsed.job.n] += delta.outcome
+        if self._reasoning:
+            self._reasoning[delta.choice].add(delta.token_ids)
 
     def usage(self) -> Usage:
         """Return the token usage so far."""
         prompt, output = self.watch.prompt_tokens, self.watch.output_tokens
         details = PromptTokensDetails(self.watch.cached_tokens)
-        if not self.parsed.job.prediction_ids:
+        if not self.parsed.job.prediction_ids and not self._reasoning:
             return Usage(prompt, output, prompt + output, details)
         outcome = self.watch.outcome
-        drafted = CompletionTokensDetails(
-            outcome.accepted_prediction_tokens, outcome.rejected_prediction_tokens
+        described = CompletionTokensDetails(
+            outcome.accepted_prediction_tokens,
+            outcome.rejected_prediction_tokens,
+            sum(choice.count for choice in self._reasoning),
         )
-        return Usage(prompt, output, prompt + output, details, drafted)
+        return Usage(prompt, output, prompt + output, details, described)
 
     def metrics(self) -> ResponseMetrics:
         """Return the decisions and their outcomes, summed over the choices of each prompt."""

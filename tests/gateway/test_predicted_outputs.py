@@ -36,5 +36,9 @@ async def test_prediction_is_drafted_and_counted() -> None:
     details = whole["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == accepted > 0
     assert streamed[-2]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    none = {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+        "reasoning_tokens": 0,
+    }
     assert without_drafts["usage"]["completion_tokens_details"] == none

@@ -65,12 +65,9 @@ class InputTokensDetails(Struct):
 
 
 class OutputTokensDetails(Struct):
-    """The number of reasoning tokens in the output.
+    """The number of reasoning tokens in the output, with the markers of reasoning."""
 
-    Draftgate does not count them separately.
-    """
-
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(Struct):

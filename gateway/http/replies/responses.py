@@ -302,10 +302,11 @@ def _reasoning(options: ReasoningOptions) -> ReasoningReply:
 
 
 def _usage(usage: Usage) -> ResponseUsage:
+    details = usage.completion_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,
         InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
         usage.total_tokens,
     )

@@ -18,16 +18,21 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """The numbers of tokens that the worker drafted from the prediction."""
+    """The numbers of tokens that the worker drafted from the prediction, and of reasoning tokens.
+
+    The markers of reasoning are reasoning tokens.
+    """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class Usage(Struct):
     """The token usage of a request, summed over its choices.
 
-    The field `completion_tokens_details` is present if the request has a prediction.
+    The field `completion_tokens_details` is present if the request has a prediction, or if its
+    response may have reasoning.
     """
 
     prompt_tokens: int
