@@ -50,6 +50,7 @@ SCHEMA = {
 }
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 OK_OR_BUSY = frozenset({200, 429})
 
 
@@ -84,6 +85,7 @@ def _generating(rng: random.Random) -> TrafficRequest:
         [
             (CHAT, chat, OK_OR_BUSY),
             (CHAT, chat | {"n": 3, "stream_options": None}, OK_OR_BUSY),
+            (MESSAGES, chat | {"stop_sequences": ["\n\n"]}, OK_OR_BUSY),
             # A chat template without tools gives a 400.
             (CHAT, chat | {"tools": [TOOL]}, OK_OR_BUSY | {400}),
             (CHAT, chat | {"response_format": SCHEMA, "max_tokens": 60}, OK_OR_BUSY),
@@ -190,7 +192,7 @@ class Observations:
 def count_endings(body: bytes) -> int:
     """Return the number of end events in a stream."""
     # Streams of responses end with [DONE], too.
-    kinds = (b"data: [DONE]", b'data: {"error"')
+    kinds = (b"data: [DONE]", b'data: {"error"', b"event: message_stop", b"event: error")
     return sum(body.count(kind) for kind in kinds)
 
 
