@@ -29,9 +29,6 @@ class ResponseStore(Protocol):
 
         A value gets no place if it exceeds the capacity, or if its tenant has the most bytes and
         the value is the tenant's only one.
-
-        Args:
-            value: UTF-8 text.
         """
         ...
 

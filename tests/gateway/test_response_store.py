@@ -43,7 +43,7 @@ class TimedRedis:
     store: ResponseStore
 
     def __init__(self, url: str, capacity_bytes: int = CAPACITY_BYTES) -> None:
-        connected = open_client(url)
+        connected = open_client(url, decode=False)
         self.client = connected.client
         self.store = RedisResponseStore(connected, POOL, capacity_bytes, TTL_S, CLOCK)
 
@@ -73,6 +73,12 @@ class ResponseStoreContract:
         assert await timed.store.delete("a", "r")
         assert await timed.store.get("a", "r") is None
         assert not await timed.store.delete("a", "r")
+
+    async def test_values_are_not_decoded(self, timed: Timed) -> None:
+        """A value may be any bytes, because decoding a long text would hold the event loop."""
+        value = bytes(range(256 - CAPACITY_BYTES, 256))
+        assert await timed.store.put("a", "r", value)
+        assert await timed.store.get("a", "r") == value
 
     async def test_value_ends_after_its_time(self, timed: Timed) -> None:
         """A value ends after the lifetime, also if the client reads the value meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -36,6 +36,10 @@ BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, RuntimeErr
 reset."""
 
 
+Options: TypeAlias = dict[str, Any]
+"""Arguments of a client for its connections."""
+
+
 @dataclass(frozen=True, slots=True)
 class Connected:
     """A client, and the functions that close it, in order."""
@@ -44,20 +48,23 @@ class Connected:
     closing: tuple[Callable[[], Awaitable[None]], ...]
 
 
-def open_client(address: str) -> Connected:
+def open_client(address: str, *, decode: bool = True) -> Connected:
     """Return a client for an address (`gateway.state.redis.url`), which connects on first use.
+
+    Args:
+        decode: whether texts in results are `str`. They are bytes otherwise.
 
     Raises:
         ValueError: the address is invalid, or an option is unknown.
     """
     url = read_redis_url(address)
     try:
-        return _OPENERS[url.topology](url)
+        return _OPENERS[url.topology](url, {**_options(), "decode_responses": decode})
     except TypeError:  # redis-py raises TypeError for an unknown option
         raise ValueError("the address of the state store has an unknown option") from None
 
 
-def _options() -> dict[str, Any]:
+def _options() -> Options:
     """Return the options of all connections.
 
     The connections use RESP2, because it has no push messages.
@@ -71,28 +78,28 @@ def _options() -> dict[str, Any]:
     }
 
 
-def _url_options(url: RedisUrl) -> dict[str, Any]:
+def _url_options(url: RedisUrl) -> Options:
     """Return user, password, database, TLS and options of the address."""
-    given: dict[str, Any] = {**parse_url(url.plain)}
+    given: Options = {**parse_url(url.plain)}
     if given.pop("connection_class", None) is SSLConnection:
         given["ssl"] = True
     del given["host"], given["port"]
     return given
 
 
-def _single(url: RedisUrl) -> Connected:
-    client = Redis.from_url(url.plain, **_options())
+def _single(url: RedisUrl, options: Options) -> Connected:
+    client = Redis.from_url(url.plain, **options)
     _try_options(client)
     return Connected(client, (client.aclose,))
 
 
-def _sentinel(url: RedisUrl) -> Connected:
+def _sentinel(url: RedisUrl, options: Options) -> Connected:
     given = _url_options(url)
     own = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     tls = {name: value for name, value in given.items() if name.startswith("ssl")}
     sentinel_options = {**_options(), **tls, **own, "retry": Retry(NoBackoff(), 0)}
     sentinel = Sentinel(  # type: ignore[no-untyped-call]
-        url.hosts, sentinel_kwargs=sentinel_options, **_options(), **given
+        url.hosts, sentinel_kwargs=sentinel_options, **options, **given
     )
     client = sentinel.master_for(url.service)
     _try_options(client)
@@ -105,13 +112,13 @@ def _try_options(client: Redis) -> None:
     pool.connection_class(**pool.connection_kwargs)
 
 
-def _cluster(url: RedisUrl) -> Connected:
+def _cluster(url: RedisUrl, options: Options) -> Connected:
     nodes = [ClusterNode(host, port) for host, port in url.hosts]
-    client = RedisCluster(startup_nodes=nodes, **_options(), **_url_options(url))
+    client = RedisCluster(startup_nodes=nodes, **options, **_url_options(url))
     return Connected(client, (client.aclose,))
 
 
-_OPENERS: Final[dict[Topology, Callable[[RedisUrl], Connected]]] = {
+_OPENERS: Final[dict[Topology, Callable[[RedisUrl, Options], Connected]]] = {
     Topology.SINGLE: _single,
     Topology.SENTINEL: _sentinel,
     Topology.CLUSTER: _cluster,

@@ -17,13 +17,14 @@ class RedisResponseStore:
     """A `ResponseStore` in Redis, with one script and one round trip for each call.
 
     The store has its own connections, because a response may have megabytes and must not delay
-    reservations.
+    reservations. They do not decode responses, which would hold the event loop. Requests decode
+    long responses in a thread.
     """
 
     def __init__(
         self, connected: Connected, pool: str, capacity_bytes: int, ttl_s: float, clock: str = ""
     ) -> None:
-        """Use a client, which is closed with this store.
+        """Use a client, which is closed with this store and does not decode results.
 
         Args:
             pool: name of the pool, which is part of the prefix of all keys.
@@ -41,7 +42,7 @@ class RedisResponseStore:
         Raises:
             ValueError: the address is invalid.
         """
-        return cls(open_client(address), pool, capacity_bytes, ttl_s)
+        return cls(open_client(address, decode=False), pool, capacity_bytes, ttl_s)
 
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         """Store a value, as `ResponseStore.put` describes."""
@@ -51,8 +52,8 @@ class RedisResponseStore:
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
         """Return a value, as `ResponseStore.get` describes."""
-        found = await self._scripts.run("get_response", (tenant, response_id))
-        return None if found is None else str(found).encode()
+        found: bytes | None = await self._scripts.run("get_response", (tenant, response_id))
+        return found
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a value, as `ResponseStore.delete` describes."""
