@@ -70,7 +70,7 @@ WORKDIR /home/draftgate
 
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-m", "draftgate.gateway.healthcheck", "http://127.0.0.1:8000/health"]
 
 # SIGTERM drains the node. `docker stop --time` limits the time for running streams.
 ENTRYPOINT ["draftgate"]
