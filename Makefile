@@ -86,5 +86,5 @@ format: $(SETUP) ## format the code
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
