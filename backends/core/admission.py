@@ -58,11 +58,15 @@ class Admission:
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
-        for limit, what in ((self.max_model_len, "context"), (self.pool_tokens, "KV pool")):
+        # Clients recognise a prompt that is too long by the words "maximum context length".
+        for limit, what in (
+            (self.max_model_len, "this model's maximum context length is"),
+            (self.pool_tokens, "the KV pool holds"),
+        ):
             if prompt + output > limit:
-                more = f" and {output} more were requested" if output else ""
+                parts = f"{prompt} in the prompt" + (f", {output} in the output" if output else "")
                 raise RequestRejected(
-                    f"the {what} holds {limit} tokens, but the prompt has {prompt}{more}",
+                    f"{what} {limit} tokens, but {prompt + output} were requested ({parts})",
                     param="prompt" if prompt >= limit else "max_tokens",
                     limit_tokens=limit,
                 )

@@ -168,7 +168,7 @@ def test_embedding_may_fill_the_context() -> None:
     worker = embedding_worker()
     worker.admission.check(to_embed(LENGTH))
     with pytest.raises(
-        RequestRejected, match=r"holds 40 tokens, but the prompt has 41$"
+        RequestRejected, match=r"40 tokens, but 41 were requested \(41 in the prompt\)$"
     ) as refused:
         worker.admission.check(to_embed(LENGTH + 1))
     assert (refused.value.param, refused.value.limit_tokens) == ("prompt", LENGTH)

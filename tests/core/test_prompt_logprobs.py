@@ -136,7 +136,7 @@ def test_request_without_output_ends_with_its_prompt(scored: bool) -> None:
     assert delta.finish_reason is FinishReason.LENGTH
     assert delta.outcome is not None
     assert (delta.prompt_logprobs is not None) == scored
-    with pytest.raises(RequestRejected, match=r"holds 40 tokens, but the prompt has 41$"):
+    with pytest.raises(RequestRejected, match=r"40 tokens, but 41 were requested \(41 in"):
         harness.worker.admission.check(request((*PROMPT, 1), max_tokens=0))
 
 

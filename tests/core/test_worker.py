@@ -190,8 +190,8 @@ def test_set_pace_applies_to_all_choices() -> None:
 @pytest.mark.parametrize(
     ("generation", "param", "words"),
     [
-        (request(prompt=190, max_tokens=11), "max_tokens", r"context holds 200 .* 190 and 11"),
-        (request(prompt=201, max_tokens=1), "prompt", "context holds 200"),
+        (request(prompt=190, max_tokens=11), "max_tokens", r"length is 200 .* \(190 in .* 11 in"),
+        (request(prompt=201, max_tokens=1), "prompt", "context length is 200"),
         (request(prompt=90, max_tokens=39), "max_tokens", "KV pool holds 128"),
         (request(prompt=(4096,)), "prompt", "between 0 and 4095"),
         (request(prompt=(-1,)), "prompt", "between 0 and 4095"),

@@ -182,6 +182,7 @@ async def test_text_beyond_the_context_is_refused_with_both_lengths(api: AsyncOp
             await vectors(api, given)
         assert long.value.code == "context_length_exceeded"
         assert long.value.param == param
+        assert "this model's maximum context length is" in long.value.message
         assert str(LONGEST) in long.value.message
         assert str(LONGEST + 1) in long.value.message
 

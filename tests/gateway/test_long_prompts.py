@@ -82,6 +82,7 @@ async def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == param
+    assert "this model's maximum context length is" in error["message"]
     tokenizer = sim.node.served.tokenizer
     least = tokenizer.least_tokens(LONG)
     assert least > sim.node.served.max_model_len

@@ -416,7 +416,7 @@ async def test_silent_server_times_out(
         ({"prompt_ids": compact([1 << 40])}, "token ids must be between"),
         ({"prompt_ids": compact([])}, "no tokens"),
         ({"resumed": (ResumedChoice(0, (-1,)),)}, "token ids must be between"),
-        ({"prompt_ids": compact([1]) * (1 << 15)}, "context holds"),
+        ({"prompt_ids": compact([1]) * (1 << 15)}, "context length"),
     ],
 )
 async def test_invalid_request_is_refused_and_the_worker_survives(

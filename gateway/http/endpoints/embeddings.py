@@ -95,8 +95,8 @@ def parse_embeddings(
     for index, prompt in enumerate(prompts):
         if len(prompt) > served.max_model_len:
             name = f"input[{index}]" if len(prompts) > 1 else "input"
-            text = f"the context holds {served.max_model_len} tokens, but the text has"
-            raise ContextTooLong(f"{name}: {text} {len(prompt)}", name)
+            limit = f"this model's maximum context length is {served.max_model_len} tokens"
+            raise ContextTooLong(f"{name}: {limit}, but the text has {len(prompt)}", name)
     job = Job(
         request_id,
         prompts,

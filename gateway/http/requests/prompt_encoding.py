@@ -37,7 +37,8 @@ def encode_prompt(
         text = tokenizer.ending(text, keep_tokens)
     elif most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
         raise ContextTooLong(
-            f"{param}: the context holds {most_tokens} tokens, but the text has at least {least}",
+            f"{param}: this model's maximum context length is {most_tokens} tokens, "
+            f"but the text has at least {least}",
             param,
         )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -23,6 +23,7 @@ async def test_client_raises_the_exception_of_each_error(api: AsyncOpenAI, model
     with pytest.raises(openai.BadRequestError) as long:
         await api.completions.create(model=model, prompt="x", max_tokens=10**6)
     assert long.value.code == "context_length_exceeded"
+    assert "this model's maximum context length is" in long.value.message  # litellm's criterion
 
 
 CASES = [
