@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from draftgate.gateway.state.calls import PATIENCE, GuardedCalls
-from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore
+from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore, StoreUsage
 from draftgate.gateway.state.store import StoreError
 
 DEADLINE_S: Final = 0.5
@@ -51,6 +51,11 @@ class GuardedResponseStore:
             deadline_s=deadline_s,
         )
 
+    @property
+    def evicted(self) -> int:
+        """Number of displaced values, as `ResponseStore` describes."""
+        return self._remote.evicted
+
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         """Store a value, as `ResponseStore.put` describes.
 
@@ -76,6 +81,14 @@ class GuardedResponseStore:
             StoreError: the remote store does not respond.
         """
         return await self._calls.run(partial(self._remote.delete, tenant, response_id))
+
+    async def usage(self) -> StoreUsage:
+        """Return the usage, as `ResponseStore.usage` describes.
+
+        Raises:
+            StoreError: the remote store does not respond.
+        """
+        return await self._calls.run(self._remote.usage)
 
     async def close(self) -> None:
         """Close all connections."""

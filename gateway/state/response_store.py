@@ -12,7 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class StoreUsage(NamedTuple):
+    """The values of a store that have not ended, and their bytes."""
+
+    values: int
+    bytes: int
 
 
 class ResponseStore(Protocol):
@@ -20,9 +27,15 @@ class ResponseStore(Protocol):
 
     Ids are unique among all tenants.
 
+    Attributes:
+        evicted: number of values that this object's calls of `put` displaced.
+
     Raises:
         StoreError: from any method of a remote store.
     """
+
+    @property
+    def evicted(self) -> int: ...
 
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         """Store a value, and return whether it has a place.
@@ -38,6 +51,10 @@ class ResponseStore(Protocol):
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a value of the tenant, and return whether the store had it."""
+        ...
+
+    async def usage(self) -> StoreUsage:
+        """Return the usage of the store by all tenants and nodes."""
         ...
 
     async def close(self) -> None:
@@ -73,6 +90,7 @@ class MemoryResponseStore:
             ttl_s: seconds after which a value ends.
             clock: a monotonic clock, in seconds.
         """
+        self.evicted = 0
         self._capacity_bytes = capacity_bytes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -92,7 +110,9 @@ class MemoryResponseStore:
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + len(value)
         while sum(self._tenant_bytes.values()) > self._capacity_bytes:
             largest = max(self._tenant_bytes, key=lambda name: (self._tenant_bytes[name], name))
-            self._drop(next(iter(self._ids[largest])))
+            displaced = next(iter(self._ids[largest]))
+            self._drop(displaced)
+            self.evicted += displaced != response_id
         return response_id in self._values
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
@@ -107,6 +127,11 @@ class MemoryResponseStore:
         if found is not None:
             self._drop(response_id)
         return found is not None
+
+    async def usage(self) -> StoreUsage:
+        """Return the usage, as `ResponseStore.usage` describes."""
+        self._prune(self._clock())
+        return StoreUsage(len(self._values), sum(self._tenant_bytes.values()))
 
     async def close(self) -> None:
         """Do nothing, because the store has no connections."""

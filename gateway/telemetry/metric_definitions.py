@@ -344,6 +344,18 @@ STORE_OUT: Final = _gauge(
     "1 while the state store is unavailable and this node uses its own state, else 0",
     unit="outages",
 )
+STORED_RESPONSES: Final = _gauge(
+    "draftgate_stored_responses",
+    "Responses in the store of `/v1/responses`, by all nodes of the pool",
+)
+STORED_BYTES: Final = _gauge(
+    "draftgate_stored_response_bytes",
+    "Bytes of the stored responses, by all nodes of the pool",
+)
+EVICTED_RESPONSES: Final = _counter(
+    "draftgate_evicted_responses",
+    "Stored responses that responses of this node displaced before their end",
+)
 OPEN_WORKERS: Final = _gauge(
     "draftgate_open_workers",
     "Workers to which this node may send requests, including workers of peers",

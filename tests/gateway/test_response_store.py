@@ -122,6 +122,35 @@ class ResponseStoreContract:
         assert await timed.store.get("b", "large") is None
         assert await timed.store.get("a", "r") is not None
 
+    async def test_usage_counts_values_that_have_not_ended(self, timed: Timed) -> None:
+        """The usage has the values and bytes of all tenants, without those that have ended."""
+        assert await timed.store.usage() == (0, 0)
+        await timed.store.put("a", "r", b"x" * 30)
+        await timed.pass_time(TTL_S / 2)
+        await timed.store.put("b", "s", b"x" * 20)
+        assert await timed.store.usage() == (2, 50)
+        await timed.pass_time(TTL_S / 2)
+        assert await timed.store.usage() == (1, 20)
+        await timed.store.delete("b", "s")
+        assert await timed.store.usage() == (0, 0)
+
+    async def test_displaced_values_are_counted(self, timed: Timed) -> None:
+        """Values that another value displaces count as evicted. Replaced, deleted and ended values
+        do not, nor does a value without a place."""
+        for index in range(4):  # the capacity holds three
+            await timed.store.put("a", f"r{index}", b"x" * 30)
+            await timed.pass_time(0.5)
+        assert timed.store.evicted == 1
+        await timed.store.put("a", "r3", b"y" * 30)
+        await timed.store.delete("a", "r3")
+        await timed.store.put("b", "large", b"x" * (CAPACITY_BYTES + 1))
+        assert not await timed.store.put("b", "no place", b"x" * 70)
+        assert timed.store.evicted == 1
+        await timed.pass_time(TTL_S)
+        await timed.store.put("c", "whole", b"x" * CAPACITY_BYTES)
+        assert timed.store.evicted == 1
+        assert await timed.store.usage() == (1, CAPACITY_BYTES)
+
     async def test_second_value_of_an_id_replaces_the_first(self, timed: Timed) -> None:
         """A repeated call replaces the value, and the value counts once."""
         for letter in (b"x", b"y", b"z"):
@@ -260,7 +289,7 @@ async def end_an_outage() -> None:
     for _ in range(PATIENCE.failures):
         assert not await guarded.put("a", "r", b"x")
     asked = remote.calls
-    for call in (guarded.get("a", "r"), guarded.delete("a", "r")):
+    for call in (guarded.get("a", "r"), guarded.delete("a", "r"), guarded.usage()):
         with pytest.raises(StoreError):
             await call
     assert remote.calls == asked  # the breaker is open
@@ -268,6 +297,7 @@ async def end_an_outage() -> None:
     await asyncio.sleep(2 * PATIENCE.first_pause_s)
     assert await guarded.put("a", "r", b"x")
     assert await guarded.get("a", "r") == b"x"
+    assert await guarded.usage() == (1, 1)
     assert await guarded.delete("a", "r")
     await guarded.close()
 

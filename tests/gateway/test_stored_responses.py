@@ -15,7 +15,7 @@ from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Tok
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import generation
 from draftgate.gateway.state.redis.responses import RedisResponseStore
-from draftgate.gateway.state.response_store import MemoryResponseStore
+from draftgate.gateway.state.response_store import MemoryResponseStore, StoreUsage
 from draftgate.gateway.state.store import StoreError
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
 from tests.gateway.redis_server import RedisServer
@@ -337,8 +337,35 @@ async def test_node_without_memory_for_responses_stores_none(qwen: ScriptedBacke
         assert (await http.get(f"{PATH}/{sent['id']}")).status_code == 404
 
 
+async def test_metrics_have_the_stored_responses(qwen: ScriptedBackend) -> None:
+    """The metrics have the stored responses, their bytes and evictions. During an outage of the
+    store, they keep the last values."""
+
+    async def shown() -> list[float]:
+        page = (await http.get("/metrics")).text.splitlines()
+        names = ("stored_responses", "stored_response_bytes", "evicted_responses_total")
+        starts = [f"draftgate_{name}{{" for name in names]
+        return [float(one.split()[-1]) for start in starts for one in page if start in one]
+
+    async with running(backends=[qwen]) as gateway, client(gateway) as http:
+        assert await shown() == [0, 0, 0]
+        _, sent = await respond(qwen, http)
+        one_bytes = (await gateway.node.responses.usage()).bytes
+        assert one_bytes > len(sent["id"])
+        assert await shown() == [1, one_bytes, 0]
+        gateway.node.responses = MemoryResponseStore(2 * one_bytes, 60.0)
+        for _ in range(4):
+            await respond(qwen, http)
+        assert await shown() == [2, 2 * one_bytes, 2]
+        gateway.node.responses = UnreachableStore(1, 1)
+        assert (await shown())[:2] == [2, 2 * one_bytes]
+
+
 class UnreachableStore(MemoryResponseStore):
     """A store that does not respond, as `GuardedResponseStore` reports this."""
+
+    async def usage(self) -> StoreUsage:
+        raise StoreError("unreachable")
 
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         return False

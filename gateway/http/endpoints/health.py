@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -16,7 +17,9 @@ from draftgate.gateway.http.replies.shapes import (
     WorkerHealth,
 )
 from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
+from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
 
 
@@ -82,8 +85,18 @@ async def metrics(request: web.Request) -> web.Response:
     node.metrics.set(metric.WAITING, queued + on_workers)
     node.metrics.set(metric.SLOW_READERS, len(request.app[SLOW_READERS]))
     node.metrics.set(metric.STORE_OUT, node.store.outage is not None)
+    await _set_stored(node)
     node.metrics.set(metric.OPEN_WORKERS, len(node.fleet.open))
     node.metrics.set(metric.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
     body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def _set_stored(node: Node) -> None:
+    """Set the metrics of the stored responses. An outage of the store keeps the last values."""
+    with suppress(StoreError):
+        usage = await node.responses.usage()
+        node.metrics.set(metric.STORED_RESPONSES, usage.values)
+        node.metrics.set(metric.STORED_BYTES, usage.bytes)
+    node.metrics.set(metric.EVICTED_RESPONSES, node.responses.evicted)

@@ -9,8 +9,9 @@ from typing import Final
 
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.scripts import Scripts
+from draftgate.gateway.state.response_store import StoreUsage
 
-_SCRIPTS: Final = ("put_response", "get_response", "delete_response")
+_SCRIPTS: Final = ("put_response", "get_response", "delete_response", "response_usage")
 
 
 class RedisResponseStore:
@@ -32,6 +33,7 @@ class RedisResponseStore:
             ttl_s: seconds after which a value ends.
             clock: Lua source that replaces `lua/clock.lua`.
         """
+        self.evicted = 0
         self._bounds = (round(ttl_s * 1e6), capacity_bytes)
         self._scripts = Scripts(connected, pool, _SCRIPTS, "responses", clock=clock)
 
@@ -46,9 +48,10 @@ class RedisResponseStore:
 
     async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
         """Store a value, as `ResponseStore.put` describes."""
-        return bool(
-            await self._scripts.run("put_response", (tenant, response_id, value, *self._bounds))
-        )
+        args = (tenant, response_id, value, *self._bounds)
+        kept, evicted = await self._scripts.run("put_response", args)
+        self.evicted += evicted
+        return bool(kept)
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
         """Return a value, as `ResponseStore.get` describes."""
@@ -58,6 +61,10 @@ class RedisResponseStore:
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a value, as `ResponseStore.delete` describes."""
         return bool(await self._scripts.run("delete_response", (tenant, response_id)))
+
+    async def usage(self) -> StoreUsage:
+        """Return the usage by the whole pool, as `ResponseStore.usage` describes."""
+        return StoreUsage(*await self._scripts.run("response_usage", ()))
 
     async def close(self) -> None:
         """Close all connections."""

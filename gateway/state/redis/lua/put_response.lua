@@ -1,15 +1,14 @@
 -- Store a response. O(log responses) for each response that ends or is displaced
 -- ARGV: tenant, response, value, lifetime, bytes of all responses of the pool
--- Returns whether the response has a place.
+-- Returns whether the response has a place, and the number of other responses that it displaced.
 
 local tenant, response, value, lifetime, capacity = unpack(ARGV)
 local now, bytes = now_us(), #value
 lifetime, capacity = tonumber(lifetime), tonumber(capacity)
 
-local over = redis.call('ZRANGEBYSCORE', ENDS, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
-for _, ended in ipairs(over) do drop(ended) end
+prune(now)
 drop(response)
-if bytes > capacity then return 0 end
+if bytes > capacity then return {0, 0} end
 
 local life_ms = math.ceil(lifetime / 1000)
 local own = tenant_key(tenant)
@@ -25,10 +24,13 @@ for _, key in ipairs({OWNERS, ENDS, SIZES, TOTAL, own}) do
   if redis.call('PTTL', key) < life_ms then redis.call('PEXPIRE', key, life_ms) end
 end
 
+local displaced = 0
 while tonumber(redis.call('GET', TOTAL)) > capacity do
   local largest = redis.call('ZREVRANGE', SIZES, 0, 0)[1]
   -- A tenant's own set has expired if all of its responses have ended. They are the first to go.
   local oldest = redis.call('ZRANGE', tenant_key(largest), 0, 0)[1]
-  drop(oldest or redis.call('ZRANGE', ENDS, 0, 0)[1])
+  oldest = oldest or redis.call('ZRANGE', ENDS, 0, 0)[1]
+  drop(oldest)
+  if oldest ~= response then displaced = displaced + 1 end
 end
-return redis.call('HEXISTS', OWNERS, response)
+return {redis.call('HEXISTS', OWNERS, response), displaced}

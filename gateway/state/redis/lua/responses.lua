@@ -39,6 +39,12 @@ local function drop(response)
   end
 end
 
+-- Drop responses that have ended. O(log responses) for each
+local function prune(now)
+  local over = redis.call('ZRANGEBYSCORE', ENDS, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
+  for _, ended in ipairs(over) do drop(ended) end
+end
+
 -- Return whether a response of the tenant exists and has not ended.
 local function exists(tenant, response)
   local _, of = owner(response)
