@@ -75,6 +75,12 @@ async def test_suite_of_a_client(
     assert row in PAGE.read_text(), "the documentation lacks this row"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_page_lists_the_version_of_a_client(name: str) -> None:
+    """The documentation has results of the version that the suite uses."""
+    assert f"| {library_of(name)} |" in PAGE.read_text()
+
+
 def counts(results: Path) -> Counter[str]:
     """Return the number of tests by outcome, of a report in JUnit's format."""
     found: Counter[str] = Counter()

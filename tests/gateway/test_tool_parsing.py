@@ -86,6 +86,12 @@ TEXTS = [
      [("now", "{}")]),
     (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a', "", [("now", '{"a')]),
     (HERMES, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool', "", [("now", "{}")]),
+    *((HERMES, f'<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>{cut}', content,
+       [("now", "{}")])
+      for cut, content in [("\n<", ""), ("\n<tool_call>\n", ""), ('\n<tool_call>{"name": "g', ""),
+                           (" Or <tool", " Or <tool"), ("<b", "<b")]),
+    (MISTRAL, '[{"name": "get", "arguments": {}}, {"na', "", [("get", "{}")]),
+    (LLAMA, '{"name": "get", "parameters": {}}; {"na', "", [("get", "{}")]),
     (HERMES, '<tool_call>\n{"name": "now", "arguments": {}}\nThen?', "\nThen?", [("now", "{}")]),
     (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": ]}} b', "]}} b",
      [("now", '{"a": ')]),

@@ -3,7 +3,8 @@
 The calls and the content depend only on the text, not on its division into deltas. The parser holds
 back text that may begin a call. A call is certain once the text has the name of a function on offer
 and the brace of its arguments. The parser then passes on the arguments as the model writes them.
-All other text is content, and no character is lost (`Piece.source`).
+After a call, the beginning of another call that the end of the text cuts short is framing. All other
+text is content, and no character is lost (`Piece.source`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class CallParser:
         self._mode = _Mode.BEGINNING
         self._held = ""
         self._brackets = _Brackets()
+        self._has_text_after_call = False
         self.calls = 0
 
     def add(self, text: str) -> list[Piece]:
@@ -105,11 +107,9 @@ class CallParser:
         held, self._held = self._held, ""
         if not held:
             return []
-        closing = self._mode is _Mode.OBJECT_END or (
-            self._mode is _Mode.AFTER_CALL
-            and first_match(self._dialect.closing, held, 0, ()) is NoMatch.INCOMPLETE
-        )
-        if closing or (self.calls and held.isspace()):
+        closing = self._mode in {_Mode.OBJECT_END, _Mode.AFTER_CALL}
+        # After a call, text that may begin another call is a call that `max_tokens` cut short.
+        if closing or (self.calls and (held.isspace() or not self._has_text_after_call)):
             return [Piece(held)]
         return [Piece(held, content=held)]
 
@@ -138,6 +138,7 @@ class CallParser:
             pieces.append(Piece(source, name=found.name))
             self.calls += 1
             self._brackets = _Brackets()
+            self._has_text_after_call = False
             self._mode = _Mode.ARGUMENTS
         elif found is NoMatch.NEVER:
             self._mode = _Mode.TEXT
@@ -161,6 +162,7 @@ class CallParser:
         if length:
             text = self._take(length)
             pieces.append(Piece(text, content=text))
+            self._has_text_after_call |= not text.isspace()
 
     def _arguments(self, pieces: list[Piece]) -> bool:
         length = self._brackets.read(self._held)
