@@ -42,7 +42,7 @@ def command_of(name: str, results: Path) -> tuple[list[str], Path]:
         reporter = ["--test-reporter=junit", f"--test-reporter-destination={results}"]
         return ["node", "--test", *reporter, "suite.mjs"], _node_environment(folder)
     python = _python_environment(folder) / "bin" / "python"
-    options = ["-p", "no:cacheprovider", "-q", "-c", str(CLIENTS / "pytest.ini")]
+    options = ["-p", "common", "-p", "no:cacheprovider", "-q", "-c", str(CLIENTS / "pytest.ini")]
     return [str(python), "-m", "pytest", *options, f"--junitxml={results}", "suite.py"], folder
 
 
@@ -105,4 +105,5 @@ def library_of(name: str) -> str:
 
 def variables(**given: str) -> dict[str, str]:
     """Return the environment variables of a suite, without those of the tests."""
-    return {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", **given}
+    path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(CLIENTS)}  # for the plugin `common`
+    return {**path, "PYTHONDONTWRITEBYTECODE": "1", **given}

@@ -3,8 +3,8 @@
 The calls and the content depend only on the text, not on its division into deltas. The parser holds
 back text that may begin a call. A call is certain once the text has the name of a function on offer
 and the brace of its arguments. The parser then passes on the arguments as the model writes them.
-After a call, the beginning of another call that the end of the text cuts short is framing. All other
-text is content, and no character is lost (`Piece.source`).
+After a call, the beginning of another call that the end of the text cuts short is framing. All
+other text is content, and no character is lost (`Piece.source`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Literal
 
 import instructor
 import pytest
-from conftest import MESSAGES
+from common import MESSAGES
 from instructor import Mode
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, field_validator

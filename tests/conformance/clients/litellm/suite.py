@@ -7,7 +7,7 @@ import os
 from typing import Any, Literal
 
 import pytest
-from conftest import CALL, MESSAGES, WEATHER
+from common import CALL, MESSAGES, WEATHER
 from pydantic import BaseModel
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # Otherwise, the import downloads prices.

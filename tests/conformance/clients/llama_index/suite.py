@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 import pytest
-from conftest import CALL
+from common import CALL
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from conftest import CALL
+from common import CALL
 from pydantic import BaseModel, ConfigDict
 from pydantic_ai import (
     Agent,

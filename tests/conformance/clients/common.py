@@ -1,4 +1,7 @@
-"""Fixtures of the clients' suites, which run in environments without Draftgate."""
+"""A pytest plugin with the fixtures of the clients' suites, whose environments lack Draftgate.
+
+The module is no `conftest.py`, because its hook would also apply to the tests of the project.
+"""
 
 from __future__ import annotations
 
