@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -230,7 +231,13 @@ async def post_raw(
     gateway: Listening, path: str, body: dict[str, Any], headers: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request over a bare socket, which the caller must read or close."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
+    connection = socket.socket()
+    # Segments of Ethernet. One of loopback's 64 kB fills the server's send queue, and then waits
+    # 40 ms for a delayed acknowledgement.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1448)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port_of(gateway)))
+    reader, writer = await asyncio.open_connection(sock=connection)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}"
     head += f"Content-Length: {len(data)}\r\n\r\n"
