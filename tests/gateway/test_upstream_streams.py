@@ -360,7 +360,8 @@ async def test_compressed_response_is_decoded() -> None:
 async def test_stopped_node_ends_streams_with_an_error_event() -> None:
     """A stopping gateway ends its open streams with an error event."""
     async with upstream(held(TOKEN)) as engine, forwarding(engine) as gateway:
-        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
+        close = "Connection: close\r\n"
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM, close)
         await reader.readuntil(TOKEN)
         await gateway.node.fleet.stop()
         rest = await reader.read()
