@@ -4,6 +4,7 @@ motion."""
 from __future__ import annotations
 
 import pytest
+from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import expect
 
 from tests.browser.conftest import Scene
@@ -68,36 +69,6 @@ CONTRASTS = """
 }
 """
 
-NAMELESS = """
-() => {
-  const faults = [];
-  const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-  if (new Set(ids).size !== ids.length) faults.push("an id occurs twice");
-  for (const element of document.querySelectorAll("input, select, textarea")) {
-    if (!element.labels?.length) faults.push(`no label: ${element.id}`);
-  }
-  for (const element of document.querySelectorAll("button, a, th, [role=tab]")) {
-    const name = element.textContent.trim() || element.ariaLabel;
-    if (!name) faults.push(`no name: ${element.outerHTML}`);
-  }
-  for (const element of document.querySelectorAll("img:not([alt]), [role=img]:not([aria-label])")) {
-    faults.push(`no alternative: ${element.outerHTML.slice(0, 80)}`);
-  }
-  for (const attribute of ["aria-labelledby", "aria-describedby", "aria-controls", "for"]) {
-    for (const element of document.querySelectorAll(`[${attribute}]`)) {
-      for (const id of element.getAttribute(attribute).split(" ")) {
-        if (!document.getElementById(id)) faults.push(`${attribute} names nothing: ${id}`);
-      }
-    }
-  }
-  for (const element of document.querySelectorAll("[tabindex]")) {
-    if (element.tabIndex > 0) faults.push(`out of order: ${element.id}`);
-  }
-  return faults;
-}
-"""
-
-
 async def generate(scene: Scene) -> None:
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
@@ -106,9 +77,24 @@ async def generate(scene: Scene) -> None:
     await expect(scene.page.locator("#decisions tr")).to_have_count(1)
 
 
+@pytest.mark.parametrize("width", [390, 768, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_reports_no_violation(scene: Scene, scheme: str, width: int) -> None:
+    """axe finds no fault in names, roles, references and contrast, on phones and wide screens."""
+    await scene.page.emulate_media(color_scheme=scheme)
+    await scene.page.set_viewport_size({"width": width, "height": 900})
+    await generate(scene)
+    scene.gateway.node.live.take()
+    results = await Axe().run(scene.page)
+    assert results.violations_count == 0, results.generate_report()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_contrast_is_sufficient_in_light_and_dark(scene: Scene, scheme: str) -> None:
-    """Text has a contrast of 4.5:1 and graphics have 3:1 in both colour schemes."""
+    """Text has a contrast of 4.5:1 and graphics have 3:1 in both colour schemes.
+
+    axe does not check graphics and the card of a token.
+    """
     await scene.page.emulate_media(color_scheme=scheme)
     await generate(scene)
     scene.gateway.node.live.take()
@@ -145,19 +131,13 @@ async def test_sources_differ_by_underline_too(scene: Scene) -> None:
     assert len(styles) == len(set(styles)) == 8
 
 
-async def test_all_controls_have_accessible_names(scene: Scene) -> None:
-    """Every control has an accessible name, a valid reference and the page's focus order."""
-    await generate(scene)
-    assert await scene.page.evaluate(NAMELESS) == []
-
-
 async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
     """The page has a banner, a main region with named sections and ordered headings."""
     page = scene.page
     await expect(page.get_by_role("banner")).to_have_count(1)
     await expect(page.get_by_role("main")).to_have_count(1)
     for name in ("Generate", "This node", "Recent decisions"):
-        await expect(page.get_by_role("region", name=name).first).to_be_visible()
+        await expect(page.get_by_role("region", name=name)).to_be_visible()
     levels = await page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")
     assert levels == ["H1", "H2", "H3", "H3", "H2", "H2"]
     assert await page.locator("html").get_attribute("lang") == "en"
