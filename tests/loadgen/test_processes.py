@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,19 @@ async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> Non
     assert [process.returncode for process in spawned] == [0, 0]
 
 
+@pytest.fixture
+def _sigint_not_ignored() -> Iterator[None]:
+    """Let commands handle SIGINT.
+
+    Shells without job control start background jobs, such as a test run, with SIGINT ignored. All
+    programs that such a job starts then ignore SIGINT, too.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint_not_ignored")
 def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
     """The command reports an INVALID run after a signal to the whole process group."""
     events, received = tmp_path / "e.jsonl", threading.Semaphore(0)
@@ -252,19 +266,19 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Mock, "_stream", stream)
     with serving_in_a_thread(Mock()) as url:
         flags = ["--requests", "4", "--concurrency", "4", "--processes", "2"]
-        running = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "loadgen", url, *flags, "--events", events],
             start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        try:
-            assert all(received.acquire(timeout=30) for _ in range(4))
-            os.killpg(running.pid, signal.SIGINT)
-            out, err = running.communicate(timeout=30)
-        finally:
-            running.kill()
+        ) as running:
+            try:
+                assert all(received.acquire(timeout=30) for _ in range(4))
+                os.killpg(running.pid, signal.SIGINT)
+                out, err = running.communicate(timeout=30)
+            finally:
+                running.kill()
     assert running.returncode == 3, err
     assert "INVALID" in out
     assert "Traceback" not in err
