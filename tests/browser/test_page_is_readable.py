@@ -69,6 +69,7 @@ CONTRASTS = """
 }
 """
 
+
 async def generate(scene: Scene) -> None:
     await scene.page.get_by_role("button", name="Generate").click()
     request = await scene.backend.submitted.get()
