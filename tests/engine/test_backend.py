@@ -120,7 +120,7 @@ async def disconnect(backend: EngineBackend, generation: GenerationRequest, afte
 async def test_request_longer_than_the_context_is_rejected(backend: EngineBackend) -> None:
     """The engine rejects the request with both lengths and does not queue it."""
     policy = speculation_policy("auto")
-    with pytest.raises(RequestRejected, match=r"512 tokens, but the prompt has 600") as caught:
+    with pytest.raises(RequestRejected, match=r"length is 512 tokens, but 601 were") as caught:
         backend.check(request("long", [1] * 600, policy, max_tokens=1))
     assert caught.value.param == "prompt"
     with pytest.raises(RequestRejected, match="token ids must be between 0 and 4095"):
