@@ -93,6 +93,7 @@ def check(collector: Collector, path: list[str]) -> None:
     reserved = [each.attributes["draftgate.worker_id"] for each in spans_of(collector, "reserve")]
     assert reserved == path
     dispatches, peers = spans_of(collector, "dispatch"), spans_of(collector, "peer.generate")
+    assert [dispatch.span.kind for dispatch in dispatches] == [Span.SPAN_KIND_CLIENT] * 2
     assert [peer.parent for peer in peers] == [dispatch.id for dispatch in dispatches]
     assert [peer.span.kind for peer in peers] == [Span.SPAN_KIND_SERVER] * 2
     assert [peer.attributes["draftgate.worker_id"] for peer in peers] == path

@@ -16,7 +16,7 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.telemetry.tracing import Tracing
 from tests.gateway.collector import Collector, collecting
-from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+from tests.gateway.harness import ScriptedBackend, client, port_of, post_raw, running, until
 
 PATH = "/v1/completions"
 SERVER = f"POST {PATH}"
@@ -46,7 +46,8 @@ async def two_nodes(
 
 
 async def test_worker_spans_are_below_the_peers_server_span() -> None:
-    """The peer's server span is below `dispatch`, and the gateway adds no worker spans."""
+    """The peer's server span is below `dispatch`, a CLIENT span with the peer's address, and the
+    gateway adds no worker spans."""
     async with (
         collecting() as collector,
         two_nodes(collector, peer_traces=True) as (where, peer),
@@ -62,6 +63,9 @@ async def test_worker_spans_are_below_the_peers_server_span() -> None:
         assert collector.named(name).parent == peer_span.id
         assert collector.named(name).within(peer_span)
     assert dispatch.parent == collector.named(SERVER).id
+    assert dispatch.span.kind == Span.SPAN_KIND_CLIENT
+    assert dispatch.attributes["server.address"] == "127.0.0.1"
+    assert dispatch.attributes["server.port"] == port_of(peer)
     assert len({span.trace for span in collector.spans}) == 1
     assert not any(span.failed for span in collector.spans)
 
