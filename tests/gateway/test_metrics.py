@@ -11,7 +11,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import Delta, FinishReason, Phases
+from draftgate.gateway.errors import QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.metrics import MOST_VALUES, OTHER, Metrics, shown_name
@@ -306,12 +308,19 @@ def test_attainment_counts_requests_that_ended_intact_and_in_time(
 
 
 def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:
-    """Beyond the limit, tenants share the series `other`."""
+    """Beyond the limit, tenants share the series `other`, and no count is lost."""
     for number in range(3 * MOST_VALUES):
         watch = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion")
         watch.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
         watch.progressed(1)
+        watch.settled(TokenUsage(prompt=0, cached=0, output=5))
         watch.end(Ending.FINISHED, 200)
+        refused = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion")
+        refused.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
+        refused.end(Ending.REJECTED, 429, QuotaExceeded("no tokens left", 1.0))
     for definition in (metric.TENANT_TTFT, metric.TENANT_DURATION):
-        assert len(metrics._histograms[definition]) <= MOST_VALUES + 1
-    assert len(metrics._scalars[metric.TENANT_SLO]) <= 2 * (MOST_VALUES + 1)
+        assert len(metrics._histograms[definition]) == MOST_VALUES + 1
+    counters = {metric.TENANT_SLO: 1, metric.TENANT_REFUSED: 1, metric.TENANT_TOKENS: 5}
+    for definition, each in counters.items():
+        counts = [series.value for series in metrics._scalars[definition].values()]
+        assert sorted(counts) == [each] * MOST_VALUES + [2 * MOST_VALUES * each]
