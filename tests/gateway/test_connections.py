@@ -27,6 +27,15 @@ HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
 LONG = 33 << 10
+BODY_PATHS = (
+    TEXT,
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/tokenize",
+)
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 NOT_HTTP = {
     "garbage": (b"no such\x00 protocol\r\n\r\n", 400),
@@ -44,7 +53,7 @@ NOT_HTTP = {
 }
 
 
-async def connect(gateway: Listening) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(gateway: Listening) -> Streams:
     return await asyncio.open_connection("127.0.0.1", port_of(gateway))
 
 
@@ -285,18 +294,61 @@ async def test_idle_time_does_not_end_a_running_request(scripted: ScriptedBacken
         writer.close()
 
 
-@pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions", "/v1/responses", "/tokenize"])
+async def begin_body(gateway: Listening, path: str) -> Streams:
+    """Send the head of a long body and the first byte of the body."""
+    reader, writer = await connect(gateway)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    writer.write(head.encode() + b"{")
+    return reader, writer
+
+
+async def read_timeout(reader: asyncio.StreamReader, path: str) -> None:
+    """Read a response with status 408 that announces the end of the connection."""
+    status, headers, body = await read_response(reader)
+    assert (status, headers["connection"]) == (408, "close")
+    error = json.loads(body)["error"]
+    assert "the body did not arrive within" in error["message"]
+    # Errors of Anthropic's API have no code.
+    assert error.get("code") == (None if path == "/v1/messages" else "request_timeout")
+
+
+@pytest.mark.parametrize("path", BODY_PATHS)
 async def test_slow_body_is_408(path: str) -> None:
     """The server responds with 408 if the body does not arrive in time, and closes the
     connection."""
     async with running(body_timeout_s=0.05) as gateway:
-        reader, writer = await connect(gateway)
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-        writer.write(head.encode() + b"{")
-        status, headers, body = await read_response(reader)
-        assert (status, headers["connection"]) == (408, "close")
-        assert json.loads(body)["error"]["code"] == "request_timeout"
+        reader, writer = await begin_body(gateway, path)
+        await read_timeout(reader, path)
         writer.close()
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/embeddings"])
+async def test_slow_body_for_an_upstream_is_408(path: str) -> None:
+    """A body for an upstream has the same timeout, and the upstream gets no request."""
+    async with upstream(whole) as engine, forwarding(engine, body_timeout_s=0.05) as gateway:
+        reader, writer = await begin_body(gateway, path)
+        await read_timeout(reader, path)
+        writer.close()
+        assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", BODY_PATHS)
+async def test_body_that_trickles_is_408(path: str) -> None:
+    """The timeout covers the whole body, so a body that arrives byte by byte gets a 408 too."""
+
+    async def trickle(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b" ")
+            await asyncio.sleep(0.005)
+
+    async with running(body_timeout_s=0.2) as gateway:
+        reader, writer = await begin_body(gateway, path)
+        trickling = asyncio.create_task(trickle(writer))
+        try:
+            await read_timeout(reader, path)
+        finally:
+            trickling.cancel()
+            writer.close()
 
 
 @pytest.mark.parametrize(
