@@ -139,7 +139,7 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(reloading(node.key_files, node.use_accounts))
                 if tls is not None:
-                    await stack.enter_async_context(reloading(tls.files, tls.apply))
+                    await stack.enter_async_context(reloading(tls.files, tls.use))
                 stop = partial(answer_last_requests, runner.server, server, connect, context)
                 yield Listening(node, _url(config, node.port), stop)
         finally:

@@ -1,6 +1,6 @@
 """TLS of a listener, with certificates that are loaded again when they change.
 
-Connections that exist keep their certificate. A new certificate applies to new connections.
+Connections that exist keep their certificates. New certificates and CAs apply to new connections.
 """
 
 from __future__ import annotations
@@ -13,26 +13,42 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.reloading import WatchedFiles
 
 
+class ReplaceableContext(ssl.SSLContext):
+    """A context that gives each new connection the current context.
+
+    OpenSSL can add a CA to a context but remove none, so changed files need a new context. Sessions
+    of an earlier context cannot be resumed in a new one, so clients of a removed CA cannot return.
+    """
+
+    current: ssl.SSLContext
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """Begin a connection, as event loops do for each accepted socket."""
+        return self.current.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
     """The TLS of a listener.
 
     Attributes:
         context: the context of all connections.
-        files: the files of the certificates.
+        files: the files of the certificates, which are read as a new context.
     """
 
-    context: ssl.SSLContext
-    files: WatchedFiles[None]
-    _config: ServeConfig
+    context: ReplaceableContext
+    files: WatchedFiles[ssl.SSLContext]
 
-    def apply(self, _checked: None) -> None:
-        """Use the present files, which a read has checked.
-
-        Raises:
-            OSError: the files have changed again and do not match.
-        """
-        _load(self.context, self._config)
+    def use(self, context: ssl.SSLContext) -> None:
+        """Use a context for new connections."""
+        self.context.current = context
 
 
 def tls_listener(config: ServeConfig) -> Listener | None:
@@ -47,38 +63,32 @@ def tls_listener(config: ServeConfig) -> Listener | None:
             raise ValueError("--tls-keyfile and --tls-client-ca-file need --tls-certfile")
         return None
     paths = [Path(path) for path in given if path is not None]
-    files = WatchedFiles("the TLS certificates", paths, lambda: _load(_context(), config))
-    context = _context()
+    files = WatchedFiles("the TLS certificates", paths, lambda: _context(config))
+    listener = Listener(ReplaceableContext(ssl.PROTOCOL_TLS_SERVER), files)
     try:
-        _load(context, config)
+        listener.use(files.read())
     except OSError as error:
         raise ValueError(f"cannot use the TLS certificates: {_reason(error, paths)}") from None
-    return Listener(context, files, config)
+    return listener
 
 
-def _context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    return context
-
-
-def _load(context: ssl.SSLContext, config: ServeConfig) -> None:
-    """Load the files into a context.
-
-    A failed load may leave a context with a certificate that does not match its key, so callers
-    first try a new context.
+def _context(config: ServeConfig) -> ssl.SSLContext:
+    """Return a context with the present contents of the files.
 
     Raises:
         OSError: a file is missing or cannot be used.
     """
     assert config.tls_certfile is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
     # Without a password, OpenSSL would ask for one on the terminal.
     context.load_cert_chain(config.tls_certfile, config.tls_keyfile, password=lambda: b"")
     if config.tls_client_ca_file is not None:
         context.load_verify_locations(config.tls_client_ca_file)
         # Probes and other nodes have no certificate, so the application requires certificates.
         context.verify_mode = ssl.CERT_OPTIONAL
+    return context
 
 
 def _reason(error: OSError, paths: list[Path]) -> str:

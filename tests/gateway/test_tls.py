@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from draftgate.gateway import reloading
 from draftgate.gateway.app import Listening, StartError
@@ -156,15 +158,65 @@ async def test_an_added_ca_is_accepted_without_a_restart(
     settings = {**files_of(first), "tls_client_ca_file": str(authorities)}
     async with running(**settings) as gateway:
         authorities.write_bytes(other.cert.read_bytes() + second.cert.read_bytes())
+        await eventually(lambda: _accepts(gateway, second.client_context(first)))
 
-        async def accepted() -> bool:
-            async with https(gateway, second.client_context(first)) as http:
-                try:
-                    return (await http.get("/v1/models")).status_code == 200
-                except httpx.TransportError:
-                    return False
 
-        await eventually(accepted)
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_removed_ca_is_rejected_without_a_restart(
+    first: Certificate, second: Certificate, tmp_path: Path, loop: Any
+) -> None:
+    """A replaced CA applies to new connections, also to clients that resume a TLS session.
+    Existing connections stay open."""
+    authority = tmp_path / "authority.pem"
+    authority.write_bytes(second.cert.read_bytes())
+    settings = {**files_of(first), "tls_client_ca_file": str(authority)}
+    removed, added = second.client_context(first), make_certificate(tmp_path, "added")
+
+    async def scenario() -> None:
+        async with running(**settings) as gateway, https(gateway, removed) as old:
+            assert (await old.get("/v1/models")).status_code == 200
+            session, _ = await asyncio.to_thread(_resume, gateway, removed, None)
+            session, resumed = await asyncio.to_thread(_resume, gateway, removed, session)
+            assert resumed
+            assert not await _accepts(gateway, added.client_context(first))
+            authority.write_bytes(added.cert.read_bytes())
+            await eventually(lambda: _accepts(gateway, added.client_context(first)))
+            assert not await _accepts(gateway, removed)
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.to_thread(_resume, gateway, removed, session)
+            assert (await old.get("/v1/models")).status_code == 200
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
+
+
+def _resume(
+    gateway: Listening, context: ssl.SSLContext, session: ssl.SSLSession | None
+) -> tuple[ssl.SSLSession | None, bool]:
+    """Get the models, and return the TLS session and whether the connection resumed `session`.
+
+    Raises:
+        OSError: the node closed the connection without a response.
+    """
+    with (
+        socket.create_connection(("127.0.0.1", port_of(gateway)), PATIENCE_S) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+    ):
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        response = connection.recv(1 << 16)
+        if not response:
+            raise ConnectionAbortedError
+        assert response.startswith(b"HTTP/1.1 200")
+        return connection.session, bool(connection.session_reused)
+
+
+async def _accepts(gateway: Listening, context: ssl.SSLContext) -> bool:
+    """Return whether a new connection of a client can list the models."""
+    async with https(gateway, context) as http:
+        try:
+            return (await http.get("/v1/models")).status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 @pytest.mark.parametrize(
