@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -91,6 +92,19 @@ async def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     assert sum(encoded.texts) < 100
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_message_that_cannot_fit_is_refused_before_it_is_tokenised(
+    http: httpx.AsyncClient, encoded: Encoded, path: str
+) -> None:
+    """The endpoints of Anthropic's form reject a prompt by its bytes, too."""
+    encoded.texts.clear()
+    body = {"model": "draftgate-demo", "max_tokens": 1, "messages": CHAT}
+    response = await http.post(path, json=body)
+    assert response.status_code == 400
+    assert "but the text has at least" in response.json()["error"]["message"]
+    assert sum(encoded.texts) < 100
+
+
 async def test_tokenize_counts_prompts_of_any_length(http: httpx.AsyncClient) -> None:
     """The endpoint `/tokenize` tokenises a text that exceeds the context."""
     response = await http.post("/tokenize", json={"prompt": LONG[:1_000_000]})
@@ -113,6 +127,21 @@ async def test_truncation_tokenises_only_the_end(qwen: ScriptedBackend, encoded:
     assert sum(encoded.texts) < len(json.dumps(body)) / 10
 
 
+async def test_truncated_prompts_are_tokenised_only_at_their_end(
+    scripted: ScriptedBackend, encoded: Encoded
+) -> None:
+    """With `truncate_prompt_tokens`, the server tokenises no more than what these tokens need."""
+    async with running(backends=[scripted]) as gateway, client(gateway) as http:
+        encoded.texts.clear()
+        body = {"prompt": LONG, "truncate_prompt_tokens": 50, "max_tokens": 5}
+        response = asyncio.create_task(http.post("/v1/completions", json=body))
+        request = await accepted_request(scripted, response)
+        scripted.emit(request, "x", last=True)
+        assert (await response).status_code == 200
+    assert len(request.prompt_ids) == 50
+    assert sum(encoded.texts) < BYTES / 10
+
+
 async def test_only_the_beginning_of_a_prediction_is_tokenised(
     scripted: ScriptedBackend, encoded: Encoded
 ) -> None:
@@ -132,13 +161,16 @@ async def test_only_the_beginning_of_a_prediction_is_tokenised(
     assert sum(encoded.texts) < BYTES / 10
 
 
+@pytest.mark.parametrize(
+    "prompt", [[LONG[:1000]] * 100, LONG], ids=["many texts", "one text of 8 MB"]
+)
 async def test_work_for_clients_that_have_left_stops(
-    scripted: ScriptedBackend, encoded: Encoded
+    scripted: ScriptedBackend, encoded: Encoded, prompt: str | list[str]
 ) -> None:
     """The server tokenises no further text of clients that have left, whether their requests run
     or wait for a thread."""
-    clients, texts = 3 * MOST_THREADS, [LONG[:1000]] * 100
-    body = {"prompt": texts, "max_tokens": 1}
+    scripted.card = replace(scripted.card, max_model_len=2 * BYTES)
+    clients, body = 3 * MOST_THREADS, {"prompt": prompt, "max_tokens": 1}
     async with running(backends=[scripted]) as gateway:
         node = gateway.node
         encoded.begun = 0

@@ -237,6 +237,9 @@ async def test_suffix_follows_the_prompt_in_the_format_of_the_model(
         first, second, third = (ids[token] for token in tokens)
         expected = [first, *encode("def f("), second, *encode("):\n"), third]
         assert filled["prompt_token_ids"] == expected
+        long = (await http.post(TEXT, json={"prompt": "a", "suffix": "x" * 1_000_000})).json()
+        assert long["error"]["param"] == "suffix"
+        assert "but the text has at least" in long["error"]["message"]
         body = {"prompt": "a", "suffix": "b", "truncate_prompt_tokens": 3}
         refused = (await http.post(TEXT, json=body)).json()["error"]
         assert refused["param"] == "truncate_prompt_tokens"

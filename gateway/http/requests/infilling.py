@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import Unsupported
+from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
+from draftgate.gateway.served_model import ServedModel
 
 FORMATS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -18,24 +20,31 @@ CodeGemma, of StarCoder and Granite, and of DeepSeek-Coder."""
 
 
 def infilled(
-    suffix: str, tokenizer: Tokenizer, prefix: TokenIds, *, add_special_tokens: bool
-) -> TokenIds:
-    """Return the prompt for the text between a prefix and a suffix.
+    suffix: str, served: ServedModel, prefixes: Iterable[TokenIds], *, add_special_tokens: bool
+) -> tuple[TokenIds, ...]:
+    """Return the prompts for the texts between prefixes and a suffix.
 
     Args:
         suffix: the text after the output.
-        tokenizer: the tokenizer of the model.
-        prefix: the tokens of the text before the output, without special tokens.
-        add_special_tokens: whether the prompt begins with the tokenizer's special tokens.
+        served: the model.
+        prefixes: the tokens of the texts before the output, without special tokens.
+        add_special_tokens: whether the prompts begin with the tokenizer's special tokens.
 
     Raises:
         Unsupported: the vocabulary has no tokens for such prompts.
+        ContextTooLong: the suffix cannot fit into the context, by its bytes.
     """
+    tokenizer = served.tokenizer
     known = tokenizer.vocabulary
     tokens = next((form for form in FORMATS if known.keys() >= set(form)), None)
     if tokens is None:
         raise Unsupported("suffix", " by this model, whose vocabulary has no tokens for it")
     before_prefix, before_suffix, before_middle = (known[token] for token in tokens)
-    after = tokenizer.encode(suffix, add_special_tokens=False)
+    after = encode_prompt(
+        tokenizer, suffix, served.max_model_len, "suffix", add_special_tokens=False
+    )
     begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
-    return compact([*begin, before_prefix, *prefix, before_suffix, *after, before_middle])
+    return tuple(
+        compact([*begin, before_prefix, *prefix, before_suffix, *after, before_middle])
+        for prefix in prefixes
+    )

@@ -178,8 +178,7 @@ def parse_completion(
     )
     if wire.suffix:
         _check_with_suffix(wire)
-        infill = partial(infilled, wire.suffix, served.tokenizer, add_special_tokens=special)
-        prompts = tuple(map(infill, prompts))
+        prompts = infilled(wire.suffix, served, prompts, add_special_tokens=special)
     n = _choices(wire)
     if len(prompts) * n > MAX_SEQUENCES:
         sequences = f"{len(prompts)} prompts of {n} choices"
