@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +49,22 @@ async def browser() -> AsyncIterator:
         yield started
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def scene(browser) -> AsyncIterator[Scene]:
-    """The page of a node with a scripted worker. The test fails on any error of the page."""
+@asynccontextmanager
+async def open_scene(browser: Any) -> AsyncIterator[Scene]:
+    """Open the page of a node with a scripted worker, and check the page at the end."""
     from tests.browser.browse import visiting
 
     backend = ScriptedBackend()
     async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
         yield Scene(visit, gateway, backend)
         visit.check()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def scene(browser) -> AsyncIterator[Scene]:
+    """The page of a node with a scripted worker. The test fails on any error of the page."""
+    async with open_scene(browser) as opened:
+        yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

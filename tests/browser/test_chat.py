@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from playwright.async_api import expect
 
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
+from tests.browser.states import ANSWER, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-ANSWER = "A list:\n\n- **one**\n- `two`\n"
-DONE = re.compile("^Done in")
 WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"
-
-
-async def say(scene: Scene, message: str, answer: str = ANSWER) -> str:
-    """Send a message, let the worker answer, and return the prompt."""
-    await scene.page.get_by_role("tab", name="Chat").click()
-    await scene.page.get_by_label("Message").fill(message)
-    await scene.page.get_by_role("button", name="Generate").click()
-    request = await scene.backend.submitted.get()
-    scene.deliver(request, *in_steps(scene.backend.tokenizer, answer))
-    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
-    return scene.backend.tokenizer.decode(request.prompt_ids)
 
 
 async def test_answer_is_shown_as_markdown_or_as_tokens(scene: Scene) -> None:

@@ -8,7 +8,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import expect
 
 from tests.browser.conftest import Scene
-from tests.browser.draft_steps import TEXT, in_steps
+from tests.browser.states import STATES, generate, views
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -70,24 +70,13 @@ CONTRASTS = """
 """
 
 
-async def generate(scene: Scene) -> None:
-    await scene.page.get_by_role("button", name="Generate").click()
-    request = await scene.backend.submitted.get()
-    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
-    await expect(scene.page.locator("#stats")).to_be_visible()
-    await expect(scene.page.locator("#decisions tr")).to_have_count(1)
-
-
-@pytest.mark.parametrize("width", [390, 768, 1400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_reports_no_violation(scene: Scene, scheme: str, width: int) -> None:
+@pytest.mark.parametrize("state", STATES)
+async def test_axe_reports_no_violation(browser, state: str) -> None:
     """axe finds no fault in names, roles, references and contrast, on phones and wide screens."""
-    await scene.page.emulate_media(color_scheme=scheme)
-    await scene.page.set_viewport_size({"width": width, "height": 900})
-    await generate(scene)
-    scene.gateway.node.live.take()
-    results = await Axe().run(scene.page)
-    assert results.violations_count == 0, results.generate_report()
+    async with STATES[state](browser) as page:
+        async for view in views(page):
+            results = await Axe().run(page)
+            assert results.violations_count == 0, f"{view}: {results.generate_report()}"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,7 +8,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from tests.browser.conftest import Scene
-from tests.browser.draft_steps import TEXT, in_steps
+from tests.browser.states import generate
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -24,14 +24,6 @@ async (times) => {
   return [drawn(".line"), drawn(".area")];
 }
 """
-
-
-async def generate(scene: Scene) -> None:
-    await scene.page.get_by_role("button", name="Generate").click()
-    request = await scene.backend.submitted.get()
-    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
-    await expect(scene.page.locator("#decisions tr")).to_have_count(1)
-    await expect(scene.page.locator("#decisions tr")).to_contain_text("drafts accepted")
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from tests.browser.browse import visiting
-from tests.gateway.upstreams import (
-    DONE,
-    LAST,
-    TOKEN,
-    USAGE,
-    ScriptedUpstream,
-    forwarding,
-    stream_of,
-    upstream,
-)
+from tests.browser.states import CHAT, FINISHED, upstream_page
+from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-FINISHED = re.compile("^Done")
-CHAT = (
-    b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" a"},"finish_reason":"stop"}]}\n\n'
-)
 PARSE = """
 async (streams) => {
   const { eventData } = await import("/web/client.js");
@@ -46,20 +31,6 @@ async (streams) => {
 }
 """
 EVENTS = ": comment\n\ndata: {}\n\ndata:a\ndata: b\n\nevent: x\ndata:  c\n\ndata: unfinished"
-
-
-@asynccontextmanager
-async def upstream_page(
-    browser: Browser, *blocks: bytes
-) -> AsyncIterator[tuple[Page, ScriptedUpstream]]:
-    """Open the page of a node whose upstream streams these blocks, and check it at the end."""
-    async with (
-        upstream(stream_of(*blocks)) as engine,
-        forwarding(engine) as gateway,
-        visiting(browser, gateway.url) as visit,
-    ):
-        yield visit.page, engine
-        visit.check()
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])

@@ -1,0 +1,245 @@
+"""States of the page that tests check and screenshots show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Final
+
+from playwright.async_api import Browser, Page, expect
+
+from draftgate.backends.types import StepTrace
+from draftgate.gateway.app import Listening
+from tests.browser.browse import Visit, visiting
+from tests.browser.conftest import Scene, open_scene
+from tests.browser.draft_steps import TEXT, in_steps
+from tests.gateway.harness import running
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    TOKEN,
+    USAGE,
+    ScriptedUpstream,
+    forwarding,
+    stream_of,
+    upstream,
+)
+
+SIZES: Final = {390: 844, 768: 1024, 1400: 900}
+"""Heights of screens by their width: a phone, a tablet and a notebook."""
+
+SCHEMES: Final = ("light", "dark")
+FINISHED: Final = re.compile("^Done")
+KEY: Final = "sk-page"
+ANSWER: Final = "A list:\n\n- **one**\n- `two`\n"
+DOCUMENT: Final = """# Binary search
+
+Binary search *halves* a **sorted** list in each step, see [the article](https://example.org/).
+
+1. Compare `x` with the middle.
+2. Continue in one half:
+   - left, if `x` is smaller
+   - right, if `x` is greater
+
+```python
+def search(items, x, low=0, high=None):
+    high = len(items) if high is None else high  # a comment that is wider than a phone's screen
+    middle = (low + high) // 2
+```
+
+> The list must be sorted.
+
+---
+
+| items | steps | time of a search in a list that fits into the first-level cache |
+| --- | --- | --- |
+| 1,000 | 10 | 50 ns |
+| 1,000,000 | 20 | 2 µs |
+"""
+"""An answer with each element of Markdown, higher than the box of the chat."""
+
+ONE_TOKEN: Final = (StepTrace(1),)
+CHAT: Final = (
+    b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" a"},"finish_reason":"stop"}]}\n\n'
+)
+THOUGHT: Final = CHAT.replace(b'"content":" a"', b'"reasoning":"because"').replace(
+    b'"stop"', b"null"
+)
+
+
+async def generate(scene: Scene, text: str = TEXT) -> None:
+    """Run the form, and let the worker answer with a text."""
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, text))
+    await expect(scene.page.locator("#stats")).to_be_visible()
+    await expect(scene.page.locator("#decisions tr")).to_contain_text("drafts accepted")
+
+
+async def say(scene: Scene, message: str, answer: str = ANSWER) -> str:
+    """Send a message, let the worker answer, and return the prompt."""
+    await scene.page.get_by_role("tab", name="Chat").click()
+    await scene.page.get_by_label("Message").fill(message)
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, answer))
+    await expect(scene.page.locator("#run-state")).to_have_text(FINISHED)
+    return scene.backend.tokenizer.decode(request.prompt_ids)
+
+
+async def receive_sample(page: Page, gateway: Listening) -> None:
+    """Let the node take a sample, and wait until the charts show it."""
+    gateway.node.live.take()
+    await expect(page.locator("#live-state")).to_have_text("last two minutes")
+
+
+@asynccontextmanager
+async def logged_in(browser: Browser) -> AsyncIterator[tuple[Visit, Listening]]:
+    """Open the page of a node with API keys, with a key as the password."""
+    login = {"username": "anybody", "password": KEY}
+    async with (
+        running(api_keys=(KEY,)) as gateway,
+        visiting(browser, gateway.url, http_credentials=login) as visit,
+    ):
+        yield visit, gateway
+        visit.check()
+
+
+@asynccontextmanager
+async def upstream_page(
+    browser: Browser, *blocks: bytes
+) -> AsyncIterator[tuple[Page, ScriptedUpstream]]:
+    """Open the page of a node whose upstream streams these blocks, and check it at the end."""
+    async with (
+        upstream(stream_of(*blocks)) as engine,
+        forwarding(engine) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        yield visit.page, engine
+        visit.check()
+
+
+@asynccontextmanager
+async def completion(browser: Browser) -> AsyncIterator[Page]:
+    """A completion with tokens of each proposer, its decision and its statistics."""
+    async with open_scene(browser) as scene:
+        await generate(scene)
+        await receive_sample(scene.page, scene.gateway)
+        yield scene.page
+
+
+@asynccontextmanager
+async def chat(browser: Browser) -> AsyncIterator[Page]:
+    """A conversation with Markdown, beside an earlier one in the history."""
+    async with open_scene(browser) as scene:
+        await say(scene, "an earlier question")
+        await scene.page.get_by_role("button", name="New conversation").click()
+        await say(scene, "What is binary search?", DOCUMENT)
+        yield scene.page
+
+
+@asynccontextmanager
+async def chat_tokens(browser: Browser) -> AsyncIterator[Page]:
+    """The tokens of a conversation that are shown in place of the Markdown."""
+    async with chat(browser) as page:
+        await page.get_by_role("button", name="Show tokens").click()
+        yield page
+
+
+@asynccontextmanager
+async def compared(browser: Browser) -> AsyncIterator[Page]:
+    """Both texts of a comparison, which are higher than their boxes, and the speed-up."""
+    async with open_scene(browser) as scene:
+        await _begin_comparison(scene)
+        request = await scene.backend.submitted.get()
+        scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT * 9, ONE_TOKEN))
+        await expect(scene.page.locator("#run-state")).to_have_text("Done.")
+        yield scene.page
+
+
+@asynccontextmanager
+async def comparing(browser: Browser) -> AsyncIterator[Page]:
+    """A comparison during its second run."""
+    async with open_scene(browser) as scene:
+        await _begin_comparison(scene)
+        request = await scene.backend.submitted.get()
+        first, *_ = in_steps(scene.backend.tokenizer, TEXT, ONE_TOKEN)
+        scene.deliver(request, first)
+        await expect(scene.page.locator("#said-without .token")).to_have_count(1)
+        yield scene.page
+
+
+async def _begin_comparison(scene: Scene) -> None:
+    """Start a comparison, and let the worker end the run with speculation."""
+    await scene.page.get_by_role("tab", name="Compare").click()
+    await scene.page.get_by_role("button", name="Compare").click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT * 9))
+
+
+@asynccontextmanager
+async def with_keys(browser: Browser) -> AsyncIterator[Page]:
+    """A completion of a node with API keys."""
+    async with logged_in(browser) as (visit, gateway):
+        await visit.page.get_by_role("button", name="Generate").click()
+        await expect(visit.page.locator("#run-state")).to_have_text(FINISHED)
+        await receive_sample(visit.page, gateway)
+        yield visit.page
+
+
+@asynccontextmanager
+async def plain_upstream(browser: Browser) -> AsyncIterator[Page]:
+    """A completion of an upstream without metrics."""
+    async with upstream_page(browser, TOKEN, TOKEN, LAST, USAGE, DONE) as (page, _):
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        yield page
+
+
+@asynccontextmanager
+async def reasoning(browser: Browser) -> AsyncIterator[Page]:
+    """An answer of an upstream with its reasoning open."""
+    async with upstream_page(browser, THOUGHT, CHAT, USAGE, DONE) as (page, _):
+        await page.get_by_role("tab", name="Chat").click()
+        await page.get_by_label("Message").fill("hello")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await page.get_by_text("Reasoning").click()
+        yield page
+
+
+@asynccontextmanager
+async def stopped_server(browser: Browser) -> AsyncIterator[Page]:
+    """The errors of a request to a server that has stopped."""
+    async with AsyncExitStack() as stack:
+        async with running() as gateway:
+            visit = await stack.enter_async_context(visiting(browser, gateway.url))
+            await receive_sample(visit.page, gateway)
+        await expect(visit.page.locator("#live-state")).to_have_text("disconnected")
+        await visit.page.get_by_role("button", name="Generate").click()
+        await expect(visit.page.get_by_role("alert")).to_be_visible()
+        yield visit.page
+
+
+STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]] = {
+    "completion": completion,
+    "chat": chat,
+    "chat-tokens": chat_tokens,
+    "comparing": comparing,
+    "compared": compared,
+    "with-keys": with_keys,
+    "plain-upstream": plain_upstream,
+    "reasoning": reasoning,
+    "stopped-server": stopped_server,
+}
+
+
+async def views(page: Page) -> AsyncIterator[str]:
+    """Show a page in each size and colour scheme, and yield a name such as `390-dark`."""
+    for scheme in SCHEMES:
+        # A transition of colours would have too little contrast for a moment.
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        for width, height in SIZES.items():
+            await page.set_viewport_size({"width": width, "height": height})
+            yield f"{width}-{scheme}"
