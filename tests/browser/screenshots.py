@@ -1,13 +1,14 @@
 """Take the screenshots of the live page: python -m tests.browser.screenshots [DIRECTORY].
 
-The engine completes Python code with the shipped model while a changing load draws the charts.
+The engine completes Python code with the shipped model while a changing load draws the charts. With
+`--views`, the screenshots show each state of the page on a phone, a tablet and a notebook, in light
+and dark, to look at after a change of the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from playwright.async_api import Browser, Page, expect
 
 from draftgate.gateway.app import Listening
 from tests.browser.browse import chromium, visiting
+from tests.browser.states import FINISHED, STATES, views
 from tests.gateway.harness import running
 
 IMAGES: Final = Path(__file__).parents[2] / "docs" / "images"
@@ -80,7 +82,7 @@ async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, pat
     """Run the page's example and save a screenshot with the card of a drafted token."""
     async with example_page(browser, gateway, scheme) as page:
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
+        await expect(page.locator("#run-state")).to_have_text(FINISHED, timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
         await open_draft_card(page)
         await page.screenshot(path=path, full_page=True, animations="disabled")
@@ -117,7 +119,19 @@ async def take_all(directory: Path) -> None:
             await take_comparison(browser, gateway, scheme, directory / f"comparison-{scheme}.png")
 
 
+async def take_views(directory: Path) -> None:
+    """Take each state of the page in each size and colour scheme."""
+    async with chromium() as browser:
+        for name, state in STATES.items():
+            async with state(browser) as page:
+                async for view in views(page):
+                    path = directory / f"{name}-{view}.png"
+                    await page.screenshot(path=path, full_page=True, animations="disabled")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=IMAGES)
-    asyncio.run(take_all(parser.parse_args().directory))
+    parser.add_argument("--views", action="store_true", help="show each state, size and scheme")
+    arguments = parser.parse_args()
+    asyncio.run((take_views if arguments.views else take_all)(arguments.directory))
