@@ -142,7 +142,7 @@ class NodeSample(msgspec.Struct, frozen=True):
         acceptance: running share of draft tokens that are accepted.
         running, waiting: sequences in the workers' batches and in their queues.
         queued: requests in the gateway's queue.
-        kv_usage: share of the KV blocks in use, 0 to 1.
+        kv_usage: share of the KV blocks in use, 0 to 1, or None if no worker reports them.
         ttft_s, tpot_s: percentiles over the last minute's requests, or None without any.
         requests_per_s: rate of ended requests, including rejected requests, over `RATE_S` seconds.
         tokens_per_s: rate of generated tokens over the same time.
@@ -156,7 +156,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     queued: int
-    kv_usage: float
+    kv_usage: float | None
     ttft_s: LatencyPercentiles | None
     tpot_s: LatencyPercentiles | None
     requests_per_s: float
@@ -249,7 +249,7 @@ class Live:
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             queued=self._queued(),
-            kv_usage=1 - sum(load.kv_blocks_free for load in loads) / blocks if blocks else 0.0,
+            kv_usage=1 - sum(load.kv_blocks_free for load in loads) / blocks if blocks else None,
             ttft_s=recent.ttft_s(),
             tpot_s=recent.tpot_s(),
             requests_per_s=(recent.requests - requests) / span_s,

@@ -134,7 +134,10 @@ function show(piece) {
 /** Show the speed-up and whether both texts are equal. */
 function conclude(drafted, plain) {
   const ratio = drafted.rate && plain.rate ? drafted.rate / plain.rate : null;
-  if (ratio === null) return verdict("–", "no speed-up: the server reports no usage", "");
+  if (ratio === null) {
+    const reason = drafted.usage && plain.usage ? "a text arrived in one piece" : "the server reports no usage";
+    return verdict("–", `no speed-up: ${reason}`, "");
+  }
   verdict(`${figure(ratio)}×`, "as fast with speculation", equality(drafted, plain));
 }
 

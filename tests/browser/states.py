@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
@@ -13,7 +13,7 @@ from draftgate.backends.types import StepTrace
 from draftgate.gateway.app import Listening
 from tests.browser.browse import Visit, visiting
 from tests.browser.conftest import Scene, open_scene
-from tests.browser.draft_steps import TEXT, in_steps
+from tests.browser.draft_steps import PATTERN, TEXT, in_steps
 from tests.gateway.harness import running
 from tests.gateway.upstreams import (
     DONE,
@@ -152,9 +152,9 @@ async def compared(browser: Browser) -> AsyncIterator[Page]:
     """Both texts of a comparison, which are higher than their boxes, and the speed-up."""
     async with open_scene(browser) as scene:
         await _begin_comparison(scene)
-        request = await scene.backend.submitted.get()
-        scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT * 9, ONE_TOKEN))
+        await _answer_comparison(scene, ONE_TOKEN, "#said-without")
         await expect(scene.page.locator("#run-state")).to_have_text("Done.")
+        await expect(scene.page.locator("#speed-up")).to_contain_text("as fast with speculation")
         yield scene.page
 
 
@@ -174,8 +174,16 @@ async def _begin_comparison(scene: Scene) -> None:
     """Start a comparison, and let the worker end the run with speculation."""
     await scene.page.get_by_role("tab", name="Compare").click()
     await scene.page.get_by_role("button", name="Compare").click()
+    await _answer_comparison(scene, PATTERN, "#said-with")
+
+
+async def _answer_comparison(scene: Scene, pattern: Sequence[StepTrace], column: str) -> None:
+    """Deliver a text in two pieces, because the rate of one piece is unknown."""
     request = await scene.backend.submitted.get()
-    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT * 9))
+    first, *others = in_steps(scene.backend.tokenizer, TEXT * 9, pattern)
+    scene.deliver(request, first)
+    await expect(scene.page.locator(f"{column} .token").first).to_be_attached()
+    scene.deliver(request, *others)
 
 
 @asynccontextmanager

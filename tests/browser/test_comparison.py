@@ -133,6 +133,16 @@ async def test_note_says_whether_the_runs_are_comparable(
     await expect(scene.page.locator("#same-text")).to_have_text(note)
 
 
+async def test_texts_in_one_piece_have_no_speed_up(still_scene: Scene) -> None:
+    """The page says why texts that arrive in one piece have no speed-up."""
+    scene = still_scene
+    whole = (StepTrace(len(scene.backend.tokenizer.encode(TEXT))),)
+    await stream(scene, await start(scene), whole)
+    await stream(scene, await scene.backend.submitted.get(), whole)
+    await scene.page.clock.run_for(5000)
+    await expect(scene.page.locator("#speed-up")).to_contain_text("a text arrived in one piece")
+
+
 async def test_first_comparison_of_a_node_says_so(still_scene: Scene) -> None:
     """The first comparison says that no earlier requests are known, and the second does not."""
     scene, page = still_scene, still_scene.page

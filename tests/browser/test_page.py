@@ -137,7 +137,7 @@ async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
     assert "def f" in scene.backend.tokenizer.decode(request.prompt_ids)
     scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
     await expect(scene.page.locator("#run-state")).to_have_text(DONE)
-    for label in ("fresh", "conversations", "delete", "show-tokens"):
+    for label in ("conversations", "fresh", "delete", "show-tokens"):
         await keyboard.press("Tab")
         await expect(focused).to_have_attribute("id", label)
     await keyboard.press("Space")

@@ -111,12 +111,11 @@ async def test_page_follows_the_systems_colour_scheme(scene: Scene) -> None:
     assert grounds[0] == grounds[2] != grounds[1]
 
 
-async def test_sources_differ_by_underline_too(scene: Scene) -> None:
-    """The underlines of the token sources differ, so colour is not the only distinction."""
+async def test_sources_differ_by_style_too(scene: Scene) -> None:
+    """Underlines or italics distinguish the sources of tokens, in addition to colours."""
     styles = await scene.page.locator("#legend .token").evaluate_all(
         "spans => spans.map((span) => { const s = getComputedStyle(span);"
-        " return s.textDecorationLine === 'none' && !span.matches('.from-unknown')"
-        " ? 'none' : s.textDecorationStyle + s.textDecorationLine; })"
+        " return s.fontStyle + s.textDecorationStyle + s.textDecorationLine; })"
     )
     assert len(styles) == len(set(styles)) == 8
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
 from tests.browser.conftest import Scene
-from tests.browser.states import generate
+from tests.browser.states import chat, generate
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
@@ -58,6 +58,28 @@ async def test_decisions_are_cards_on_a_phone(scene: Scene) -> None:
     table = scene.page.get_by_role("table", name="Recent decisions")
     await expect(table.get_by_role("columnheader")).to_have_count(9)
     await expect(table.get_by_role("row").last.get_by_role("cell")).to_have_count(9)
+
+
+async def test_tables_of_a_chat_keep_words_whole_on_a_phone(browser: Browser) -> None:
+    """On a phone, the words of a table stay whole and its box scrolls, but not the page."""
+    async with chat(browser) as page:
+        await page.set_viewport_size({"width": 390, "height": 844})
+        words = page.locator(".markdown td", has_text="1,000,000")
+        lines = "(cell) => (cell.clientHeight - 6) / parseFloat(getComputedStyle(cell).lineHeight)"
+        assert round(await words.evaluate(lines)) == 1
+        box = page.locator(".markdown .wide")
+        assert await box.evaluate("(box) => box.scrollWidth >= box.clientWidth")
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
+
+
+async def test_conversation_is_beside_its_label(scene: Scene) -> None:
+    """The list of conversations is on the line of its label at every size."""
+    await scene.page.get_by_role("tab", name="Chat").click()
+    for width, height in SIZES:
+        await scene.page.set_viewport_size({"width": width, "height": height})
+        label = await scene.page.get_by_text("Conversation", exact=True).bounding_box()
+        chosen = await scene.page.get_by_label("Conversation", exact=True).bounding_box()
+        assert chosen["y"] < label["y"] + label["height"] / 2 < chosen["y"] + chosen["height"]
 
 
 async def test_useful_charts_are_first(scene: Scene) -> None:

@@ -60,6 +60,18 @@ async def test_page_shows_what_a_plain_server_reports(browser: Browser) -> None:
         )
 
 
+async def test_text_of_a_plain_server_differs_from_the_prompt(browser: Browser) -> None:
+    """The text is darker than the prompt, although the origin of its tokens is unknown."""
+    async with upstream_page(browser, TOKEN, LAST, USAGE, DONE) as (page, _):
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        colours = [
+            await page.locator(part).first.evaluate("(part) => getComputedStyle(part).color")
+            for part in (".given", ".from-unknown")
+        ]
+        assert colours[0] != colours[1]
+
+
 async def test_stream_with_crlf_and_without_usage_is_shown(browser: Browser) -> None:
     """The page shows a stream with CRLF whose server ignores the request for usage."""
     blocks = [block.replace(b"\n", b"\r\n") for block in (TOKEN, LAST, DONE)]

@@ -82,6 +82,14 @@ async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
     assert sample["workers"] == 2
 
 
+async def test_kv_usage_is_unknown_without_reports() -> None:
+    """A sample has no KV usage if no worker reports its blocks, as servers without metrics do."""
+    live = live_of([WorkerLoad(1, 0, 0, 0, 0.0, 0.0, ())])
+    live.take()
+    _, (data,) = await live.after(0)
+    assert json.loads(data)["kv_usage"] is None
+
+
 async def test_rates_are_over_the_last_seconds() -> None:
     """The rates of tokens and requests cover the last five samples."""
     clock, recent = Clock(), Recent()
