@@ -1,4 +1,4 @@
-"""Fixtures of the browser tests: one browser per process and a page per test."""
+"""Fixtures of the browser tests: a browser per module and a page per test."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Scene:
             self.backend.streams.deliver([(request.request_id, delta)])
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator:
-    """The system's Chromium, which closes after the last test of this folder.
+    """The system's Chromium.
 
-    A start takes seconds. Tests share nothing else, because every visit has its own context.
+    A browser for all modules would close after the last test of the process, which hangs.
     """
     from tests.browser.browse import chromium
 
@@ -60,14 +60,14 @@ async def open_scene(browser: Any) -> AsyncIterator[Scene]:
         visit.check()
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="module")
 async def scene(browser) -> AsyncIterator[Scene]:
     """The page of a node with a scripted worker. The test fails on any error of the page."""
     async with open_scene(browser) as opened:
         yield opened
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def script_page(browser) -> AsyncIterator:
     """A page whose JavaScript modules the tests of a file call without changing the page."""
     from tests.browser.browse import visiting

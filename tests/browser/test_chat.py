@@ -9,7 +9,7 @@ from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
 from tests.browser.states import ANSWER, say
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"
 

@@ -15,7 +15,7 @@ from draftgate.backends.types import GenerationRequest, StepTrace
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 TEXT = "return self.width * self.height"
 ONE_TOKEN = (StepTrace(1),)
@@ -23,7 +23,7 @@ TWO_TOKENS = (StepTrace(1), StepTrace(2, "ngram", 1, (), 1, (0.9,), 0.25))
 WITH, WITHOUT = "#said-with .tokens", "#said-without .tokens"
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="module")
 async def still_scene(scene: Scene) -> Scene:
     """A page whose clock the test advances, with the comparison chosen."""
     await scene.page.clock.install(time=0)

@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.gateway.harness import ScriptedBackend, events, running
 from tests.gateway.upstreams import upstream
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 STREAM = """async (url) => {
   const body = JSON.stringify({ prompt: "x", max_tokens: 3, stream: true });
@@ -35,7 +35,7 @@ async def blank(_request: web.Request) -> web.Response:
     return web.Response(text="<title>another server</title>", content_type="text/html")
 
 
-@pytest_asyncio.fixture(loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="module")
 async def foreign(browser) -> AsyncIterator[tuple[Any, str]]:
     """A page of another server, and its origin."""
     async with upstream(blank) as server:

@@ -8,7 +8,7 @@ from playwright.async_api import expect
 from tests.browser.states import FINISHED, KEY, logged_in, receive_sample
 from tests.gateway.harness import running
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_key_as_password_opens_the_page(browser) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 from playwright.async_api import Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 RENDER = """
 async (texts) => {

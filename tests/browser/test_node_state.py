@@ -16,7 +16,7 @@ from tests.browser.conftest import Scene
 from tests.gateway.harness import ScriptedBackend, port_of, running
 from tests.gateway.upstreams import forwarding, upstream
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_stopped_server_is_shown_until_its_restart(browser) -> None:

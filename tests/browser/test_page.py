@@ -13,7 +13,7 @@ from tests.browser.conftest import Scene
 from tests.browser.draft_steps import TEXT, in_steps
 from tests.gateway.harness import until
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 DONE = re.compile("^Done in")
 SOURCES = {

@@ -12,7 +12,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.detokenize import TextStream
 from draftgate.backends.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 ALIGN = """
 async (streams) => {

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from tests.browser.conftest import Scene
 from tests.browser.states import STATES, generate, views
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 LEAST_CONTRAST = 4.5
 """Least contrast of text of any size in WCAG 2.2 AA."""

@@ -10,7 +10,7 @@ from playwright.async_api import Browser, Page, expect
 from tests.browser.conftest import Scene
 from tests.browser.states import chat, generate
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 SIZES = [(1400, 900), (1280, 900), (1020, 800), (768, 1024), (390, 844)]
 

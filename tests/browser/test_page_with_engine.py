@@ -12,7 +12,7 @@ from tests.gateway.harness import client, running
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n"
 ENGINE = {"backend": "engine", "kv_bytes": 32 << 20, "threads": 1}

@@ -11,7 +11,7 @@ from playwright.async_api import Browser, Page, expect
 from tests.browser.states import CHAT, FINISHED, upstream_page
 from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
 
-pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 PARSE = """
 async (streams) => {
