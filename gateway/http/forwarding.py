@@ -18,7 +18,6 @@ from draftgate.gateway.dispatch.forwarding import ForwardJob
 from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
 from draftgate.gateway.errors import (
     ErrorFormat,
-    GatewayError,
     NotOffered,
     UpstreamBroken,
     as_gateway_error,
@@ -34,7 +33,7 @@ from draftgate.gateway.http.context import (
     new_id,
     read_body,
 )
-from draftgate.gateway.http.replies.rendering import event
+from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
     changed_fields,
@@ -109,7 +108,7 @@ async def forward(
     running = node.forwarder.run(job, watch.span)
     events = EventStream(request, request.app[SLOW_READERS])
     whole = None
-    async with ensure_one_ending(events, watch, partial(_error_event, request)):
+    async with ensure_one_ending(events, watch, partial(error_event, wanted=error_format(request))):
         whole = await _send(request, running, events, watch, waits=fields.stream)
     return events.response if whole is None else whole
 
@@ -132,11 +131,6 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
             if answer.status in missing:
                 raise NotOffered(f"the upstream does not support {request.path}")
             return await _send_whole(request, answer)
-
-
-def _error_event(request: web.Request, error: GatewayError) -> bytes:
-    wanted = error_format(request)
-    return event(error.body(wanted), "error" if wanted is ErrorFormat.ANTHROPIC else "")
 
 
 async def _send(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
@@ -47,6 +48,13 @@ def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
     scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
     scripted.kv_tokens = 1000
     return scripted
+
+
+@pytest.fixture
+async def anthropic_api(node: Listening) -> AsyncIterator[AsyncAnthropic]:
+    """Anthropic's client of the node under test."""
+    async with AsyncAnthropic(base_url=node.url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 @pytest.fixture

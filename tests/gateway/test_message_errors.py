@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ HI = [{"role": "user", "content": "hi"}]
 def node(qwen_node: Listening) -> Listening:
     """A node whose model has Qwen's template."""
     return qwen_node
-
-
-@pytest.fixture
-async def api(node: Listening) -> AsyncIterator[AsyncAnthropic]:
-    """Anthropic's client of the node."""
-    async with AsyncAnthropic(base_url=node.url, api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
@@ -87,14 +79,16 @@ async def test_malformed_field_is_400_in_anthropics_form(
     assert not wrong, "\n".join(map(str, wrong))
 
 
-async def test_errors_become_the_clients_exceptions(api: AsyncAnthropic, node: Listening) -> None:
+async def test_errors_become_the_clients_exceptions(
+    anthropic_api: AsyncAnthropic, node: Listening
+) -> None:
     """Anthropic's client raises its own exceptions, also below `/v1/messages`. Other paths keep
     OpenAI's form."""
     with pytest.raises(anthropic.NotFoundError) as missing:
-        await api.messages.create(model="other", max_tokens=5, messages=HI)
+        await anthropic_api.messages.create(model="other", max_tokens=5, messages=HI)
     assert missing.value.type == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="messages: must be given"):
-        await api.messages.count_tokens(model="scripted", messages=[])
+        await anthropic_api.messages.count_tokens(model="scripted", messages=[])
     async with client(node) as http:
         batches = await http.post("/v1/messages/batches", json={})
         assert (batches.status_code, batches.json()["error"]["type"]) == (404, "not_found_error")
@@ -103,10 +97,12 @@ async def test_errors_become_the_clients_exceptions(api: AsyncAnthropic, node: L
         assert "code" in (await http.get("/v1/messages_of_mine")).json()["error"]
 
 
-async def test_worker_failure_is_an_error_event(qwen: ScriptedBackend, api: AsyncAnthropic) -> None:
+async def test_worker_failure_is_an_error_event(
+    qwen: ScriptedBackend, anthropic_api: AsyncAnthropic
+) -> None:
     """A stream ends with an `error` event when the worker fails, and later requests get 503."""
     opening = asyncio.create_task(
-        api.messages.create(model="scripted", max_tokens=5, messages=HI, stream=True)
+        anthropic_api.messages.create(model="scripted", max_tokens=5, messages=HI, stream=True)
     )
     qwen.emit(await qwen.submitted.get(), "half")
     stream = aiter(await opening)
@@ -117,7 +113,7 @@ async def test_worker_failure_is_an_error_event(qwen: ScriptedBackend, api: Asyn
         await anext(stream)
     assert failed.value.type == "overloaded_error"
     with pytest.raises(anthropic.InternalServerError) as refused:
-        await api.messages.create(model="scripted", max_tokens=5, messages=HI)
+        await anthropic_api.messages.create(model="scripted", max_tokens=5, messages=HI)
     assert refused.value.status_code == 503
 
 

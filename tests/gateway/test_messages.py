@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ CUT_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
 def node(qwen_node: Listening) -> Listening:
     """A node whose model has Qwen's template."""
     return qwen_node
-
-
-@pytest.fixture
-async def api(node: Listening) -> AsyncIterator[AsyncAnthropic]:
-    """Anthropic's client of the node."""
-    async with AsyncAnthropic(base_url=node.url, api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 async def exchange(
@@ -151,11 +143,13 @@ async def test_stop_sequence_of_the_worker_is_named(sim: Listening) -> None:
     assert stopped["content"][0]["text"] == text[: text.index(text[40:44])]
 
 
-async def test_client_streams_text_and_calls(qwen: ScriptedBackend, api: AsyncAnthropic) -> None:
+async def test_client_streams_text_and_calls(
+    qwen: ScriptedBackend, anthropic_api: AsyncAnthropic
+) -> None:
     """Anthropic's stream helper builds the message from the events, with the inputs of calls."""
 
     async def read_stream() -> Any:
-        async with api.messages.stream(
+        async with anthropic_api.messages.stream(
             model="scripted", max_tokens=50, messages=HI, tools=ANTHROPIC_TOOLS
         ) as stream:
             return await stream.get_final_message()
@@ -175,17 +169,17 @@ async def test_client_streams_text_and_calls(qwen: ScriptedBackend, api: AsyncAn
 
 
 async def test_agent_sends_the_message_and_the_result_back(
-    qwen: ScriptedBackend, api: AsyncAnthropic
+    qwen: ScriptedBackend, anthropic_api: AsyncAnthropic
 ) -> None:
     """A client continues with the server's own message and the result of its call."""
     fields = {"model": "scripted", "max_tokens": 50, "tools": ANTHROPIC_TOOLS}
-    first = asyncio.create_task(api.messages.create(messages=HI, **fields))
+    first = asyncio.create_task(anthropic_api.messages.create(messages=HI, **fields))
     qwen.emit(await qwen.submitted.get(), CALL, last=True)
     (call,) = (message := await first).content
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     history = [*HI, {"role": "assistant", "content": message.content}]
     history.append({"role": "user", "content": [result, {"type": "text", "text": "And?"}]})
-    second = asyncio.create_task(api.messages.create(messages=history, **fields))
+    second = asyncio.create_task(anthropic_api.messages.create(messages=history, **fields))
     request = await qwen.submitted.get()
     qwen.emit(request, "Sunny.", last=True)
     assert (await second).content[0].text == "Sunny."

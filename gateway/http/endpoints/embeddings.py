@@ -16,13 +16,14 @@ from aiohttp import web
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.errors import ContextTooLong, NoEmbeddings, invalid
+from draftgate.gateway.errors import NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import parse_request, respond_watched, send_json
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS, Range, check_ranges
+from draftgate.gateway.http.requests.prompt_encoding import too_long
 from draftgate.gateway.http.requests.schemas import (
     EmbeddingBody,
     UnsupportedEmbeddingFields,
@@ -95,8 +96,7 @@ def parse_embeddings(
     for index, prompt in enumerate(prompts):
         if len(prompt) > served.max_model_len:
             name = f"input[{index}]" if len(prompts) > 1 else "input"
-            limit = f"this model's maximum context length is {served.max_model_len} tokens"
-            raise ContextTooLong(f"{name}: {limit}, but the text has {len(prompt)}", name)
+            raise too_long(name, served.max_model_len, str(len(prompt)))
     job = Job(
         request_id,
         prompts,

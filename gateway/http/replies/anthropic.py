@@ -8,7 +8,7 @@ call.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET
 
@@ -27,6 +27,7 @@ from draftgate.gateway.http.replies.rendering import (
     Rendering,
     WholeChoice,
     encode,
+    error_event,
     event,
 )
 from draftgate.gateway.http.replies.shapes import (
@@ -43,6 +44,8 @@ from draftgate.gateway.http.requests.anthropic import (
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import call_id
+
+Written = TypeVar("Written", TextBlock, ThinkingBlock)
 
 
 class MessageRendering(Rendering):
@@ -92,7 +95,7 @@ class MessageRendering(Rendering):
 
     def failure(self, error: GatewayError) -> bytes:
         """Return the event of an error, as `Rendering.failure` describes."""
-        return event(error.body(ErrorFormat.ANTHROPIC), "error")
+        return error_event(error, ErrorFormat.ANTHROPIC)
 
     @property
     def _stop_reason(self) -> str:
@@ -153,20 +156,20 @@ class MessageRendering(Rendering):
                 self._emit_delta("input_json_delta", partial_json=piece.arguments)
 
     def _add_thinking(self, thinking: str) -> None:
-        block = self._blocks[-1] if self._block_is_open else None
-        if not isinstance(block, ThinkingBlock):
-            block = ThinkingBlock("")
-            self._begin_block(block)
-        block.thinking += thinking
+        self._open(ThinkingBlock).thinking += thinking
         self._emit_delta("thinking_delta", thinking=thinking)
 
     def _add_text(self, text: str) -> None:
-        block = self._blocks[-1] if self._block_is_open else None
-        if not isinstance(block, TextBlock):
-            block = TextBlock("")
-            self._begin_block(block)
-        block.text += text
+        self._open(TextBlock).text += text
         self._emit_delta("text_delta", text=text)
+
+    def _open(self, kind: type[Written]) -> Written:
+        """Return the open block if it has this kind, or else begin one."""
+        block = self._blocks[-1] if self._block_is_open else None
+        if not isinstance(block, kind):
+            block = kind("")
+            self._begin_block(block)
+        return block
 
     def _begin_block(self, block: Block) -> None:
         self._close_block()

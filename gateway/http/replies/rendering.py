@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
-from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.errors import ErrorFormat, GatewayError
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -123,7 +123,7 @@ class Rendering:
 
     def failure(self, error: GatewayError) -> bytes:
         """Return the events that end a failed response."""
-        return event(error.body())
+        return error_event(error)
 
 
 def event(data: bytes, name: str = "") -> bytes:
@@ -205,3 +205,8 @@ class ChunkRendering(Rendering):
         name, model = f"{self._prefix}-{self._parsed.job.request_id}", self._parsed.served.name
         begin = (name, kind, self._created_s, model, choices)
         return encode(Reply[Any](*begin, usage, metrics, prompt, prompt_ids))
+
+
+def error_event(error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
+    """Return the event of an error, which has a name only in Anthropic's format."""
+    return event(error.body(wanted), "error" if wanted is ErrorFormat.ANTHROPIC else "")

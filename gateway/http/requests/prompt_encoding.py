@@ -36,9 +36,11 @@ def encode_prompt(
     if keep_tokens is not None:
         text = tokenizer.ending(text, keep_tokens)
     elif most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
-        raise ContextTooLong(
-            f"{param}: this model's maximum context length is {most_tokens} tokens, "
-            f"but the text has at least {least}",
-            param,
-        )
+        raise too_long(param, most_tokens, f"at least {least}")
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def too_long(param: str, most_tokens: int, tokens: str) -> ContextTooLong:
+    """Return the error of a text with this number of tokens, which the context does not hold."""
+    limit = f"this model's maximum context length is {most_tokens} tokens"
+    return ContextTooLong(f"{param}: {limit}, but the text has {tokens}", param)
