@@ -72,13 +72,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[
-            _assign_request_id,
-            _record_use,
-            _convert_errors,
-            _limit_browsers,
-            _authenticate,
-        ],
+        middlewares=[_respond],  # a single one, because each adds coroutines to every request
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
@@ -124,33 +118,53 @@ def _routes() -> list[web.RouteDef]:
 
 
 @web.middleware
-async def _assign_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request an id. All log lines of the request contain the id."""
+async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Check a request and respond to it. All its log lines contain its id."""
     request[REQUEST_ID] = client_request_id(request)
+    status = CLIENT_GONE
     with about_request(id=request[REQUEST_ID]):
-        return await handler(request)
-
-
-@web.middleware
-async def _record_use(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Record refusals and the use of keys in the audit log, if one is configured."""
-    audit, status = request.app[NODE].audit, CLIENT_GONE
-    try:
-        response = await handler(request)
-        status = response.status
-    finally:
-        if audit is not None:
-            account, key = request.get(ACCOUNT), _key(request.headers)
-            audit.record(
-                request[REQUEST_ID],
-                request.remote or "",
-                (request.method, request.path),
-                status,
-                (account.name or None) if account is not None else None,
-                None if key is None else fingerprint_of_key(key),
-                request.get(ERROR_CODE),
-            )
+        try:
+            response = await _response(request, handler)
+            status = response.status
+        finally:
+            _record_use(request, status)
     return response
+
+
+async def _response(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return the response to a request, or to the error that it caused."""
+    try:
+        preflight = _check_browser(request)
+        if preflight is not None:
+            return preflight
+        request[ACCOUNT] = _account(request)
+        return await handler(request)
+    except ConnectionResetError:
+        return web.Response(status=CLIENT_GONE)  # the client cannot read this response
+    except web.HTTPException as error:
+        return _error(request, convert_http_error(error, request))
+    except Exception as error:  # noqa: BLE001 - every exception becomes a response
+        shown = as_gateway_error(error)
+        if type(shown) is GatewayError:
+            log(logging.ERROR, "internal error", error=error)
+        return _error(request, shown)
+
+
+def _record_use(request: web.Request, status: int) -> None:
+    """Record a refusal or the use of a key in the audit log, if one is configured."""
+    audit = request.app[NODE].audit
+    if audit is None:
+        return
+    account, key = request.get(ACCOUNT), _key(request.headers)
+    audit.record(
+        request[REQUEST_ID],
+        request.remote or "",
+        (request.method, request.path),
+        status,
+        (account.name or None) if account is not None else None,
+        None if key is None else fingerprint_of_key(key),
+        request.get(ERROR_CODE),
+    )
 
 
 async def _finish_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -164,22 +178,19 @@ async def _finish_headers(request: web.Request, response: web.StreamResponse) ->
     request.app[BROWSER_ACCESS].add_headers(request, response)
 
 
-@web.middleware
-async def _limit_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reject requests of foreign pages, and respond to preflights of listed origins.
+def _check_browser(request: web.Request) -> web.Response | None:
+    """Return the response to a preflight of a listed origin, or None for other requests.
 
     Raises:
         ForbiddenHost, ForbiddenOrigin: a foreign page sent the request.
     """
     access = request.app[BROWSER_ACCESS]
     access.check(request, keys=request.app[NODE].accounts.required)
-    preflight = access.preflight(request)
-    return await handler(request) if preflight is None else preflight
+    return access.preflight(request)
 
 
-@web.middleware
-async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Find the account of a request.
+def _account(request: web.Request) -> Account:
+    """Return the account of a request.
 
     Other nodes have no account, because they prove that they are nodes.
 
@@ -188,20 +199,19 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
         CertificateRequired: the connection has no client certificate.
         Forbidden: the role of the key does not include the path.
     """
-    accounts = request.app[NODE].accounts
-    request[ACCOUNT] = ANONYMOUS
     if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
-        return await handler(request)
+        return ANONYMOUS
     _check_certificate(request)
-    if accounts.required:
-        key = _key(request.headers)
-        account = None if key is None else accounts.find(key)
-        if account is None:
-            sent = "no API key was sent" if key is None else "the API key is not known"
-            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
-        request[ACCOUNT] = account
-        _check_role(account, request.path.rstrip("/"))
-    return await handler(request)
+    accounts = request.app[NODE].accounts
+    if not accounts.required:
+        return ANONYMOUS
+    key = _key(request.headers)
+    account = None if key is None else accounts.find(key)
+    if account is None:
+        sent = "no API key was sent" if key is None else "the API key is not known"
+        raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+    _check_role(account, request.path.rstrip("/"))
+    return account
 
 
 def _check_role(account: Account, path: str) -> None:
@@ -242,22 +252,6 @@ def _authorized_key(authorization: str) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return name_and_password.partition(":")[2] or None
-
-
-@web.middleware
-async def _convert_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every exception into a response."""
-    try:
-        return await handler(request)
-    except ConnectionResetError:
-        return web.Response(status=CLIENT_GONE)  # the client cannot read this response
-    except web.HTTPException as error:
-        return _error(request, convert_http_error(error, request))
-    except Exception as error:  # noqa: BLE001 - every exception becomes a response
-        shown = as_gateway_error(error)
-        if type(shown) is GatewayError:
-            log(logging.ERROR, "internal error", error=error)
-        return _error(request, shown)
 
 
 def _error(request: web.Request, error: GatewayError) -> web.Response:
