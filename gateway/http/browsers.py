@@ -11,6 +11,7 @@ because the node then sends the headers of CORS (https://fetch.spec.whatwg.org/#
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from aiohttp import web
@@ -90,11 +91,17 @@ class BrowserAccess:
 
     def _accepts_host(self, name: str, *, keys: bool) -> bool:
         if self._loopback and not keys:
-            return is_loopback(name.strip("[]")) or name in self._hosts
+            return _is_loopback(name.strip("[]")) or name in self._hosts
         return not self._hosts or name in self._hosts
 
     def _lists(self, request: web.Request) -> bool:
         return _origin_of(request) in self._origins
+
+
+@lru_cache(maxsize=64)
+def _is_loopback(name: str) -> bool:
+    """Return whether a name is of this machine, from a cache of the names that clients use."""
+    return is_loopback(name)
 
 
 def _origin_of(request: web.Request) -> str:

@@ -40,6 +40,7 @@ ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+_JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _LONGEST_ID: Final = 128
 
 
@@ -103,8 +104,9 @@ async def read_body(request: web.Request) -> bytes:
         RequestTimeout: the body did not arrive in time.
     """
     config = request.app[NODE].config
+    arrived = request.content.is_eof()
     try:
-        async with asyncio.timeout(config.body_timeout_s):
+        async with asyncio.timeout(None if arrived else config.body_timeout_s):
             return await request.read()
     except TimeoutError:
         seconds = f"{config.body_timeout_s:g} s"
@@ -131,4 +133,4 @@ def query_number(request: web.Request, name: str, default: int, most: int) -> in
 def json_response(reply: msgspec.Struct | bytes, status: int = 200) -> web.Response:
     """Return a response whose body is a struct or its JSON."""
     body = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return web.Response(body=body, status=status, headers=_JSON_HEADERS)

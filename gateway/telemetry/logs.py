@@ -22,6 +22,8 @@ _FIELDS: Final = "draftgate_fields"
 _OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
 """Libraries whose warnings are also logged, such as the exporter of traces."""
 
+_logger: Final = logging.getLogger(LOGGER)
+
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
@@ -94,10 +96,9 @@ def add_about_request(**fields: object) -> None:
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
     """Log an event with its fields, except fields that are None."""
-    logger = logging.getLogger(LOGGER)
-    if logger.isEnabledFor(level):
+    if _logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
-        logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
+        _logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

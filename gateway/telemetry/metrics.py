@@ -135,7 +135,10 @@ class Metrics:
 
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value in a histogram."""
-        self.histogram(metric, *labels).observe(value)
+        series = self._histograms[metric].get(labels)
+        if series is None:
+            series = self.histogram(metric, *labels)
+        series.observe(value)
 
     def page(self, accept: str = "") -> tuple[Callable[[], bytes], str]:
         """Take a snapshot, and return the function that renders it with its content type.

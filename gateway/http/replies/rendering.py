@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -146,9 +147,13 @@ class ChunkRendering(Rendering):
         super().__init__(parsed, created_s)
         hidden = parsed.hides_logprobs
         self._wants_logprobs = parsed.job.sampling.logprobs is not None and not hidden
+
+    @cached_property
+    def _head(self) -> bytes:
+        """The beginning of a chunk, up to its choices."""
         # Nearly all chunks have one choice and nothing else. Encoding their common part only once
         # saves 0.3 of 1.0 us per chunk (one core, Zen 4, 2026-11-21).
-        self._head = self._reply(self._chunk_object, []).removesuffix(b"[]}") + b"["
+        return self._reply(self._chunk_object, []).removesuffix(b"[]}") + b"["
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
@@ -204,7 +209,7 @@ class ChunkRendering(Rendering):
     ) -> bytes:
         name, model = f"{self._prefix}-{self._parsed.job.request_id}", self._parsed.served.name
         begin = (name, kind, self._created_s, model, choices)
-        return encode(Reply[Any](*begin, usage, metrics, prompt, prompt_ids))
+        return encode(Reply(*begin, usage, metrics, prompt, prompt_ids))
 
 
 def error_event(error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:

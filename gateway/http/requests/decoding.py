@@ -72,11 +72,12 @@ def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -
         names: names of the unsupported fields.
         n: number of choices, which `best_of` may equal.
     """
-    neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
     for name in names:
         value = getattr(wire, name)
-        empty = value is None or (not value and not _matters_if_empty(name, value))
-        if not empty and not any(_same(value, one) for one in neutral.get(name, ())):
+        if value is None or (not value and not _matters_if_empty(name, value)):
+            continue
+        neutral = (1, n) if name == "best_of" else ALSO_NEUTRAL.get(name, ())
+        if not any(_same(value, one) for one in neutral):
             raise Unsupported(name)
 
 

@@ -150,6 +150,8 @@ def parse_decoded_chat(
     # A grammar applies to the whole output, so such an output has no reasoning.
     reasons = parsed.job.grammar is None
     reasoning = reasoning_of(prompt, served.tokenizer) if reasons else None
+    if tools is None and reasoning is None:
+        return parsed
     return replace(parsed, tools=tools, reasoning=reasoning)
 
 
