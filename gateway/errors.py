@@ -33,7 +33,9 @@
         └── UpstreamUnavailable    ... code upstream_unavailable
 
 The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
-`{"type": "error", "error": {"type", "message"}}` on the paths of that API.
+`{"type": "error", "error": {"type", "message"}}` on the paths of that API. An error with
+Retry-After also has `retry_after_s` in its `error`, because a stream that has begun has no more
+headers.
 """
 
 from __future__ import annotations
@@ -108,10 +110,16 @@ class GatewayError(Exception):
         if wanted is ErrorFormat.ANTHROPIC:
             otherwise = "api_error" if self.status >= 500 else "invalid_request_error"
             kind = _ANTHROPIC_TYPES.get(self.status, otherwise)
-            error = {"type": kind, "message": self.message}
+            error = {"type": kind, "message": self.message, **self.retry_field()}
             return msgspec.json.encode({"type": "error", "error": error})
         fields = {"message": self.message, "type": self.type, "param": self.param}
-        return msgspec.json.encode({"error": {**fields, "code": self.code}})
+        return msgspec.json.encode({"error": {**fields, "code": self.code, **self.retry_field()}})
+
+    def retry_field(self) -> dict[str, float]:
+        """Return `retry_after_s` in whole milliseconds, or nothing without a retry delay."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry_after_s": math.ceil(self.retry_after_s * 1e3) / 1e3}
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers of the response, in which a name may occur several times."""

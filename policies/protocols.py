@@ -137,6 +137,14 @@ class AdmissionPolicy(NamedPolicy, Protocol):
         The queue never exceeds `view.queue.capacity`, except with policies that document otherwise.
         """
 
+    def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
+        """Decide again about an admitted request that still waits, or keep it with None.
+
+        Args:
+            view: the request at its place in the queue.
+            waited_s: seconds since its admission. At `view.max_wait_s`, the request is refused.
+        """
+
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         """Learn the time to first token of an admitted request."""
 

@@ -235,10 +235,21 @@ def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = Tru
                 assert 0.0 < decision.retry_after_s < math.inf, "a client must be able to return"
         if isinstance(answer, Admitted):
             policy.learn(answer, answer.ttft_s * 1.5)
+            _check_reconsidered(policy, view, now_s)
         if bounded and view.queue.length >= view.queue.capacity:
             assert isinstance(fresh, Refused), "the queue is full"
         if not view.queue.length and not view.pool.running:
             assert isinstance(fresh, Admitted), "an idle pool must not refuse"
+
+
+def _check_reconsidered(policy: AdmissionPolicy, view: AdmissionView, now_s: float) -> None:
+    """Check the second decision about a request that waits."""
+    for waited_s in (0.1 * view.max_wait_s, view.max_wait_s):
+        refused = policy.reconsider(view, waited_s, now_s)
+        assert refused is None or (refused.reason and 0.0 < refused.retry_after_s < math.inf), (
+            "a client must be able to return"
+        )
+    assert refused is not None, "no request may wait longer than `max_wait_s`"
 
 
 def _admission_views() -> Iterator[AdmissionView]:

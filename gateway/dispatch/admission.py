@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -60,6 +61,7 @@ class Entry:
         output_tokens: number of generated tokens.
         ended: number of its sequences that ended by themselves or at their limit.
         expected_tokens: expected output tokens of each sequence.
+        ticket_s: work of each prompt for its ticket (`AdmissionController._pool_scale`).
     """
 
     request: AdmissionRequest
@@ -70,6 +72,7 @@ class Entry:
     output_tokens: int = 0
     ended: int = 0
     expected_tokens: float = 0.0
+    ticket_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class AdmissionController:
         self._now_s = now_s
         self._outputs = OutputHistory()
         self._keys = count()
+        self._ticket_sequences = 0
 
     def admit(self, request: AdmissionRequest) -> Entry:
         """Admit a request and reserve its tokens until `settle`.
@@ -140,9 +144,16 @@ class AdmissionController:
             view = self._view(request, now_s)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
-                retry_after_s = min(decision.retry_after_s, MOST_RETRY_S)
-                raise Overloaded(decision.reason, retry_after_s, decision.kind)
-            return Entry(request, decision, now_s, expected_tokens=view.output_tokens)
+                refused = _capped(decision)
+                raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
+            ticket_s = decision.work_s / self._pool_scale() / len(request.needs)
+            return Entry(
+                request,
+                decision,
+                now_s,
+                expected_tokens=view.output_tokens,
+                ticket_s=ticket_s,
+            )
         except BaseException:  # policies can be third-party code
             self.ledger.release(request.request_id)
             raise
@@ -154,8 +165,13 @@ class AdmissionController:
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
         request = entry.request
-        ticket = self._ticket(request, entry.predicted.work_s / len(request.needs), entry.since_s)
-        return Waiting(f"{request.request_id}-{index}", ticket, request.needs[index])
+        ticket = self._ticket(request, entry.ticket_s, entry.since_s)
+        return Waiting(
+            f"{request.request_id}-{index}",
+            ticket,
+            request.needs[index],
+            reconsider=partial(self._reconsider, request),
+        )
 
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
@@ -178,20 +194,37 @@ class AdmissionController:
                 request.tenant, entry.output_tokens // entry.ended, request.max_tokens
             )
 
+    def _reconsider(
+        self, request: AdmissionRequest, ticket: Ticket, waited_s: float
+    ) -> Refused | None:
+        """Return the refusal of a waiting request that would wait too long, or None to keep it."""
+        now_s = self._now_s()
+        refused = self._policy.reconsider(self._view(request, now_s, ticket), waited_s, now_s)
+        return refused and _capped(refused)
+
     def _reserve(self, request: AdmissionRequest, now_s: float) -> None:
         tokens = sum(need.most_tokens for need in request.needs)
         shortage = self.ledger.reserve(request.tenant, request.request_id, tokens, now_s)
         if shortage is not None:
             raise _quota_error(shortage, request)
 
-    def _view(self, request: AdmissionRequest, now_s: float) -> AdmissionView:
-        """Return the policy's view of a request, the workers and the queue."""
+    def _view(
+        self, request: AdmissionRequest, now_s: float, ticket: Ticket | None = None
+    ) -> AdmissionView:
+        """Return the policy's view of a request, the workers and the queue.
+
+        Args:
+            ticket: the ticket of a request that waits, or None for a new request.
+        """
         bounds = self._bounds
         loads = [worker.backend.load() for worker in self._fleet.serving]
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
         pool = pool_of(loads, prompt_tokens + output_tokens)
+        if ticket is None and len(self._queue):
+            own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
+            ticket = self._ticket(request, own_s / self._pool_scale(), now_s)
         return AdmissionView(
             request.fingerprint,
             prompt_tokens,
@@ -204,31 +237,37 @@ class AdmissionController:
             self._is_sheddable(request.service.priority),
             request.retries,
             pool,
-            self._queue_view(
-                request, work_s(pool, prompt_tokens, sequences * output_tokens), now_s
-            ),
+            self._queue_view(ticket, now_s),
         )
 
-    def _queue_view(self, request: AdmissionRequest, work_s: float, now_s: float) -> QueueView:
-        """Return the queue as seen by a request.
-
-        Args:
-            work_s: the work of the request, in seconds of the pool.
-        """
+    def _queue_view(self, ticket: Ticket | None, now_s: float) -> QueueView:
+        """Return the queue as seen by a request, which needs no ticket if the queue is empty."""
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
-        if not len(queue):
+        if ticket is None:
             return QueueView(capacity=most)
-        ticket = self._ticket(request, work_s, now_s)
+        scale = self._pool_scale()
         return QueueView(
             length=len(queue),
             capacity=most,
-            tenant_length=ordering.queued_of(request.tenant),
-            work_s=ordering.work_s,
-            ahead_s=ordering.ahead_s(ticket, now_s),
-            place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
+            tenant_length=ordering.queued_of(ticket.tenant),
+            work_s=ordering.work_s * scale,
+            ahead_s=ordering.ahead_s(ticket, now_s) * scale,
+            place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s) * scale,
             prompt_tokens=queue.prompt_tokens,
-            class_s=ordering.class_ahead_s(ticket),
+            class_s=ordering.class_ahead_s(ticket) * scale,
         )
+
+    def _pool_scale(self) -> float:
+        """Return the seconds of the current pool that a second of the tickets' work takes.
+
+        Tickets keep the work of their admission. The work takes longer if the pool has lost workers
+        since the first waiting request was admitted.
+        """
+        sequences = sum(worker.backend.load().max_sequences for worker in self._fleet.serving)
+        if not (len(self._queue) and self._ticket_sequences and sequences):
+            self._ticket_sequences = sequences
+            return 1.0
+        return self._ticket_sequences / sequences
 
     def _is_sheddable(self, priority: int) -> bool:
         least = self._bounds.shed_priority
@@ -250,6 +289,11 @@ class AdmissionController:
             request.share,
             work_s,
         )
+
+
+def _capped(refused: Refused) -> Refused:
+    """Return a refusal whose delay is at most `MOST_RETRY_S`."""
+    return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
 
 
 def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:

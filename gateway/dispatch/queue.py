@@ -16,11 +16,27 @@ from typing import Final
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.routing import Routed, Router, View
-from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import Fleet
+from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
+from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
+
+RECONSIDER_S: Final = 4.5
+"""Wait in seconds after which admission decides again about a request.
+
+The first heartbeat of a stream, after 5 s (`http/stream.py`), commits status 200. Half a second
+covers a late timer and the time between the two starts. (Chosen, not tuned, 2026-11-23.)"""
+
+Reconsider = Callable[[Ticket, float], Refused | None]
+"""A function that decides again about a request, from its ticket and the seconds that it has
+waited."""
+
+
+def _keep(ticket: Ticket, waited_s: float) -> None:
+    """Keep a request, without a forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +46,7 @@ class Waiting:
     Attributes:
         avoid: ids of workers that run the request only if no other worker is available.
         since_s: start of the wait, for the timeout. None means the next call of `turn`.
+        reconsider: decides again about the request while it waits.
     """
 
     request_id: str
@@ -37,6 +54,7 @@ class Waiting:
     need: CapacityNeed
     avoid: frozenset[str] = frozenset()
     since_s: float | None = None
+    reconsider: Reconsider = _keep
 
     def for_rest(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
         """Return the rest of the request, with the same place in the queue."""
@@ -66,9 +84,6 @@ HELD_S: Final = 0.05
 
 A worker with 64 sequences of 200 tokens at 20 ms per token ends a sequence every 60 ms. (Chosen,
 not tuned, 2026-11-22.)"""
-
-RETRY_TIMEOUT_S: Final = 5.0
-"""Retry-After for a request that timed out, because its forecast was wrong."""
 
 
 class CentralQueue:
@@ -116,26 +131,29 @@ class CentralQueue:
 
         Raises:
             BackendFailed: no worker is left.
+            Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
         routed = None if self._places else self._routed(waiting, view)
         if routed is not None:
             return routed
-        place = _Place(waiting, view, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        place = _Place(waiting, view, loop.create_future())
         self._push(place)
         self.pump()
+        waited_s = self._waited_s(waiting)
+        timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, place)
         try:
-            async with asyncio.timeout(self._left_s(waiting)):
+            async with asyncio.timeout(self._left_s(waited_s)):
                 return await place.turn
         except TimeoutError:
             self._leave(place)
-            raise QueueTimeout(
-                f"no worker had capacity within {self._timeout_s:g} s",
-                retry_after_s=RETRY_TIMEOUT_S,
-            ) from None
+            raise self._timed_out(waiting) from None
         except asyncio.CancelledError:
             self._leave(place)
             raise
+        finally:
+            timer.cancel()
 
     def pump(self) -> None:
         """Dispatch requests that now fit.
@@ -191,11 +209,31 @@ class CentralQueue:
         routed.worker.reserve(waiting.request_id, need)
         return routed
 
-    def _left_s(self, waiting: Waiting) -> float | None:
+    def _waited_s(self, waiting: Waiting) -> float:
+        """Return the seconds that a request has waited before this call of `turn`."""
+        return 0.0 if waiting.since_s is None else self.now_s() - waiting.since_s
+
+    def _left_s(self, waited_s: float) -> float | None:
         """Return the remaining time to wait, or None without a limit."""
-        if self._timeout_s is None or waiting.since_s is None:
-            return self._timeout_s
-        return max(0.0, waiting.since_s + self._timeout_s - self.now_s())
+        return None if self._timeout_s is None else max(self._timeout_s - waited_s, 0.0)
+
+    def _reconsider(self, place: _Place) -> None:
+        """Refuse a request that would wait too long."""
+        waiting = place.waiting
+        if waiting.ticket.key not in self._places or place.turn.done():
+            return
+        refused = waiting.reconsider(waiting.ticket, max(RECONSIDER_S, self._waited_s(waiting)))
+        if refused is not None:
+            error = Overloaded(refused.reason, refused.retry_after_s, refused.kind)
+            self._fail(place, error)
+            self.pump()  # the request may have blocked the requests after it
+
+    def _timed_out(self, waiting: Waiting) -> QueueTimeout:
+        """Return the error of a request that has waited for the longest time."""
+        assert self._timeout_s is not None  # no request times out without a limit
+        refused = waiting.reconsider(waiting.ticket, self._timeout_s)
+        retry_s = UNKNOWN_RETRY_S if refused is None else refused.retry_after_s
+        return QueueTimeout(f"no worker had capacity within {self._timeout_s:g} s", retry_s)
 
     def _push(self, place: _Place) -> None:
         self._places[place.waiting.ticket.key] = place
@@ -219,6 +257,10 @@ class CentralQueue:
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""
         for place in tuple(self._places.values()):
-            self.ordering.remove(place.waiting.ticket.key)
-            self._forget(place)
-            place.turn.set_exception(BackendFailed(self._fleet.outage))
+            self._fail(place, BackendFailed(self._fleet.outage))
+
+    def _fail(self, place: _Place, error: Exception) -> None:
+        self.ordering.remove(place.waiting.ticket.key)
+        self._forget(place)
+        if not place.turn.done():  # a cancelled request leaves the queue when its task runs
+            place.turn.set_exception(error)

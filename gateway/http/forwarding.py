@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -73,7 +73,7 @@ client's key is for this node. The node has its own key for the upstream
 class _UpstreamError(UpstreamBroken):
     """The upstream responded with an error after comments were sent.
 
-    The client gets the JSON of the error unchanged.
+    The client gets the JSON of the error with `retry_after_s`, if the upstream has sent a time.
     """
 
     def __init__(self, json: bytes) -> None:
@@ -234,10 +234,18 @@ async def _error_after_comments(answer: UpstreamAnswer) -> UpstreamBroken:
     except (msgspec.DecodeError, RecursionError):
         found = None
     if isinstance(found, dict) and found.get("error"):
-        return _UpstreamError(msgspec.json.encode(found))
+        return _UpstreamError(msgspec.json.encode(_with_retry(found, answer)))
     return UpstreamBroken(
         f"the upstream responded with status {answer.status} instead of a stream of events"
     )
+
+
+def _with_retry(found: dict[str, Any], answer: UpstreamAnswer) -> dict[str, Any]:
+    """Return an error with the delay of a refusal, because the headers have been sent."""
+    delay_s, error = answer.headers.get("Retry-After", ""), found["error"]
+    if not (delay_s.isdecimal() and isinstance(error, dict)):
+        return found
+    return {**found, "error": {**error, "retry_after_s": float(delay_s)}}
 
 
 async def _read(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from draftgate.policies.admission.refusals import queue_full
+from draftgate.policies.admission.refusals import queue_full, times_out
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
-from draftgate.policies.admission.wait_forecast import admit, forecast_wait
+from draftgate.policies.admission.wait_forecast import WaitForecast, admit, forecast_wait
 
 
 class Bounded:
@@ -17,9 +17,10 @@ class Bounded:
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
         predicted = forecast_wait(view)
         refused = queue_full(view, predicted)
-        if refused is not None:
-            return replace(refused, retry_after_s=max(refused.retry_after_s, predicted.wait_s))
-        return admit(view, predicted)
+        return admit(view, predicted) if refused is None else _after_wait(refused, predicted)
+
+    def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
+        return _times_out(view, waited_s)
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         pass
@@ -33,5 +34,20 @@ class Unbounded:
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
         return admit(view, forecast_wait(view))
 
+    def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
+        return _times_out(view, waited_s)
+
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         pass
+
+
+def _times_out(view: AdmissionView, waited_s: float) -> Refused | None:
+    """Refuse a waiting request that would probably wait longer than it may."""
+    predicted = forecast_wait(view)
+    refused = times_out(view, predicted, waited_s)
+    return refused and _after_wait(refused, predicted)
+
+
+def _after_wait(refused: Refused, predicted: WaitForecast) -> Refused:
+    """Return a refusal whose client returns when the waiting requests have started."""
+    return replace(refused, retry_after_s=max(refused.retry_after_s, predicted.wait_s))

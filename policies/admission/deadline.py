@@ -7,7 +7,7 @@ from typing import Final
 
 from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.admission.class_drain import ClassFlows, Drain
-from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, too_slow
+from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, times_out, too_slow
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.admission.wait_forecast import (
     Z_LIKELY,
@@ -126,9 +126,22 @@ class Deadline:
             if booking is not None:
                 self._appointments.close(booking)
             return admit(view, predicted)
-        if booking is not None and not on_time:
+        if booking is None:
+            return self._postpone(view, outlook, refused, now_s, again=False)
+        if not on_time:
             return replace(refused, retry_after_s=booking.due_s - now_s)
-        return self._postpone(view, outlook, refused, booking, now_s)
+        self._appointments.close(booking)
+        return self._postpone(view, outlook, refused, now_s, again=booking.is_kept(now_s))
+
+    def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
+        drain = self._flows.drain(view.service.priority, now_s, self._appointments.classes)
+        predicted = forecast_wait(view, drain, self._correction.factor)
+        refused = times_out(view, predicted, waited_s)
+        if refused is None:
+            return None
+        # The client returns to the place that the request leaves.
+        outlook = self._outlook(view, replace(predicted, place_s=predicted.wait_s), drain)
+        return self._postpone(view, outlook, refused, now_s, again=True)
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         waited_s = ttft_s - (admitted.ttft_s - admitted.wait_s)
@@ -165,14 +178,12 @@ class Deadline:
         view: AdmissionView,
         outlook: _Outlook,
         refused: Refused,
-        booking: Booking | None,
         now_s: float,
+        *,
+        again: bool,
     ) -> Refused:
         """Refuse with a time to return, and book this time unless the request is sheddable."""
-        again = booking is not None and booking.is_kept(now_s)
         retry_s = max(refused.retry_after_s, outlook.retry_s(again=again), LEAST_RETRY_S)
-        if booking is not None:
-            self._appointments.close(booking)
         if not view.sheddable:
             work_s, priority = outlook.predicted.work_s, view.service.priority
             due_s = now_s + retry_s

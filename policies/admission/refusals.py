@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
-from draftgate.policies.admission.wait_forecast import WaitForecast
+from draftgate.policies.admission.wait_forecast import Z_LIKELY, WaitForecast
 
 TENANT_ALPHA: Final = 8.0
 """Maximum queue length of a tenant, as a multiple of the free places (dynamic thresholds:
@@ -67,6 +67,24 @@ def shed(view: AdmissionView, low_water_s: float) -> Refused | None:
         return None
     reason = f"requests of this priority are shed while {view.queue.length} others wait"
     return Refused(view.queue.work_s or UNKNOWN_RETRY_S, RefusalKind.SHED, reason)
+
+
+def times_out(view: AdmissionView, predicted: WaitForecast, waited_s: float) -> Refused | None:
+    """Refuse a waiting request that would probably wait longer than it may.
+
+    A TTFT target counts only until it is missed. A late response is then better than a refusal.
+    """
+    allowed_s, target_s = view.max_wait_s, view.service.ttft_s
+    if target_s is not None and waited_s + predicted.prompt_s < target_s:
+        allowed_s = min(allowed_s, target_s - predicted.prompt_s)
+    left_s = allowed_s - waited_s
+    if left_s > 0 and predicted.wait_s <= predicted.within_s(left_s, Z_LIKELY):
+        return None
+    reason = (
+        f"predicted wait {predicted.wait_s:.2f} s after {waited_s:.2f} s, at most "
+        f"{allowed_s:.2f} s; {view.queue.length} requests wait"
+    )
+    return Refused(predicted.grain_s or UNKNOWN_RETRY_S, RefusalKind.DEADLINE, reason)
 
 
 def not_in_time(view: AdmissionView, predicted: WaitForecast, booked_s: float) -> Refused:

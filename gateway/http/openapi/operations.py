@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
 from draftgate.gateway.http.context import MESSAGES_PATH
@@ -57,13 +57,15 @@ from draftgate.gateway.http.requests.schemas import (
 class ErrorDetail(Struct):
     """An error.
 
-    The field `param` is the path of the invalid parameter.
+    The field `param` is the path of the invalid parameter. The field `retry_after_s` is Draftgate's
+    extension.
     """
 
     message: str
     type: str
     param: str | None
     code: str | None
+    retry_after_s: float | UnsetType = UNSET
 
 
 class ErrorReply(Struct):

@@ -53,10 +53,14 @@ class MessageEventDelta(Struct):
 
 
 class MessageErrorDetail(Struct):
-    """An error."""
+    """An error.
+
+    The field `retry_after_s` is Draftgate's extension.
+    """
 
     type: str
     message: str
+    retry_after_s: float | UnsetType = UNSET
 
 
 class MessageErrorReply(Struct):

@@ -87,10 +87,15 @@ class IncompleteDetails(Struct):
 
 
 class ResponseFailure(Struct):
-    """The error that ended a response after its first event."""
+    """The error that ended a response after its first event.
+
+    The field `retry_after_s` is Draftgate's extension.
+    """
 
     code: str
     message: str
+    type: str | UnsetType = UNSET
+    retry_after_s: float | UnsetType = UNSET
 
 
 class ReasoningReply(Struct):

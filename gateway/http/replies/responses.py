@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from msgspec import UNSET, structs
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
-from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.errors import GatewayError, TooMany
 from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer
 from draftgate.gateway.http.replies.output import Output, OutputParser
 from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode, event
@@ -53,6 +53,9 @@ from draftgate.gateway.http.requests.responses import (
 from draftgate.gateway.http.requests.schemas import TextFormat
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import call_id
+
+SERVER_ERROR: Final = "server_error"
+"""OpenAI's code of all responses that a failure of the server ended."""
 
 
 class ResponseRendering(Rendering):
@@ -98,7 +101,8 @@ class ResponseRendering(Rendering):
         self._begin_response()
         self.stored = False
         failed = self._reply("failed")
-        failed.error = ResponseFailure("server_error", error.message)
+        code = error.code if isinstance(error, TooMany) else SERVER_ERROR
+        failed.error = ResponseFailure(code, error.message, error.type, **error.retry_field())
         self._emit("response.failed", response=failed)
         return self._take_events() + DONE
 
