@@ -14,6 +14,7 @@ from draftgate.gateway.dispatch.forwarding import Forwarder
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.upstream_pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
@@ -22,7 +23,7 @@ from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.ordering.returning import ReturningFirst
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.quotas import Quota, QuotaLedger
+from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
@@ -80,7 +81,7 @@ def build_dispatcher(
     queue = CentralQueue(fleet, ordering, router, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
-        fleet, queue, policy_of_admission, QuotaLedger(quotas), bounds, loop_time_s
+        fleet, queue, policy_of_admission, Quotas(store.quotas, quotas), bounds, loop_time_s
     )
     placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
     leases = Leases(store, shared=rules.shared)

@@ -103,7 +103,7 @@ class Node:
         queue = self.dispatcher.queue
         self.members = _members(config, fleet, store, queue.pump)
         self.heartbeat = Heartbeat(
-            *(fleet, store, queue, self.dispatcher.leases),
+            *(fleet, store, queue, self.dispatcher.leases, self.dispatcher.admission.quotas),
             [file for file in (decisions_file, audit_file) if file is not None],
             self.members,
         )
@@ -190,7 +190,7 @@ class Node:
         if accounts.required != self.accounts.required:
             raise ValueError("a node cannot begin or cease to require API keys while it runs")
         self.accounts = accounts
-        self.dispatcher.admission.change_quotas(accounts.quotas)
+        self.dispatcher.admission.quotas.change(accounts.quotas)
 
     async def _advertise(self, join: str) -> str:
         """Determine this node's URL for other nodes, and return the prefix of its workers' ids.

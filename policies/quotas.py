@@ -1,44 +1,32 @@
 """Quotas of tenants: an exact ledger of requests and tokens.
 
-A request reserves the maximum number of tokens that it may use. It settles the tokens that it used,
+A request claims the maximum number of tokens that it may use. It settles the tokens that it used,
 and the rest is released for immediate use. All counts are integers. For each tenant and at any
 time,
 
     reserved == settled + released + open.
 
-Limits are leaky buckets as meters (the generic cell rate algorithm: ATM Forum, Traffic Management
-4.0, 1996). Unlike windows, buckets have no edges at which twice the limit would fit or a refund
-would be lost. The state of a bucket is one time, the theoretical arrival time. The part after `now`
-is in use, and drains at the quota's rate. The unit is 1 / rate nanoseconds, which keeps arithmetic
-exact. A minute is rate x 60e9 units, and one request or token is 60e9 units.
-
-Released units leave the bucket as if they had never been reserved. A reservation of n at t changes
-the time F to max(F, t) + n. So F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
-i. If the j-th reservation releases m, F becomes
-
-    max(F - m, F_j), where F_j is the F of only the reservations after the j-th.
-
-The ledger keeps F_j for each open reservation.
+Limits are leaky buckets (`policies/leaky_bucket.py`). Released units leave a bucket as if they had
+never been claimed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-MINUTE_NS: Final = 60_000_000_000
+from draftgate.policies.leaky_bucket import UNITS, LeakyBucket
 
-RETRY_GRACE_NS: Final = 1_000_000
-"""Nanoseconds added to the time until a request fits, so that it still fits if clocks are floats.
-"""
+RETRY_GRACE_S: Final = 1e-3
+"""Seconds added to the time until a request fits, so that it still fits if clocks are floats."""
 
 MOST_TENANTS: Final = 4096
 """Maximum number of tenants, a few megabytes. Beyond it, the least recently used tenants are
-forgotten if they have no open reservations and their buckets are empty. A new tenant starts in
-that state, so no information is lost."""
+forgotten if they have no open claims and their buckets are empty. A new tenant starts in that
+state, so no information is lost."""
 
 _FORGET_TRIES: Final = 8
 """Number of old tenants to check for each new tenant. It exceeds 1 so that the total falls."""
@@ -69,18 +57,47 @@ class Quota:
     burst_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for limit, rate, burst in self._limits():
+        for limit, rate, burst in self._fields():
             if any(number is not None and number < 1 for number in (rate, burst)):
                 raise ValueError(f"a quota of {limit} must be 1 or more")
             if rate is None and burst is not None:
                 raise ValueError(f"a burst of {limit} needs {limit}_per_minute")
 
-    def buckets(self) -> dict[Limit, _Bucket]:
-        """Return an empty bucket for each limit."""
-        limits = self._limits()
-        return {limit: _Bucket(rate, burst or rate) for limit, rate, burst in limits if rate}
+    @property
+    def is_limited(self) -> bool:
+        """Whether any limit exists."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
-    def _limits(self) -> tuple[tuple[Limit, int | None, int | None], ...]:
+    def limits(self) -> dict[Limit, tuple[int, int]]:
+        """Return rate and burst of each limit."""
+        return {limit: (rate, burst or rate) for limit, rate, burst in self._fields() if rate}
+
+    def share(self, parts: int, tokens: int) -> Quota:
+        """Return an equal share of the quota for a request, of at least 1.
+
+        The burst of the share holds the request if the whole quota does. The request then fits
+        when nothing else is in use.
+
+        Args:
+            parts: the number of shares.
+            tokens: the tokens that the request may use.
+        """
+        if parts == 1:
+            return self
+
+        def part(number: int | None) -> int | None:
+            return None if number is None else max(1, number // parts)
+
+        whole = self.burst_tokens or self.tokens_per_minute
+        burst = None if whole is None else max(1, whole // parts, min(tokens, whole))
+        return Quota(
+            part(self.requests_per_minute),
+            part(self.tokens_per_minute),
+            part(self.burst_requests),
+            burst,
+        )
+
+    def _fields(self) -> tuple[tuple[Limit, int | None, int | None], ...]:
         return (
             (Limit.REQUESTS, self.requests_per_minute, self.burst_requests),
             (Limit.TOKENS, self.tokens_per_minute, self.burst_tokens),
@@ -89,6 +106,44 @@ class Quota:
 
 UNLIMITED: Final = Quota()
 """No limits. The ledger still records the usage."""
+
+
+class QuotaClaim(NamedTuple):
+    """What a request may use of its tenant's quota.
+
+    Attributes:
+        tokens: the maximum number of tokens.
+        quota: the quota of the tenant. The ledger uses the quota of the last claim.
+        requests: 1 for a request.
+    """
+
+    request_id: str
+    tenant: str
+    tokens: int
+    quota: Quota = UNLIMITED
+    requests: int = 1
+
+    def amount(self, limit: Limit) -> int:
+        """Return the claimed requests or tokens."""
+        return self.requests if limit is Limit.REQUESTS else self.tokens
+
+
+class Settlement(NamedTuple):
+    """What a request has used of its claim.
+
+    Attributes:
+        tokens: the number of used tokens, which may exceed the claim.
+        requests: 1, or 0 for a request that the quota of requests ignores.
+    """
+
+    request_id: str
+    tokens: int
+    requests: int = 1
+
+
+def release_of(request_id: str) -> Settlement:
+    """Return the settlement of a request that has used nothing."""
+    return Settlement(request_id, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +163,12 @@ class Shortage:
     most: int
 
 
+def shortage_of(claim: QuotaClaim, limit: Limit, wait_us: int | None) -> Shortage:
+    """Return the shortage of a claim that has to wait for a limit, or never fits (None)."""
+    retry_after_s = None if wait_us is None else wait_us / 1e6 + RETRY_GRACE_S
+    return Shortage(limit, retry_after_s, claim.amount(limit), claim.quota.limits()[limit][1])
+
+
 class Totals(NamedTuple):
     """Token counts of a tenant, with `reserved == settled + released + open`."""
 
@@ -118,195 +179,194 @@ class Totals(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """The leaky bucket of one quota.
+class _Account:
+    """The state of a tenant.
 
     Attributes:
-        rate: units per minute.
-        most: size in units.
-        full_at: time when the whole bucket is free again, in 1 / rate nanoseconds.
-        behind: for each open reservation, the `full_at` of only the later reservations.
+        number: the number of the last claim.
+        open_requests: number of open claims.
     """
 
-    rate: int
-    most: int
-    full_at: int = 0
-    behind: dict[str, int] = field(default_factory=dict)
-
-    def change(self, rate: int, most: int, now_ns: int) -> None:
-        """Change rate and size. The units in use stay in use, and drain at the new rate."""
-        shift = now_ns * (rate - self.rate)
-        self.rate, self.most = rate, most
-        self.full_at += shift
-        self.behind = {request_id: full_at + shift for request_id, full_at in self.behind.items()}
-
-    def wait_ns(self, units: int, now_ns: int) -> int | None:
-        """Return the nanoseconds until the units fit, or None if they never fit."""
-        if units > self.most:
-            return None
-        used = max(self.full_at - now_ns * self.rate, 0)
-        excess = used - (self.most - units) * MINUTE_NS
-        return max(-(-excess // self.rate), 0)
-
-    def add(self, units: int, now_ns: int) -> None:
-        now, added = now_ns * self.rate, units * MINUTE_NS
-        self.full_at = max(self.full_at, now) + added
-        self.behind = {
-            request_id: max(full_at, now) + added for request_id, full_at in self.behind.items()
-        }
-
-    def close(self, request_id: str, units: int) -> None:
-        """Close a reservation and release some of its units."""
-        if request_id not in self.behind:
-            return  # the limit is younger than the reservation
-        released, behind = units * MINUTE_NS, self.behind[request_id]
-        for earlier, full_at in self.behind.items():
-            if earlier == request_id:
-                break
-            self.behind[earlier] = max(full_at - released, behind)
-        self.full_at = max(self.full_at - released, behind)
-        del self.behind[request_id]
-
-
-@dataclass(slots=True)
-class _Account:
-    buckets: dict[Limit, _Bucket]
+    buckets: dict[Limit, LeakyBucket] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
+    number: int = 0
     open_requests: int = 0
 
-    def is_idle(self, now_ns: int) -> bool:
-        """Return whether no reservation is open and all buckets are empty."""
-        buckets = self.buckets.values()
-        return not self.open_requests and all(b.full_at <= now_ns * b.rate for b in buckets)
+    def drain(self, now_us: int) -> None:
+        """Drain all buckets until a time."""
+        for bucket in self.buckets.values():
+            bucket.drain(now_us)
+
+    def use(self, quota: Quota, now_us: int) -> None:
+        """Drain all buckets until a time, and use a quota from then on.
+
+        What the tenant has used of a limit stays in use. A new limit ignores earlier claims.
+        """
+        self.drain(now_us)
+        old, self.buckets = self.buckets, {}
+        for limit, (rate, most) in quota.limits().items():
+            bucket = self.buckets[limit] = old.get(limit) or LeakyBucket(rate, most, now_us)
+            bucket.rate, bucket.most = rate, most
+
+    def open(self, claim: QuotaClaim) -> None:
+        """Add a claim."""
+        self.number += 1
+        self.open_requests += 1
+        for limit, bucket in self.buckets.items():
+            bucket.add(self.number, claim.amount(limit) * UNITS)
+        reserved, settled, released, open_ = self.totals
+        self.totals = Totals(reserved + claim.tokens, settled, released, open_ + claim.tokens)
+
+    def close(self, number: int, claim: QuotaClaim, used: Settlement) -> None:
+        """End a claim. Tokens beyond the claim are claimed now."""
+        excess = max(used.tokens - claim.tokens, 0)
+        unused = {
+            Limit.REQUESTS: claim.requests - used.requests,
+            Limit.TOKENS: claim.tokens + excess - used.tokens,
+        }
+        self.open_requests -= 1
+        for limit, bucket in self.buckets.items():
+            bucket.close(number, unused[limit] * UNITS, self.number + 1)
+            if limit is Limit.TOKENS:
+                bucket.add(self.number + 1, excess * UNITS)
+        reserved, settled, released, open_ = self.totals
+        self.totals = Totals(
+            reserved + excess,
+            settled + used.tokens,
+            released + unused[Limit.TOKENS],
+            open_ - claim.tokens,
+        )
+
+    def is_idle(self, now_us: int) -> bool:
+        """Return whether no claim is open and all buckets are empty."""
+        self.drain(now_us)
+        return not self.open_requests and not any(one.level for one in self.buckets.values())
 
 
 @dataclass(slots=True)
 class QuotaLedger:
-    """The tokens and requests that tenants have reserved, used and released.
+    """The tokens and requests that tenants have claimed, used and released.
 
-    The ledger treats time that decreases as unchanged time.
-
-    Attributes:
-        quotas: quotas by tenant name.
-        default: quota of all other tenants.
+    A claim or settlement takes O(log open claims of the tenant), and so does the memory store in
+    `gateway/state/`. The ledger treats time that decreases as unchanged time.
     """
 
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-    default: Quota = UNLIMITED
     most_tenants: int = MOST_TENANTS
     _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
-    _open: dict[str, tuple[str, int]] = field(default_factory=dict)  # request -> (tenant, tokens)
-    _now_ns: int = 0
+    _open: dict[str, tuple[int, QuotaClaim]] = field(default_factory=dict)
+    _now_us: int = 0
 
-    def reserve(self, tenant: str, request_id: str, tokens: int, now_s: float) -> Shortage | None:
-        """Reserve a request and its maximum number of tokens, or reserve nothing.
+    def reserve(self, claim: QuotaClaim, now_s: float) -> Shortage | None:
+        """Reserve what a request may use, or reserve nothing.
+
+        A request that has a claim keeps that claim.
 
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
 
         Raises:
-            ValueError: the request has reserved already, or tokens are negative.
+            ValueError: tokens are negative.
         """
-        if request_id in self._open:
-            raise ValueError(f"{request_id} has reserved already")
-        if tokens < 0:
-            raise ValueError(f"cannot reserve {tokens} tokens")
-        self._now_ns = max(self._now_ns, round(now_s * 1e9))
-        account = self._account_of(tenant)
-        units = {Limit.REQUESTS: 1, Limit.TOKENS: tokens}
-        shortage = self._shortage(account, units)
-        if shortage is not None:
-            return shortage
-        for limit, bucket in account.buckets.items():
-            bucket.add(units[limit], self._now_ns)
-            bucket.behind[request_id] = 0
-        reserved, settled, released, open_ = account.totals
-        account.totals = Totals(reserved + tokens, settled, released, open_ + tokens)
-        account.open_requests += 1
-        self._open[request_id] = tenant, tokens
-        return None
+        if claim.tokens < 0:
+            raise ValueError(f"cannot reserve {claim.tokens} tokens")
+        if claim.request_id in self._open:
+            return None
+        account = self._account(claim, now_s)
+        shortage = _shortage(account, claim)
+        if shortage is None:
+            self._add(account, claim)
+        return shortage
 
-    def settle(self, request_id: str, used_tokens: int) -> None:
-        """Record the usage of a request and release the rest. Further calls have no effect.
+    def restore(self, claim: QuotaClaim, now_s: float) -> None:
+        """Reserve what a request may use, even beyond the quota.
 
-        Tokens beyond the reservation are reserved now and count against the quota.
+        A request that has a claim keeps that claim.
+        """
+        if claim.request_id not in self._open:
+            self._add(self._account(claim, now_s), claim)
+
+    def settle(self, used: Settlement, now_s: float) -> QuotaClaim | None:
+        """End a claim, charge what the request has used, and release the rest.
+
+        Tokens beyond the claim are reserved now and count against the quota.
+
+        Returns:
+            The claim, or None if the request has none.
 
         Raises:
             ValueError: tokens are negative.
         """
-        if used_tokens < 0:
-            raise ValueError(f"cannot have used {used_tokens} tokens")
-        self._close(request_id, used_tokens, released_requests=0)
+        if used.tokens < 0:
+            raise ValueError(f"cannot have used {used.tokens} tokens")
+        if used.request_id not in self._open:
+            return None
+        number, claim = self._open.pop(used.request_id)
+        account = self._accounts[claim.tenant]
+        account.drain(self._advance(now_s))
+        account.close(number, claim, used)
+        return claim
 
-    def release(self, request_id: str) -> None:
-        """Undo a reservation, so that the quota of requests ignores the request, too."""
-        self._close(request_id, 0, released_requests=1)
+    def charge(self, request_id: str, now_s: float) -> None:
+        """End the claim of a request, if it has one, and charge the claim in full."""
+        if request_id in self._open:
+            _, claim = self._open[request_id]
+            self.settle(Settlement(request_id, claim.tokens, claim.requests), now_s)
 
-    def change_quotas(self, quotas: Mapping[str, Quota], now_s: float) -> None:
-        """Replace all quotas.
-
-        What a tenant has used of a limit counts against its new limit. A new limit ignores what the
-        tenant has used before.
-        """
-        self._now_ns = max(self._now_ns, round(now_s * 1e9))
-        self.quotas = quotas
-        for tenant, account in self._accounts.items():
-            buckets = quotas.get(tenant, self.default).buckets()
-            for limit, old in account.buckets.items():
-                if limit in buckets:
-                    old.change(buckets[limit].rate, buckets[limit].most, self._now_ns)
-                    buckets[limit] = old
-            account.buckets = buckets
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request has a claim."""
+        return request_id in self._open
 
     def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, which are zero for an unknown tenant."""
         account = self._accounts.get(tenant)
         return Totals() if account is None else account.totals
 
-    def _close(self, request_id: str, used: int, released_requests: int) -> None:
-        if request_id not in self._open:
-            return
-        tenant, tokens = self._open.pop(request_id)
-        account = self._accounts[tenant]
-        excess = max(used - tokens, 0)
-        unused = tokens + excess - used
-        reserved, settled, released, open_ = account.totals
-        account.totals = Totals(
-            reserved + excess, settled + used, released + unused, open_ - tokens
-        )
-        account.open_requests -= 1
-        units = {Limit.REQUESTS: released_requests, Limit.TOKENS: unused}
-        for limit, bucket in account.buckets.items():
-            bucket.close(request_id, units[limit])
-            if excess and limit is Limit.TOKENS:
-                bucket.add(excess, self._now_ns)
+    def usage(self, now_s: float) -> Iterator[tuple[str, dict[Limit, int]]]:
+        """Yield what each tenant uses of its limits now, rounded up to whole numbers."""
+        now_us = self._advance(now_s)
+        for tenant, account in self._accounts.items():
+            account.drain(now_us)
+            yield tenant, {limit: -(-one.level // UNITS) for limit, one in account.buckets.items()}
 
-    def _shortage(self, account: _Account, units: Mapping[Limit, int]) -> Shortage | None:
-        """Return the shortage with the longest wait, or None."""
-        longest: tuple[int, Shortage] | None = None
-        for limit, bucket in account.buckets.items():
-            requested = units[limit]
-            wait_ns = bucket.wait_ns(requested, self._now_ns)
-            if wait_ns is None:
-                return Shortage(limit, None, requested, bucket.most)
-            if wait_ns > (longest[0] if longest else 0):
-                retry_after_s = (wait_ns + RETRY_GRACE_NS) / 1e9
-                longest = wait_ns, Shortage(limit, retry_after_s, requested, bucket.most)
-        return longest and longest[1]
+    def _advance(self, now_s: float) -> int:
+        """Return the time in microseconds."""
+        self._now_us = max(self._now_us, round(now_s * 1e6))
+        return self._now_us
 
-    def _account_of(self, tenant: str) -> _Account:
-        if tenant not in self._accounts:
+    def _account(self, claim: QuotaClaim, now_s: float) -> _Account:
+        """Return the account of a claim's tenant, which uses the claim's quota from now on."""
+        now_us = self._advance(now_s)
+        if claim.tenant not in self._accounts:
             self._forget_idle()
-            self._accounts[tenant] = _Account(self.quotas.get(tenant, self.default).buckets())
-        self._accounts.move_to_end(tenant)
-        return self._accounts[tenant]
+            self._accounts[claim.tenant] = _Account()
+        self._accounts.move_to_end(claim.tenant)
+        account = self._accounts[claim.tenant]
+        if account.buckets or claim.quota.is_limited:
+            account.use(claim.quota, now_us)
+        return account
+
+    def _add(self, account: _Account, claim: QuotaClaim) -> None:
+        account.open(claim)
+        self._open[claim.request_id] = account.number, claim
 
     def _forget_idle(self) -> None:
         """Forget some idle tenants if the ledger exceeds its maximum."""
         if len(self._accounts) < self.most_tenants:
             return
         for tenant in list(self._accounts)[:_FORGET_TRIES]:
-            if self._accounts[tenant].is_idle(self._now_ns):
+            if self._accounts[tenant].is_idle(self._now_us):
                 del self._accounts[tenant]
             else:
                 self._accounts.move_to_end(tenant)
+
+
+def _shortage(account: _Account, claim: QuotaClaim) -> Shortage | None:
+    """Return the shortage with the longest wait, or None."""
+    longest: tuple[int, Limit] | None = None
+    for limit, bucket in account.buckets.items():
+        wait_us = bucket.wait_us(claim.amount(limit))
+        if wait_us is None:
+            return shortage_of(claim, limit, None)
+        if wait_us > (longest[0] if longest else 0):
+            longest = wait_us, limit
+    return longest and shortage_of(claim, longest[1], longest[0])

@@ -1,6 +1,7 @@
 """The heartbeat of a node, which runs once a second.
 
-The heartbeat reports the node's workers, renews its leases, and finds workers of other nodes.
+The heartbeat reports the node's workers, renews its leases and its claims on quotas, and finds
+workers of other nodes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
@@ -37,6 +39,7 @@ class Heartbeat:
         store: Store,
         queue: CentralQueue,
         leases: Leases,
+        quotas: Quotas,
         files: Sequence[JsonLinesFile] = (),
         members: Members | None = None,
     ) -> None:
@@ -50,6 +53,7 @@ class Heartbeat:
         self._store = store
         self._queue = queue
         self._leases = leases
+        self._quotas = quotas
         self._files = files
         self._members = members
         self.url = ""
@@ -82,12 +86,13 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def beat(self) -> None:
-        """Report workers, renew leases, and dispatch queued requests that now fit."""
+        """Report workers, renew leases and claims, and dispatch queued requests that now fit."""
         self._queue.pump()  # memory may become free without an event on this node
         for number, worker in enumerate(self._fleet.own):
             if not self._left:
                 await self._report(worker, number)
         await self._leases.renew()
+        await self._quotas.renew()
         if self._members is not None:
             await self._members.refresh()
 

@@ -8,13 +8,14 @@ others are released.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Final
 
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.output_history import OutputHistory
@@ -22,7 +23,7 @@ from draftgate.policies.admission.types import AdmissionView, Admitted, QueueVie
 from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
-from draftgate.policies.quotas import Quota, QuotaLedger, Shortage
+from draftgate.policies.quotas import Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 
@@ -111,7 +112,7 @@ class AdmissionController:
         fleet: Fleet,
         queue: CentralQueue,
         policy: AdmissionPolicy,
-        ledger: QuotaLedger,
+        quotas: Quotas,
         bounds: Bounds,
         now_s: Callable[[], float],
     ) -> None:
@@ -120,7 +121,7 @@ class AdmissionController:
         Args:
             now_s: the clock of the queue's tickets.
         """
-        self.ledger = ledger
+        self.quotas = quotas
         self._fleet = fleet
         self._queue = queue
         self._policy = policy
@@ -130,7 +131,7 @@ class AdmissionController:
         self._keys = count()
         self._ticket_sequences = 0
 
-    def admit(self, request: AdmissionRequest) -> Entry:
+    async def admit(self, request: AdmissionRequest) -> Entry:
         """Admit a request and reserve its tokens until `settle`.
 
         Raises:
@@ -138,9 +139,9 @@ class AdmissionController:
             QuotaExceeded, Overloaded: the request is rejected for now. The error has the retry
                 time.
         """
-        now_s = self._now_s()
-        self._reserve(request, now_s)
+        await self._reserve(request)
         try:
+            now_s = self._now_s()
             view = self._view(request, now_s)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
@@ -155,12 +156,8 @@ class AdmissionController:
                 ticket_s=ticket_s,
             )
         except BaseException:  # policies can be third-party code
-            self.ledger.release(request.request_id)
+            await self.quotas.release(request.request_id)
             raise
-
-    def change_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """Replace the quotas of all tenants, without forgetting what they have used."""
-        self.ledger.change_quotas(quotas, self._now_s())
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
@@ -182,13 +179,13 @@ class AdmissionController:
             entry.answered = True
             self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
 
-    def settle(self, entry: Entry) -> None:
+    async def settle(self, entry: Entry) -> None:
         """Charge the tokens that a request used, and release the other reserved tokens.
 
         The length of a completed request also improves the forecast.
         """
         request = entry.request
-        self.ledger.settle(request.request_id, entry.prompt_tokens + entry.output_tokens)
+        await self.quotas.settle(request.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == sum(need.sequences for need in request.needs):
             self._outputs.add_sequence(
                 request.tenant, entry.output_tokens // entry.ended, request.max_tokens
@@ -202,9 +199,9 @@ class AdmissionController:
         refused = self._policy.reconsider(self._view(request, now_s, ticket), waited_s, now_s)
         return refused and _capped(refused)
 
-    def _reserve(self, request: AdmissionRequest, now_s: float) -> None:
+    async def _reserve(self, request: AdmissionRequest) -> None:
         tokens = sum(need.most_tokens for need in request.needs)
-        shortage = self.ledger.reserve(request.tenant, request.request_id, tokens, now_s)
+        shortage = await self.quotas.reserve(request.tenant, request.request_id, tokens)
         if shortage is not None:
             raise _quota_error(shortage, request)
 

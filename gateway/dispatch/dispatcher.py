@@ -97,7 +97,7 @@ class Dispatcher:
         """
         with span.child("admit") as admit:
             requests = await self._placer.size(job)
-            entry = self.admission.admit(_admission_request(job, requests))
+            entry = await self.admission.admit(_admission_request(job, requests))
             if admit.recording:
                 admit.set(admission_attributes(entry))
         try:
@@ -106,7 +106,7 @@ class Dispatcher:
             async with aclosing(run.deltas):
                 yield run
         finally:
-            self.admission.settle(entry)
+            await self.admission.settle(entry)
 
 
 def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:

@@ -156,7 +156,7 @@ class Forwarder:
         if not self._fleet.open:
             raise self._no_upstream()
         with span.child("admit"):
-            entry = self._admission.admit(job.request)
+            entry = await self._admission.admit(job.request)
         try:
             async with self._turn(job, entry, span) as place:
                 entry.prompt_tokens = job.limits.prompt
@@ -171,7 +171,7 @@ class Forwarder:
             entry.prompt_tokens = 0
             raise
         finally:
-            self._admission.settle(entry)
+            await self._admission.settle(entry)
 
     @asynccontextmanager
     async def run_uncounted(self, call: UpstreamCall) -> AsyncIterator[UpstreamAnswer]:

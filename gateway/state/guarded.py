@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Final
 
 from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
+from draftgate.gateway.state.guarded_quotas import GuardedQuotas
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import (
     FORGET_S,
@@ -50,7 +51,11 @@ Workers report again within a heartbeat, and the mirror has more data until then
 
 
 class GuardedStore:
-    """A `Store` that never raises `StoreError`."""
+    """A `Store` that never raises `StoreError`.
+
+    Attributes:
+        quotas: the quotas of tenants.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class GuardedStore:
             patience=patience,
             deadline_s=deadline_s,
         )
+        self.quotas = GuardedQuotas(remote.quotas, self._calls, clock)
 
     @property
     def outage(self) -> str | None:
@@ -166,6 +172,7 @@ class GuardedStore:
         self._start_releases()
         if self._sending is not None:
             await self._sending
+        await self.quotas.close()
         await self._calls.close()
         await self._remote.close()
 
@@ -230,8 +237,9 @@ class GuardedStore:
         await self._remote.renew((), self._ttl_s)
 
     async def _restore_leases(self) -> None:
-        """Update the remote store with the leases of this gateway."""
+        """Update the remote store with the leases of this gateway, and settle its claims."""
         self._start_releases()
+        self.quotas.start_sending()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
 

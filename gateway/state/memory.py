@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from draftgate.gateway.state.expiries import Expiries
+from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
@@ -51,6 +51,7 @@ class MemoryStore:
 
     Attributes:
         gateways: number of gateways that share the capacity of workers with an address.
+        quotas: the quotas of tenants.
     """
 
     outage = None
@@ -65,12 +66,12 @@ class MemoryStore:
             stale_s: replaces `STALE_S`.
         """
         self.gateways = 1
+        self.quotas = MemoryQuotas(clock)
         self._clock = clock
         self._stale_s = stale_s
         self._workers: dict[str, _Worker] = {}
         self._leases: dict[str, Lease] = {}
-        self._until_s: dict[str, float] = {}  # expiry of each request's lease
-        self._expiries: list[tuple[float, str]] = []  # a heap with the first expiry of each lease
+        self._expiries = Expiries()  # of leases, by request
         self._number = 0
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -139,7 +140,7 @@ class MemoryStore:
             if self._entered(lease.worker_id, lease.epoch) is None:
                 fenced.add(lease.request_id)
             elif self._leases.get(lease.request_id) == lease:
-                self._set_expiry(lease.request_id, now_s + ttl_s)
+                self._expiries.put(lease.request_id, now_s + ttl_s)
             else:
                 self._drop(lease.request_id)
                 self._put(lease, now_s + ttl_s)
@@ -203,31 +204,18 @@ class MemoryStore:
         self._number = max(self._number, lease.number)
         self._leases[lease.request_id] = lease
         self._workers[lease.worker_id].leases[lease.request_id] = lease
-        self._set_expiry(lease.request_id, until_s)
-
-    def _set_expiry(self, request_id: str, until_s: float) -> None:
-        # A later expiry needs no new entry, because `_prune` updates the old entry.
-        if until_s < self._until_s.get(request_id, math.inf):
-            heapq.heappush(self._expiries, (until_s, request_id))
-        self._until_s[request_id] = until_s
+        self._expiries.put(lease.request_id, until_s)
 
     def _drop(self, request_id: str) -> None:
         lease = self._leases.pop(request_id, None)
         if lease is not None:
-            del self._until_s[request_id]
+            self._expiries.drop(request_id)
             del self._workers[lease.worker_id].leases[request_id]
 
     def _prune(self, now_s: float) -> None:
         """End expired leases."""
-        while self._expiries and self._expiries[0][0] <= now_s:
-            request_id = heapq.heappop(self._expiries)[1]
-            until_s = self._until_s.get(request_id)
-            if until_s is None:
-                continue
-            if until_s <= now_s:
-                self._drop(request_id)
-            else:  # the lease was renewed
-                heapq.heappush(self._expiries, (until_s, request_id))
+        for request_id in self._expiries.pop_due(now_s):
+            self._drop(request_id)
 
     def _forget(self, now_s: float) -> None:
         """Forget workers without leases that no call has named for `FORGET_S`."""

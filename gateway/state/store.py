@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
+from draftgate.gateway.state.quota_store import QuotaStore
+
 STALE_S: Final = 3.0
 """A worker without a report for this time gets no leases, because it missed three heartbeats.
 
@@ -175,6 +177,11 @@ class Store(Protocol):
     @property
     def outage(self) -> str | None:
         """The reason why the store is not used at present, or None while it works."""
+        ...
+
+    @property
+    def quotas(self) -> QuotaStore:
+        """The quotas of tenants."""
         ...
 
     async def publish(self, report: WorkerReport) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.store import (
     Lease,
     LeaseCandidate,
@@ -16,13 +17,15 @@ from draftgate.gateway.state.store import (
     StoreError,
     WorkerReport,
 )
+from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
 
 
 class FlakyStore:
     """A `Store` that keeps its data in memory and simulates an unreliable connection.
 
     Attributes:
-        inner: the memory store.
+        inner: the memory store, which other flaky stores may share.
+        quotas: the quotas of the memory store, over the same connection.
         delay_s: the delay of each call, in seconds. A call takes effect after the delay.
         failure: the message of the error that each call raises, or None.
         gateways: the number of gateways that a snapshot reports.
@@ -34,6 +37,7 @@ class FlakyStore:
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self.inner = MemoryStore(self._clock)
+        self.quotas = FlakyQuotas(self)
         self.delay_s = 0.0
         self.failure: str | None = None
         self.gateways = 1
@@ -44,39 +48,67 @@ class FlakyStore:
         self.inner = MemoryStore(self._clock)
 
     async def publish(self, report: WorkerReport) -> bool:
-        await self._trouble("publish")
+        await self.trouble("publish")
         return await self.inner.publish(report)
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        await self._trouble("withdraw")
+        await self.trouble("withdraw")
         await self.inner.withdraw(worker_id, epoch, seq)
 
     async def snapshot(self) -> Snapshot:
-        await self._trouble("snapshot")
+        await self.trouble("snapshot")
         return Snapshot((await self.inner.snapshot()).workers, self.gateways)
 
     async def reserve(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
-        await self._trouble("reserve")
+        await self.trouble("reserve")
         return await self.inner.reserve(request_id, tokens, offers, ttl_s)
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        await self._trouble("renew")
+        await self.trouble("renew")
         return await self.inner.renew(leases, ttl_s)
 
     async def release(self, request_ids: Collection[str]) -> None:
-        await self._trouble("release")
+        await self.trouble("release")
         await self.inner.release(request_ids)
 
     async def close(self) -> None:
         self.calls["close"] += 1
 
-    async def _trouble(self, name: str) -> None:
+    async def trouble(self, name: str) -> None:
+        """Count a call, and delay it or let it fail."""
         self.calls[name] += 1
         if self.failure is not None:
             raise StoreError(self.failure)
         await asyncio.sleep(self.delay_s)
+
+
+class FlakyQuotas:
+    """The quotas of a flaky store."""
+
+    def __init__(self, store: FlakyStore) -> None:
+        self._store = store
+
+    @property
+    def _inner(self) -> QuotaStore:
+        return self._store.inner.quotas
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        await self._store.trouble("reserve_quota")
+        return await self._inner.reserve(claim, ttl_s)
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        await self._store.trouble("renew_quota")
+        await self._inner.renew(claims, ttl_s)
+        return self._store.gateways
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        await self._store.trouble("settle_quota")
+        await self._inner.settle(settlements)
+
+    async def totals(self, tenant: str) -> Totals:
+        return await self._inner.totals(tenant)
 
 
 def guarded(remote: FlakyStore) -> GuardedStore:

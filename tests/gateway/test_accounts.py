@@ -154,7 +154,7 @@ async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listenin
 
 async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
     """The ledger refunds the reserved tokens that a disconnected client did not use."""
-    ledger = guarded.node.dispatcher.admission.ledger
+    quotas = guarded.node.store.quotas
     headers = "authorization: Bearer sk-search\r\n"
     body = {**BODY, "max_tokens": 20, "stream": True}
     _, writer = await post_raw(guarded, "/v1/completions", body, headers)
@@ -162,12 +162,12 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
     scripted.emit(request, "one two three")
     await until(lambda: guarded.node.dispatcher.in_flight == 1)
     reserved = request.most_tokens
-    assert ledger.totals("search") == (reserved, 0, 0, reserved)
+    assert await quotas.totals("search") == (reserved, 0, 0, reserved)
     await until(lambda: scripted.unread_tokens(request.request_id) == 0)
     writer.close()
     await until(lambda: guarded.node.dispatcher.in_flight == 0)
     used = len(request.prompt_ids) + 3
-    assert ledger.totals("search") == (reserved, used, reserved - used, 0)
+    assert await quotas.totals("search") == (reserved, used, reserved - used, 0)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ async def test_embedding_is_capped_and_charged_to_its_account(
                 assert request.speculation.mode is SpeculationMode.OFF
                 send_embedding(scripted, request.request_id, [1.0, 0.0, 0.0, 0.0])
             assert (await pending).json()["usage"]["prompt_tokens"] == 5
-        assert gateway.node.dispatcher.admission.ledger.totals("search") == (5, 5, 0, 0)
+        assert await gateway.node.store.quotas.totals("search") == (5, 5, 0, 0)
         assert len(observed) == 1
 
 
@@ -352,7 +352,7 @@ async def test_exhausted_quota_refuses_all_texts_before_any_runs(
         assert "retry-after" in response.headers
         assert (never.status_code, never.json()["error"]["param"]) == (400, "input")
         assert scripted.submitted.empty()
-        assert gateway.node.dispatcher.admission.ledger.totals("search") == (60, 60, 0, 0)
+        assert await gateway.node.store.quotas.totals("search") == (60, 60, 0, 0)
         assert is_idle(gateway.node)
 
 

@@ -271,7 +271,7 @@ def test_a_disconnect_between_two_workers_frees_everything() -> None:
             second_worker.emit(running, "done", last=True)
             await other_result
             assert await dispatched.is_idle()
-            assert dispatched.dispatcher.admission.ledger.totals("").open == 0
+            assert (await dispatched.store.quotas.totals("")).open == 0
             assert second_worker.submitted.empty()
 
     run_scenario(scenario())
@@ -328,6 +328,6 @@ def test_an_embedding_starts_again() -> None:
                 chosen.streams.deliver([(request.request_id, done)])
                 assert (await reading).embedding == state
                 assert [delta async for delta in run.deltas] == []
-            assert dispatched.dispatcher.admission.ledger.totals("").settled == 5
+            assert (await dispatched.store.quotas.totals("")).settled == 5
 
     run_scenario(scenario())

@@ -198,6 +198,6 @@ async def test_quota_is_used_without_reported_usage(
         client(gateway) as http,
     ):
         await http.post("/v1/completions", json=body, headers=KEY)
-        ledger = gateway.node.dispatcher.admission.ledger
-        assert ledger.totals("slow").settled == used
-        assert ledger.totals("slow").open == 0
+        quotas = gateway.node.store.quotas
+        assert (await quotas.totals("slow")).settled == used
+        assert (await quotas.totals("slow")).open == 0

@@ -70,7 +70,7 @@ async def test_keys_change_under_load(gateway: Listening, keys: Path) -> None:
         ended.set()
         served = await asyncio.gather(*clients)
     assert min(served) > 0
-    assert gateway.node.dispatcher.admission.ledger.totals("stable").open == 0
+    assert (await gateway.node.store.quotas.totals("stable")).open == 0
 
 
 async def test_a_running_stream_survives_the_removal_of_its_key(

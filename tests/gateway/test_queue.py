@@ -19,13 +19,14 @@ from draftgate.gateway.dispatch.admission import (
     AdmissionRequest,
 )
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S
-from draftgate.policies.quotas import QuotaLedger
 from draftgate.policies.registry import ordering_policy, routing_policy
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, Ticket, WorkerLoad
@@ -249,12 +250,12 @@ def test_retry_after_is_at_most_an_hour() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        fleet, ledger = Fleet(workers=workers), QuotaLedger({})
+        fleet, quotas = Fleet(workers=workers), Quotas(MemoryQuotas(), {})
         admission = AdmissionController(
-            fleet, queue, NeverAdmit(), ledger, DEFAULT_BOUNDS, lambda: 0.0
+            fleet, queue, NeverAdmit(), quotas, DEFAULT_BOUNDS, lambda: 0.0
         )
         with pytest.raises(Overloaded) as caught:
-            admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
+            await admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
         assert dict(caught.value.headers())["Retry-After"] == "3600"
 
     run_virtual(scenario())

@@ -269,9 +269,9 @@ def received_texts(api: Api, received: list[Any]) -> list[str]:
     return texts
 
 
-def check_balanced(node: Node) -> None:
+async def check_balanced(node: Node) -> None:
     """Assert that every reservation is settled or released."""
-    totals = node.dispatcher.admission.ledger.totals("")
+    totals = await node.store.quotas.totals("")
     assert totals.open == 0
     assert totals.reserved == totals.settled + totals.released > 0
 
@@ -289,7 +289,7 @@ async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> N
             for _ in range(turns):
                 await asyncio.sleep(0)
         await scenario.finish()
-        check_balanced(gateway.node)
+        await check_balanced(gateway.node)
         assert not len(scripted.streams)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

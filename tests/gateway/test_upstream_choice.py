@@ -316,9 +316,8 @@ async def test_model_lists_and_tokenizing_need_no_capacity() -> None:
         engine.handler = whole
         assert (await http.get("/v1/models")).status_code == 200
         assert (await http.post("/tokenize", json={"prompt": "x"})).content == WHOLE
-        assert (
-            gateway.node.dispatcher.admission.ledger.totals("").reserved == 4 + 99
-        )  # the first request
+        totals = await gateway.node.store.quotas.totals("")
+        assert totals.reserved == 4 + 99  # the first request
         first.close()
         await until(lambda: is_idle(gateway.node))
 

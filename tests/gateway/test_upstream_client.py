@@ -212,8 +212,8 @@ async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None
         assert (await http.post("/v1/embeddings", json=body)).status_code == 200
         assert json.loads(engine.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
         metrics = (await http.get("/metrics")).text
-        ledger = gateway.node.dispatcher.admission.ledger
-        assert ledger.totals("search").settled == 9
+        quotas = gateway.node.store.quotas
+        assert (await quotas.totals("search")).settled == 9
     (requests,) = [line for line in metrics.splitlines() if "/v1/embeddings" in line]
     assert 'outcome="finished"' in requests
     assert 'tenant="search"} 9.0' in metrics

@@ -195,7 +195,8 @@ async def dispatching(
         quotas=quotas or {},
         draw=Random(0).random,
     )
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases)
+    quotas = dispatcher.admission.quotas
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, quotas)
     try:
         async with heartbeat.beating():
             yield Dispatched(dispatcher, fleet, store, decisions)

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.quotas import MINUTE_NS, Limit, Quota, QuotaLedger, Totals
+from draftgate.policies.leaky_bucket import UNITS
+from draftgate.policies.quotas import (
+    UNLIMITED,
+    Limit,
+    Quota,
+    QuotaClaim,
+    QuotaLedger,
+    Settlement,
+    Shortage,
+    Totals,
+    release_of,
+)
 
 QUOTA = Quota(requests_per_minute=7, tokens_per_minute=1000, burst_requests=5, burst_tokens=600)
 
@@ -22,6 +33,25 @@ steps = st.lists(
 )
 
 
+class Ledger(QuotaLedger):
+    """A ledger with a quota for each tenant, which settles at the time of the last reservation."""
+
+    def __init__(self, quotas=None, default: Quota = UNLIMITED, most_tenants: int = 4096) -> None:
+        super().__init__(most_tenants)
+        self.quotas, self.default, self.now_s = quotas or {}, default, 0.0
+
+    def reserve(self, tenant: str, name: str, tokens: int, now_s: float) -> Shortage | None:
+        self.now_s = now_s
+        claim = QuotaClaim(name, tenant, tokens, self.quotas.get(tenant, self.default))
+        return super().reserve(claim, now_s)
+
+    def settle(self, name: str, tokens: int) -> None:
+        super().settle(Settlement(name, tokens), self.now_s)
+
+    def release(self, name: str) -> None:
+        super().settle(release_of(name), self.now_s)
+
+
 def balances(totals: Totals) -> bool:
     return totals.reserved == totals.settled + totals.released + totals.open
 
@@ -29,18 +59,14 @@ def balances(totals: Totals) -> bool:
 @given(steps)
 def test_ledger_balances_after_any_sequence_of_calls(moves) -> None:
     """The sums agree and stay non-negative after any reserve, settle, error and release."""
-    ledger, now_s = QuotaLedger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
+    ledger, now_s = Ledger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
     for move, tenant, request, tokens, wait_s in moves:
         name = f"{tenant}{request}"
         if move == "reserve":
-            before = ledger.totals(tenant)
-            try:
-                shortage = ledger.reserve(tenant, name, tokens, now_s)
-            except ValueError:
-                shortage = None
-            else:
-                taken = 0 if shortage else tokens
-                assert ledger.totals(tenant).open == before.open + taken
+            before, known = ledger.totals(tenant), ledger.holds(name)
+            shortage = ledger.reserve(tenant, name, tokens, now_s)
+            taken = 0 if shortage or known else tokens
+            assert ledger.totals(tenant).open == before.open + taken
         elif move == "settle":
             ledger.settle(name, tokens)
         elif move == "release":
@@ -60,7 +86,7 @@ def test_ledger_balances_after_any_sequence_of_calls(moves) -> None:
 )
 def test_no_interval_holds_more_than_burst_and_rate(moves) -> None:
     """The ledger keeps at most burst + rate x length in any interval, even with late releases."""
-    ledger, now_s, kept, ends = QuotaLedger({"a": QUOTA}), 0.0, [], []
+    ledger, now_s, kept, ends = Ledger({"a": QUOTA}), 0.0, [], []
     for number, (tokens, wait_s, used, later) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
             kept.append((now_s, int(tokens * used)))
@@ -84,7 +110,7 @@ def test_no_interval_holds_more_than_burst_and_rate(moves) -> None:
 def test_released_tokens_count_as_never_reserved(moves, probe) -> None:
     """The ledger accepts as much after settling as if only the used tokens had been reserved."""
     quota = {"a": Quota(tokens_per_minute=60, burst_tokens=120)}
-    ledger, exact, now_s, taken = QuotaLedger(quota), QuotaLedger(quota), 0.0, []
+    ledger, exact, now_s, taken = Ledger(quota), Ledger(quota), 0.0, []
     for number, (tokens, wait_s) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
             used = tokens // (number % 3 + 1)
@@ -99,7 +125,7 @@ def test_released_tokens_count_as_never_reserved(moves, probe) -> None:
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=30), st.floats(0, 1e6))
 def test_request_fits_exactly_after_retry_after(sizes, begin_s) -> None:
     """The request fits at `retry_after` and does not fit two milliseconds earlier."""
-    ledger, now_s = QuotaLedger({"a": QUOTA}), begin_s
+    ledger, now_s = Ledger({"a": QUOTA}), begin_s
     for number, tokens in enumerate(sizes):
         shortage = ledger.reserve("a", str(number), tokens, now_s)
         if shortage is not None:
@@ -114,7 +140,7 @@ def test_request_fits_exactly_after_retry_after(sizes, begin_s) -> None:
 def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
     """Released tokens never exceed the burst after a refill."""
     used = min(first, used)
-    ledger = QuotaLedger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
+    ledger = Ledger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
     assert ledger.reserve("a", "1", first, 0.0) is None
     ledger.settle("1", used)
     assert ledger.reserve("a", "2", 600 - used, 0.0) is None
@@ -128,7 +154,7 @@ def test_released_tokens_can_be_used_at_once_and_only_once(first, used, later_s)
 
 def test_shortage_names_the_limit_with_the_longest_wait() -> None:
     """If a request can never fit, the shortage contains the largest amount that fits."""
-    ledger = QuotaLedger({"a": QUOTA})
+    ledger = Ledger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
     assert (never.limit, never.retry_after_s, never.requested, never.most) == (
         "tokens",
@@ -146,7 +172,7 @@ def test_shortage_names_the_limit_with_the_longest_wait() -> None:
 
 def test_released_request_counts_against_no_quota() -> None:
     """The quota of requests includes a settled request, but not a released request."""
-    ledger = QuotaLedger({"a": Quota(requests_per_minute=1)})
+    ledger = Ledger({"a": Quota(requests_per_minute=1)})
     assert ledger.reserve("a", "1", 5, 0.0) is None
     ledger.release("1")
     ledger.release("1")
@@ -158,7 +184,7 @@ def test_released_request_counts_against_no_quota() -> None:
 
 def test_tokens_beyond_the_reservation_count_against_the_quota() -> None:
     """Excess tokens count against the quota, and the sums still agree."""
-    ledger = QuotaLedger({"a": Quota(tokens_per_minute=60)})
+    ledger = Ledger({"a": Quota(tokens_per_minute=60)})
     assert ledger.reserve("a", "1", 10, 0.0) is None
     ledger.settle("1", 90)
     assert ledger.totals("a") == Totals(90, 90, 0, 0)
@@ -167,7 +193,7 @@ def test_tokens_beyond_the_reservation_count_against_the_quota() -> None:
 
 def test_unlimited_tenant_is_counted_but_never_short() -> None:
     """The totals include the tokens of an unlimited tenant."""
-    ledger = QuotaLedger()
+    ledger = Ledger()
     for number in range(1000):
         assert ledger.reserve("a", str(number), 10**9, 0.0) is None
     assert ledger.totals("a").open == 1000 * 10**9
@@ -175,7 +201,7 @@ def test_unlimited_tenant_is_counted_but_never_short() -> None:
 
 def test_only_idle_tenants_are_forgotten() -> None:
     """The ledger forgets only tenants with full buckets and no open reservation."""
-    ledger = QuotaLedger(default=Quota(tokens_per_minute=60), most_tenants=10)
+    ledger = Ledger(default=Quota(tokens_per_minute=60), most_tenants=10)
     assert ledger.reserve("open", "open", 1, 0.0) is None
     assert ledger.reserve("owes", "owes", 60, 0.0) is None
     ledger.settle("owes", 60)
@@ -193,7 +219,7 @@ def test_invalid_quotas_are_refused() -> None:
     for wrong in ({"requests_per_minute": 0}, {"tokens_per_minute": -1}, {"burst_tokens": 5}):
         with pytest.raises(ValueError, match=r"quota|burst"):
             Quota(**wrong)
-    assert MINUTE_NS == 60 * 10**9
+    assert UNITS == 60 * 10**6
 
 
 QUOTAS = st.builds(
@@ -203,32 +229,31 @@ QUOTAS = st.builds(
 )
 
 
-def play(ledger: QuotaLedger, move: tuple[str, str, int, int, float], now_s: float) -> object:
+def play(ledger: Ledger, move: tuple[str, str, int, int, float], now_s: float) -> object:
     """Apply one step to a ledger, and return its result."""
     kind, tenant, request, tokens, _ = move
     name = f"{tenant}{request}"
     if kind == "reserve":
-        try:
-            return ledger.reserve(tenant, name, tokens, now_s)
-        except ValueError as error:
-            return str(error)
+        return ledger.reserve(tenant, name, tokens, now_s)
     if kind != "wait":
         (ledger.settle(name, tokens) if kind == "settle" else ledger.release(name))
     return None
 
 
 @given(steps, st.lists(st.tuples(st.integers(0, 79), QUOTAS), max_size=4))
-def test_quotas_that_change_and_return_at_once_change_nothing(moves, changes) -> None:
-    """A change that is undone at the same time has no effect on any later request."""
+def test_a_quota_that_applies_for_no_time_changes_nothing(moves, changes) -> None:
+    """A changed quota that returns at the same time has no effect on any later request."""
     quotas = {"a": QUOTA, "b": Quota(300, 300)}
-    changed, plain = QuotaLedger(quotas), QuotaLedger(quotas)
+    changed, plain = Ledger(quotas), Ledger(quotas)
     now_s = 0.0
     for index, move in enumerate(moves):
         now_s += move[-1]
         for at, other in changes:
             if at == index and None not in (other.requests_per_minute, other.tokens_per_minute):
-                changed.change_quotas({"a": other, "b": other}, now_s)
-                changed.change_quotas(quotas, now_s)
+                for changed.quotas in ({"a": other, "b": other}, quotas):
+                    for tenant in "ab":
+                        changed.reserve(tenant, "probe", 0, now_s)
+                        changed.release("probe")
         assert play(changed, move, now_s) == play(plain, move, now_s)
         assert [changed.totals(one) for one in "abc"] == [plain.totals(one) for one in "abc"]
 
@@ -236,12 +261,12 @@ def test_quotas_that_change_and_return_at_once_change_nothing(moves, changes) ->
 @given(steps, st.lists(st.tuples(st.integers(0, 79), st.sampled_from("abc"), QUOTAS), max_size=6))
 def test_ledger_balances_when_quotas_come_and_go(moves, changes) -> None:
     """The sums agree when limits are added, changed or removed while requests are open."""
-    ledger, now_s = QuotaLedger({"a": QUOTA}), 0.0
+    ledger, now_s = Ledger({"a": QUOTA}), 0.0
     for index, move in enumerate(moves):
         now_s += move[-1]
         for at, tenant, quota in changes:
             if at == index:
-                ledger.change_quotas({tenant: quota}, now_s)
+                ledger.quotas = {tenant: quota}
         play(ledger, move, now_s)
         assert all(balances(ledger.totals(one)) for one in "abc")
 
@@ -249,9 +274,9 @@ def test_ledger_balances_when_quotas_come_and_go(moves, changes) -> None:
 @given(used=st.integers(1, 600), rate=st.integers(1, 5000), now_s=st.floats(0, 1e6))
 def test_used_tokens_count_against_a_changed_quota(used: int, rate: int, now_s: float) -> None:
     """Right after a change, exactly the rest of the new quota is free."""
-    ledger = QuotaLedger({"a": Quota(tokens_per_minute=600)})
+    ledger = Ledger({"a": Quota(tokens_per_minute=600)})
     assert ledger.reserve("a", "first", used, now_s) is None
-    ledger.change_quotas({"a": Quota(tokens_per_minute=rate)}, now_s)
+    ledger.quotas = {"a": Quota(tokens_per_minute=rate)}
     rest = max(rate - used, 0)
     if rest < rate:
         shortage = ledger.reserve("a", "more", rest + 1, now_s)
@@ -261,9 +286,9 @@ def test_used_tokens_count_against_a_changed_quota(used: int, rate: int, now_s: 
 
 def test_removed_quota_no_longer_limits() -> None:
     """A tenant whose quota was removed is not short, and its open request settles."""
-    ledger = QuotaLedger({"a": Quota(tokens_per_minute=10)})
+    ledger = Ledger({"a": Quota(tokens_per_minute=10)})
     assert ledger.reserve("a", "first", 10, 0.0) is None
-    ledger.change_quotas({}, 0.0)
+    ledger.quotas = {}
     assert ledger.reserve("a", "second", 10_000, 0.0) is None
     ledger.settle("first", 4)
     assert ledger.totals("a") == Totals(10_010, 4, 6, 10_000)
@@ -271,9 +296,47 @@ def test_removed_quota_no_longer_limits() -> None:
 
 def test_added_quota_ignores_earlier_requests() -> None:
     """A new limit is free at first, and open requests return nothing to it."""
-    ledger = QuotaLedger({})
+    ledger = Ledger({})
     assert ledger.reserve("a", "before", 100, 0.0) is None
-    ledger.change_quotas({"a": Quota(tokens_per_minute=10)}, 0.0)
+    ledger.quotas = {"a": Quota(tokens_per_minute=10)}
     assert ledger.reserve("a", "first", 10, 0.0) is None
     ledger.settle("before", 0)
     assert ledger.reserve("a", "second", 1, 0.0) is not None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 9), st.integers(0, 20)),
+        max_size=60,
+    )
+)
+def test_usage_is_the_longest_backlog_of_any_claim(moves) -> None:
+    """The usage equals the formula of Reich over all claims, whenever and however they end."""
+    rate, ledger, now_s = 60, Ledger({"a": Quota(tokens_per_minute=60)}), 0
+    claims = []  # [second, tokens]
+    for index, (wait_s, tokens, which, used) in enumerate(moves):
+        now_s += wait_s
+        name = str(index)
+        if ledger.reserve("a", name, tokens, now_s) is None:
+            claims.append([name, now_s, tokens])
+        open_claims = [claim for claim in claims if ledger.holds(claim[0])]
+        if which < len(open_claims):
+            ended = open_claims[which]
+            ended[2] = min(used, ended[2])
+            ledger.settle(ended[0], ended[2])
+        backlogs = [
+            sum(later for _, _, later in claims[first:]) - rate // 60 * (now_s - begin_s)
+            for first, (_, begin_s, _) in enumerate(claims)
+        ]
+        ((_, usage),) = ledger.usage(now_s)
+        assert usage[Limit.TOKENS] == max(0, *backlogs, 0)
+
+
+def test_only_open_claims_use_memory() -> None:
+    """A bucket that never becomes empty has one entry more than the tenant has open claims."""
+    ledger = Ledger({"a": Quota(tokens_per_minute=60)})
+    for index in range(1000):
+        ledger.reserve("a", str(index), 7, index * 0.1)
+        if index >= 3:
+            ledger.settle(str(index - 3), 1)
+        assert len(ledger._accounts["a"].buckets[Limit.TOKENS].numbers) <= 4

@@ -122,7 +122,8 @@ async def running_dispatcher(
         quotas={},
         draw=Random(f"routing/{seed}").random,
     )
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases)
+    quotas = dispatcher.admission.quotas
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, quotas)
     try:
         async with heartbeat.beating():
             yield dispatcher

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from draftgate.gateway.state.redis.client import Connected, open_client
+from draftgate.gateway.state.redis.quotas import RedisQuotas
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
     FORGET_S,
@@ -30,7 +31,11 @@ _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
 
 class RedisStore:
-    """A `Store` in Redis."""
+    """A `Store` in Redis.
+
+    Attributes:
+        quotas: the quotas of tenants.
+    """
 
     outage = None
 
@@ -42,6 +47,7 @@ class RedisStore:
             gateway_id: the id of this node among the nodes that renew leases.
             clock: Lua source that replaces `lua/clock.lua`.
         """
+        self.quotas = RedisQuotas(connected, pool, clock)
         self._gateway_id = gateway_id
         forget = f"local FORGET_MS = {round(FORGET_S * 1000)}"
         self._scripts = Scripts(connected, pool, _SCRIPTS, "common", clock=clock, constants=forget)

@@ -1,0 +1,219 @@
+"""Quotas that wrap a remote store and always respond in time.
+
+A *mirror* has the claims of this gateway. While the remote store does not respond, the mirror
+decides with an equal share of each quota, and this gateway is *alone*. Later, the remote store gets
+the claims that are still open, and what the others have used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from draftgate.gateway.state.calls import GuardedCalls
+from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.gateway.state.store import FORGET_S, StoreError
+from draftgate.policies.quotas import (
+    Limit,
+    Quota,
+    QuotaClaim,
+    QuotaLedger,
+    Settlement,
+    Shortage,
+    Totals,
+    release_of,
+)
+
+AT_ONCE: Final = 100
+"""Claims per call of renew or settle.
+
+The server needs 2.0 ms for 100 settlements, and 2.4 ms to restore 100 lost claims. That is an
+eighth of the deadline (Redis 7.0 on a busy machine, AMD EPYC, 2026-11-23)."""
+
+
+class GuardedQuotas:
+    """A `QuotaStore` that never raises `StoreError`."""
+
+    def __init__(self, remote: QuotaStore, calls: GuardedCalls, clock: Callable[[], float]) -> None:
+        """Wrap quotas.
+
+        Args:
+            calls: the caller of the remote store.
+            clock: a monotonic clock, in seconds.
+        """
+        self._remote = remote
+        self._calls = calls
+        self._clock = clock
+        self._mirror = QuotaLedger()
+        self._gateways = 1
+        self._ttl_s = FORGET_S
+        # Open claims that the remote store may not know, with the whole quota of their tenants.
+        self._alone: dict[str, QuotaClaim] = {}
+        # What other claims of that kind have used, and what the remote store gets in their place.
+        self._used_alone = QuotaLedger()
+        self._quotas: dict[str, Quota] = {}
+        self._debts: dict[str, QuotaClaim] = {}
+        # Settlements to send, until their claims have expired.
+        self._pending: dict[str, tuple[Settlement, float]] = {}
+        self._sending: asyncio.Task[None] | None = None
+        # A renewal would restore a claim that is settled at the same time.
+        self._writing = asyncio.Lock()
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        """Reserve what a request may use, as `QuotaStore.reserve` describes.
+
+        A claim on an unlimited quota stays in this process.
+        """
+        request_id, now_s = claim.request_id, self._clock()
+        if not claim.quota.is_limited:
+            return self._mirror.reserve(claim, now_s)
+        call = partial(self._remote.reserve, claim, ttl_s)
+        try:
+            shortage = await self._calls.run(call, partial(self._end_if_ended, claim))
+        except asyncio.CancelledError:
+            self._schedule(release_of(request_id))
+            raise
+        except StoreError:
+            return self._reserve_alone(claim)
+        if shortage is None:
+            self._mirror.restore(claim, now_s)
+        return shortage
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        """Extend claims, as `QuotaStore.renew` describes."""
+        self._ttl_s = ttl_s
+        async with self._writing:
+            open_ = [one for one in claims if one.quota.is_limited and self._is_open(one)]
+            if self._calls.outage is None:
+                self._take_debts()
+            try:
+                await self._renew_remotely([*open_, *self._debts.values()])
+            except StoreError:
+                return self._gateways
+        self.start_sending()
+        return self._gateways
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        """End claims, as `QuotaStore.settle` describes.
+
+        A background task sends settlements in batches, and repeats them after a failure.
+        """
+        now_s = self._clock()
+        for used in settlements:
+            claim = self._mirror.settle(used, now_s)
+            if claim is None or not claim.quota.is_limited:
+                continue
+            alone = self._alone.pop(used.request_id, None)
+            if alone is None:
+                self._schedule(used)
+            else:
+                self._owe(alone, used)
+                self._schedule(release_of(used.request_id))  # a lost response may have granted it
+
+    async def totals(self, tenant: str) -> Totals:
+        """Return the totals of this gateway's requests, with claims that it restored."""
+        return self._mirror.totals(tenant)
+
+    def start_sending(self) -> None:
+        """Send the pending settlements in the background, if the remote store responds."""
+        if self._pending and self._sending is None and self._calls.outage is None:
+            self._sending = asyncio.create_task(self._send())
+
+    async def close(self) -> None:
+        """Send the pending settlements, if the remote store responds."""
+        self.start_sending()
+        if self._sending is not None:
+            await self._sending
+
+    def _is_open(self, claim: QuotaClaim) -> bool:
+        return self._mirror.holds(claim.request_id)
+
+    def _reserve_alone(self, claim: QuotaClaim) -> Shortage | None:
+        """Reserve from this gateway's share of the quota."""
+        share = claim._replace(quota=claim.quota.share(self._gateways, claim.tokens))
+        shortage = self._mirror.reserve(share, self._clock())
+        if shortage is None:
+            self._alone[claim.request_id] = claim
+        return shortage
+
+    def _owe(self, claim: QuotaClaim, used: Settlement) -> None:
+        """Note what a claim has used that the remote store may not know."""
+        quota = claim.quota.share(self._gateways, used.tokens)
+        charge = QuotaClaim(used.request_id, claim.tenant, used.tokens, quota, used.requests)
+        self._used_alone.restore(charge, self._clock())
+        self._used_alone.charge(used.request_id, self._clock())
+        self._quotas[claim.tenant] = claim.quota
+
+    def _take_debts(self) -> None:
+        """Make one claim for what the claims of each tenant have used and still use."""
+        for tenant, used in self._used_alone.usage(self._clock()):
+            if not any(used.values()):
+                continue
+            amounts = used.get(Limit.TOKENS, 0), self._quotas[tenant], used.get(Limit.REQUESTS, 0)
+            debt = QuotaClaim(f"debt-{secrets.token_hex(8)}", tenant, *amounts)
+            self._debts[debt.request_id] = debt
+        self._used_alone = QuotaLedger()
+        self._quotas.clear()
+
+    async def _renew_remotely(self, claims: Sequence[QuotaClaim]) -> None:
+        """Renew claims in the remote store, in calls that are short enough for the deadline.
+
+        Raises:
+            StoreError: some claims were not renewed.
+        """
+        for begin in range(0, max(1, len(claims)), AT_ONCE):
+            some = claims[begin : begin + AT_ONCE]
+            known = partial(self._on_known, some)
+            call = partial(self._remote.renew, some, self._ttl_s)
+            self._gateways = await self._calls.run(call, known)
+            known()
+
+    def _on_known(self, claims: Sequence[QuotaClaim]) -> None:
+        """Note that the remote store knows some claims, which may have ended meanwhile."""
+        for claim in claims:
+            request_id = claim.request_id
+            if self._debts.pop(request_id, None) is not None:
+                self._schedule(Settlement(request_id, claim.tokens, claim.requests))
+            elif self._is_open(claim):
+                self._alone.pop(request_id, None)
+            else:
+                self._end_if_ended(claim)
+
+    def _end_if_ended(self, claim: QuotaClaim) -> None:
+        """End a claim that the remote store may have got after the end of its request.
+
+        A pending settlement is sent again, because the store may have ignored it before.
+        """
+        if not self._is_open(claim):
+            used, _ = self._pending.get(claim.request_id, (release_of(claim.request_id), 0.0))
+            self._schedule(used)
+
+    def _schedule(self, used: Settlement) -> None:
+        now_s = self._clock()
+        self._pending.pop(used.request_id, None)  # insert again, to keep the order by time
+        self._pending[used.request_id] = used, now_s + self._ttl_s
+        while next(iter(self._pending.values()))[1] <= now_s:
+            del self._pending[next(iter(self._pending))]  # the claim has expired
+        self.start_sending()
+
+    async def _send(self) -> None:
+        """Send all pending settlements in batches, until a call fails."""
+        try:
+            while self._pending:
+                async with self._writing:
+                    await self._calls.run(self._send_batch)
+        except StoreError:
+            return
+        finally:
+            self._sending = None
+
+    async def _send_batch(self) -> None:
+        batch = dict(islice(self._pending.items(), AT_ONCE))
+        await self._remote.settle([used for used, _ in batch.values()])
+        for request_id, sent in batch.items():
+            if self._pending.get(request_id) is sent:
+                del self._pending[request_id]

@@ -1,0 +1,109 @@
+"""The contract of a store of quotas, and its implementation in memory.
+
+A *claim* reserves what a request may use of its tenant's quota (`draftgate.policies.quotas`). The
+store has the clock. A claim that its gateway does not renew expires, and is then charged in full,
+because the request may have used its tokens. Every store passes the tests in
+`tests/gateway/quota_contract.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from draftgate.gateway.state.expiries import Expiries
+from draftgate.policies.quotas import QuotaClaim, QuotaLedger, Settlement, Shortage, Totals
+
+
+class QuotaStore(Protocol):
+    """The quotas of tenants, shared by the gateways of a pool.
+
+    Raises:
+        StoreError: from any method of a remote store (`GuardedQuotas` handles it).
+    """
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        """Reserve what a request may use, or reserve nothing, in one atomic step.
+
+        The claim ends at `settle`, or after `ttl_s` seconds. A repeated call extends the claim.
+
+        Returns:
+            None if the request fits, otherwise the shortage with the longest wait.
+        """
+        ...
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        """Extend claims to `ttl_s` seconds from now.
+
+        The store restores a claim that it does not know, even beyond the quota. Such a claim
+        exists, but the store has lost it, or did not respond when the claim was made. Therefore
+        pass all open claims.
+
+        Returns:
+            The number of gateways that share the quotas, including this gateway.
+        """
+        ...
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        """End claims, charge what their requests have used, and release the rest.
+
+        Unknown requests are ignored.
+        """
+        ...
+
+    async def totals(self, tenant: str) -> Totals:
+        """Return the totals of a tenant, which are zero for an unknown tenant."""
+        ...
+
+
+class MemoryQuotas:
+    """A `QuotaStore` in this process, which is the reference for every other implementation.
+
+    Its calls never suspend.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start empty.
+
+        Args:
+            clock: a monotonic clock, in seconds.
+        """
+        self._clock = clock
+        self._ledger = QuotaLedger()
+        self._expiries = Expiries()
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        """Reserve what a request may use, as `QuotaStore.reserve` describes."""
+        now_s = self._prune()
+        shortage = self._ledger.reserve(claim, now_s)
+        if shortage is None:
+            self._expiries.put(claim.request_id, now_s + ttl_s)
+        return shortage
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        """Extend claims, as `QuotaStore.renew` describes."""
+        now_s = self._prune()
+        for claim in claims:
+            self._ledger.restore(claim, now_s)
+            self._expiries.put(claim.request_id, now_s + ttl_s)
+        return 1
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        """End claims, as `QuotaStore.settle` describes."""
+        now_s = self._prune()
+        for used in settlements:
+            self._ledger.settle(used, now_s)
+            self._expiries.drop(used.request_id)
+
+    async def totals(self, tenant: str) -> Totals:
+        """Return the totals of a tenant, as `QuotaStore.totals` describes."""
+        self._prune()
+        return self._ledger.totals(tenant)
+
+    def _prune(self) -> float:
+        """Charge expired claims in full, and return the time in seconds."""
+        now_s = self._clock()
+        for request_id in self._expiries.pop_due(now_s):
+            self._ledger.charge(request_id, now_s)
+        return now_s

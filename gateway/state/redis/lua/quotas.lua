@@ -1,0 +1,165 @@
+-- Helpers of the scripts for quotas. The client puts them in front of each script, after the clock
+-- (gateway/state/redis/quotas.py). The ledger in policies/quotas.py defines what the scripts do, and
+-- policies/leaky_bucket.py explains the stack.
+--
+-- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Times are microseconds. Units are
+-- 1 / UNITS of a request or token. A Lua number represents levels up to 150 million tokens exactly.
+
+local POOL = KEYS[1]
+local CLAIMS = POOL .. 'claims'         -- hash: request -> 'NUMBER REQUESTS TOKENS TENANT'
+local ENDS = POOL .. 'claim-ends'       -- sorted set: request -> time at which its claim expires
+local GATEWAYS = POOL .. 'gateways'     -- sorted set: gateway -> time of its last renewal
+
+local UNITS = 60000000
+local LIMITS = { 'requests', 'tokens' }
+local FIELDS = { 'at', 'number', 'requests_rate', 'requests', 'tokens_rate', 'tokens',
+  'reserved', 'settled', 'released' }
+
+-- Maximum claims that one call ends because of their age, to bound the time of the call.
+local MOST_PRUNED = 1000
+
+-- Hash of a tenant: the FIELDS. `tokens` are units in use, and a rate of 0 means no limit. `at` is
+-- the time of these levels, and `number` belongs to the last claim.
+local function account_key(tenant) return POOL .. 'quota:' .. tenant end
+
+-- Sorted set of a limit of a tenant, its stack: 'UNITS NUMBER' -> number of the claim.
+local function stack_key(limit, tenant) return POOL .. 'used-' .. limit .. ':' .. tenant end
+
+local accounts = {} -- tenant -> its account, read once
+
+local function digits(number) return ('%.0f'):format(number) end
+
+-- Remove the units of the lowest claim from a number to another, and return the units and the claim's
+-- number, or 0 and nothing. O(log claims)
+local function lift(stack, from, to)
+  local found = redis.call('ZRANGEBYSCORE', stack, from, to, 'LIMIT', 0, 1)[1]
+  if not found then return 0 end
+  redis.call('ZREM', stack, found)
+  local units, number = found:match('^(%d+) (%d+)$')
+  return tonumber(units), number
+end
+
+local function put(stack, number, units)
+  redis.call('ZADD', stack, number, digits(units) .. ' ' .. number)
+end
+
+-- Take units of the claims up to a number, the highest first, and return the number of units taken.
+-- O(log claims) for each claim whose units are taken
+local function take(stack, number, units)
+  local left = units
+  while left > 0 do
+    local highest = redis.call('ZREVRANGEBYSCORE', stack, number, '-inf', 'LIMIT', 0, 1)[1]
+    if not highest then break end
+    redis.call('ZREM', stack, highest)
+    local own, at = highest:match('^(%d+) (%d+)$')
+    if tonumber(own) > left then
+      put(stack, at, own - left)
+      left = 0
+    else
+      left = left - own
+    end
+  end
+  return units - left
+end
+
+-- Return the account of a tenant, with levels of the time `now`. The script saves it at its end.
+local function account_at(tenant, now)
+  if accounts[tenant] then return accounts[tenant] end
+  local found = redis.call('HMGET', account_key(tenant), unpack(FIELDS))
+  local account = { tenant = tenant }
+  for index, field in ipairs(FIELDS) do account[field] = tonumber(found[index] or 0) end
+  local elapsed = math.max(now - account.at, 0)
+  for _, limit in ipairs(LIMITS) do
+    local level, stack = account[limit], stack_key(limit, tenant)
+    local drained = math.min(level, elapsed * account[limit .. '_rate'])
+    if level > 0 and drained == level then
+      redis.call('DEL', stack)
+    else
+      take(stack, '+inf', drained)
+    end
+    account[limit] = level - drained
+  end
+  account.at = account.at + elapsed
+  accounts[tenant] = account
+  return account
+end
+
+local function save_accounts()
+  for tenant, account in pairs(accounts) do
+    local values = {}
+    for _, field in ipairs(FIELDS) do
+      table.insert(values, field)
+      table.insert(values, digits(account[field]))
+    end
+    redis.call('HSET', account_key(tenant), unpack(values))
+  end
+end
+
+-- Use a quota from now on. What the tenant has used of a limit stays in use.
+local function use(account, requests_rate, tokens_rate)
+  for index, rate in ipairs({ requests_rate, tokens_rate }) do
+    local limit = LIMITS[index]
+    account[limit .. '_rate'] = tonumber(rate)
+    if tonumber(rate) == 0 and account[limit] > 0 then
+      redis.call('DEL', stack_key(limit, account.tenant))
+      account[limit] = 0
+    end
+  end
+end
+
+-- Add units at the top of the stack of a limit.
+local function add(account, limit, number, units)
+  if units == 0 or account[limit .. '_rate'] == 0 then return end
+  local stack = stack_key(limit, account.tenant)
+  put(stack, digits(number), lift(stack, number, number) + units)
+  account[limit] = account[limit] + units
+end
+
+-- Add the claim of a request.
+local function open(account, request, requests, tokens, expires)
+  account.number = account.number + 1
+  account.reserved = account.reserved + tokens
+  add(account, 'requests', account.number, requests * UNITS)
+  add(account, 'tokens', account.number, tokens * UNITS)
+  local claim = digits(account.number) .. ' ' .. requests .. ' ' .. tokens .. ' ' .. account.tenant
+  redis.call('HSET', CLAIMS, request, claim)
+  redis.call('ZADD', ENDS, expires, request)
+end
+
+-- End a claim in the stack of a limit, and release some of its units. The rest joins the claim above.
+local function close(account, limit, number, released)
+  local stack = stack_key(limit, account.tenant)
+  local kept = lift(stack, number, number) - released
+  account[limit] = account[limit] - released
+  if kept < 0 then
+    account[limit] = account[limit] - kept - take(stack, number, -kept)
+  elseif kept > 0 then
+    local above, at = lift(stack, number, '+inf')
+    put(stack, at or digits(account.number + 1), above + kept)
+  end
+end
+
+-- End the claim of a request, if it has one. Without `tokens`, charge the claim in full.
+local function settle(request, now, used_tokens, used_requests)
+  local claim = redis.call('HGET', CLAIMS, request)
+  if not claim then return end
+  redis.call('HDEL', CLAIMS, request)
+  redis.call('ZREM', ENDS, request)
+  local number, requests, tokens, tenant = claim:match('^(%d+) (%d+) (%d+) (.*)$')
+  local account = account_at(tenant, now)
+  local used = tonumber(used_tokens or tokens)
+  local excess = math.max(used - tokens, 0)
+  local unused = tokens + excess - used
+  account.reserved = account.reserved + excess
+  account.settled = account.settled + used
+  account.released = account.released + unused
+  close(account, 'requests', number, (requests - (used_requests or requests)) * UNITS)
+  close(account, 'tokens', number, unused * UNITS)
+  add(account, 'tokens', account.number + 1, excess * UNITS)
+end
+
+-- Charge expired claims in full. O(log claims) for each
+local function prune(now)
+  local over = redis.call('ZRANGEBYSCORE', ENDS, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
+  for _, request in ipairs(over) do settle(request, now) end
+end

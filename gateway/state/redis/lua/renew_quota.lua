@@ -1,0 +1,20 @@
+-- Extend the claims that a gateway holds, and restore lost claims. O(claims given x log claims)
+-- ARGV: ttl in us, maximum age of a gateway's renewal in us, then for each claim:
+--       request, tenant, requests, tokens, requests per minute, tokens per minute (0 without a limit)
+-- Returns the number of gateways.
+
+local ttl_us, stale_us = ARGV[1], ARGV[2]
+local now = now_us()
+prune(now)
+for at = 3, #ARGV, 6 do
+  local request = ARGV[at]
+  if redis.call('HEXISTS', CLAIMS, request) == 1 then
+    redis.call('ZADD', ENDS, now + ttl_us, request)
+  else
+    local account = account_at(ARGV[at + 1], now)
+    use(account, ARGV[at + 4], ARGV[at + 5])
+    open(account, request, ARGV[at + 2], ARGV[at + 3], now + ttl_us)
+  end
+end
+save_accounts()
+return redis.call('ZCOUNT', GATEWAYS, now - stale_us, '+inf')

@@ -1,0 +1,73 @@
+"""The quotas of tenants in Redis, which the gateways of a pool share.
+
+docs/guide/cluster.md describes the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from draftgate.gateway.state.redis.client import Connected
+from draftgate.gateway.state.redis.scripts import Scripts
+from draftgate.gateway.state.store import STALE_S
+from draftgate.policies.quotas import (
+    Limit,
+    QuotaClaim,
+    Settlement,
+    Shortage,
+    Totals,
+    shortage_of,
+)
+
+_SCRIPTS: Final = ("reserve_quota", "renew_quota", "settle_quota", "quota_totals")
+_LIMITS: Final = tuple(Limit)
+
+
+class RedisQuotas:
+    """A `QuotaStore` in Redis, with one script and one round trip for each call."""
+
+    def __init__(self, connected: Connected, pool: str, clock: str = "") -> None:
+        """Use a client, which the owner of this store closes.
+
+        Args:
+            pool: name of the pool, which is part of the prefix of all keys.
+            clock: Lua source that replaces `lua/clock.lua`.
+        """
+        self._scripts = Scripts(connected, pool, _SCRIPTS, "quotas", clock=clock)
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        """Reserve what a request may use, as `QuotaStore.reserve` describes."""
+        limits = claim.quota.limits()
+        args: list[object] = [round(ttl_s * 1e6), *_fields(claim)]
+        for limit in _LIMITS:
+            args += limits.get(limit, (0, 0))
+        found = await self._scripts.run("reserve_quota", args)
+        if not found:
+            return None
+        index, wait_us = found
+        return shortage_of(claim, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        """Extend claims, as `QuotaStore.renew` describes."""
+        args: list[object] = [round(ttl_s * 1e6), round(STALE_S * 1e6)]
+        for claim in claims:
+            quota = claim.quota
+            args += _fields(claim)
+            args += (quota.requests_per_minute or 0, quota.tokens_per_minute or 0)
+        gateways: int = await self._scripts.run("renew_quota", args)
+        return max(1, gateways)
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        """End claims, as `QuotaStore.settle` describes."""
+        if settlements:
+            await self._scripts.run("settle_quota", [one for used in settlements for one in used])
+
+    async def totals(self, tenant: str) -> Totals:
+        """Return the totals of a tenant, as `QuotaStore.totals` describes."""
+        reserved, settled, released = await self._scripts.run("quota_totals", (tenant,))
+        return Totals(reserved, settled, released, reserved - settled - released)
+
+
+def _fields(claim: QuotaClaim) -> tuple[str, str, int, int]:
+    return claim.request_id, claim.tenant, claim.requests, claim.tokens

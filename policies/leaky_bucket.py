@@ -1,0 +1,106 @@
+"""A leaky bucket with exact refunds, the limit of a quota.
+
+The bucket is a meter (the generic cell rate algorithm: ATM Forum, Traffic Management 4.0, 1996).
+Unlike windows, buckets have no edges at which twice the limit would fit or a refund would be lost.
+
+The unit is 1 / 60,000,000 of a request or token, so that a quota of `rate` a minute drains `rate`
+units in a microsecond. All levels are therefore integers. Below 2^53 units (150 million tokens),
+they are also exact in double precision, in which Redis computes them.
+
+Released units leave the bucket as if they had never been claimed. The level of a bucket is the
+maximum, over all claims i, of the units of i and of all later claims, less what has drained since
+i (E. Reich, Waiting times when queues are in tandem, 1957). The units of a claim that is not such a
+maximum no longer matter. So a stack represents the bucket:
+
+- A claim adds its units at the top.
+- Time drains units from the top.
+- A claim releases its own units, and then units of the claims below. The units above are of later
+  claims, and would be in use even without this claim.
+
+When a claim ends, the rest of its units joins the claim above. So the stack has one entry for each
+open claim, and one for the units that the next claim will find at the top.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Final
+
+UNITS: Final = 60_000_000
+"""Units of one request or token, which are the microseconds of a minute."""
+
+
+@dataclass(slots=True)
+class LeakyBucket:
+    """The units of one quota that are in use.
+
+    Attributes:
+        rate: units that drain in a microsecond.
+        most: size in requests or tokens.
+        at_us: the time of the level.
+        level: units in use.
+        numbers: the numbers of the claims on the stack, from bottom to top.
+        units: the units of each of these claims.
+    """
+
+    rate: int
+    most: int
+    at_us: int
+    level: int = 0
+    numbers: list[int] = field(default_factory=list)
+    units: dict[int, int] = field(default_factory=dict)
+
+    def wait_us(self, amount: int) -> int | None:
+        """Return the microseconds until an amount fits, or None if it never fits."""
+        if amount > self.most:
+            return None
+        excess = self.level - (self.most - amount) * UNITS
+        return max(-(-excess // self.rate), 0)
+
+    def drain(self, now_us: int) -> None:
+        """Drain units from the top of the stack until a time."""
+        self._take((now_us - self.at_us) * self.rate, math.inf)
+        self.at_us = now_us
+
+    def add(self, number: int, units: int) -> None:
+        """Add units at the top of the stack."""
+        if units:
+            self.level += units
+            self._pile(number, units)
+
+    def close(self, number: int, released: int, following: int) -> None:
+        """End a claim and release some of its units.
+
+        Args:
+            following: the number of the next claim.
+        """
+        self._take(released, number)
+        kept = self.units.pop(number, 0)
+        if kept:
+            at = bisect_right(self.numbers, number)
+            del self.numbers[at - 1]
+            above = self.numbers[at - 1] if at - 1 < len(self.numbers) else following
+            self._pile(above, kept)
+
+    def _pile(self, number: int, units: int) -> None:
+        """Add units to those of a claim, which is on the stack or belongs at its top."""
+        if number not in self.units:
+            self.numbers.append(number)
+        self.units[number] = self.units.get(number, 0) + units
+
+    def _take(self, units: int, number: float) -> None:
+        """Take units of the claims up to a number, the highest first."""
+        begin = end = bisect_right(self.numbers, number)
+        left = units
+        while left and begin:
+            highest = self.numbers[begin - 1]
+            taken = min(left, self.units[highest])
+            left -= taken
+            self.units[highest] -= taken
+            if not self.units[highest]:
+                del self.units[highest]
+                begin -= 1
+        del self.numbers[begin:end]
+        self.level -= units - left

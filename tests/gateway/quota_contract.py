@@ -1,0 +1,155 @@
+"""The contract tests of stores of quotas, which each store's tests subclass."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.policies.quotas import (
+    Limit,
+    Quota,
+    QuotaClaim,
+    Settlement,
+    Shortage,
+    Totals,
+    release_of,
+)
+from tests.gateway.stores import Timed
+
+SIXTY = Quota(requests_per_minute=60)
+TOKENS = Quota(tokens_per_minute=600)
+TTL_S = 30.0
+
+
+def claim(name: str, tokens: int = 1, quota: Quota = SIXTY, tenant: str = "t") -> QuotaClaim:
+    return QuotaClaim(name, tenant, tokens, quota)
+
+
+async def granted(quotas: QuotaStore, count: int, begin: int = 0, quota: Quota = SIXTY) -> int:
+    """Send requests of one tenant, and return the number of granted requests."""
+    found = [
+        await quotas.reserve(claim(f"r{begin + index}", quota=quota), TTL_S)
+        for index in range(count)
+    ]
+    return found.count(None)
+
+
+class QuotaContract:
+    """The contract of `QuotaStore`. Time advances only when a test calls `pass_time`."""
+
+    @pytest.fixture
+    def timed(self) -> Timed:
+        """A new store with its clock."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def quotas(self, timed: Timed) -> QuotaStore:
+        """The quotas of the store."""
+        return timed.store.quotas
+
+    async def test_exactly_the_burst_fits_at_one_time(self, quotas: QuotaStore) -> None:
+        """The store grants exactly 60 requests at one time, and names the wait for the next."""
+        assert await granted(quotas, 100) == 60
+        short = await quotas.reserve(claim("more"), TTL_S)
+        assert short == Shortage(Limit.REQUESTS, pytest.approx(1.001), 1, 60)
+
+    async def test_the_rate_refills_the_burst(self, timed: Timed, quotas: QuotaStore) -> None:
+        """The store grants one more request for each second that passes."""
+        assert await granted(quotas, 100) == 60
+        for second in range(5):
+            await timed.pass_time(0.999999)
+            assert await granted(quotas, 5, 100 * second + 100) == 0
+            await timed.pass_time(0.000001)
+            assert await granted(quotas, 5, 100 * second + 110) == 1
+
+    async def test_a_claim_beyond_the_burst_never_fits(self, quotas: QuotaStore) -> None:
+        """The shortage of a claim that never fits has no time, and the totals stay zero."""
+        short = await quotas.reserve(claim("r", 601, TOKENS), TTL_S)
+        assert short == Shortage(Limit.TOKENS, None, 601, 600)
+        assert await quotas.totals("t") == Totals()
+
+    async def test_unused_tokens_return_at_once(self, quotas: QuotaStore) -> None:
+        """A settled claim returns its unused tokens, and the excess of another claim counts."""
+        assert await quotas.reserve(claim("a", 600, TOKENS), TTL_S) is None
+        assert await quotas.reserve(claim("b", 1, TOKENS), TTL_S) is not None
+        await quotas.settle([Settlement("a", 100)])
+        assert await quotas.reserve(claim("b", 500, TOKENS), TTL_S) is None
+        await quotas.settle([Settlement("b", 700)])
+        short = await quotas.reserve(claim("c", 1, TOKENS), TTL_S)
+        assert short is not None
+        assert short.retry_after_s == pytest.approx(20.101)
+        assert await quotas.totals("t") == Totals(1300, 800, 500, 0)
+
+    async def test_a_refund_takes_nothing_that_later_claims_use(
+        self, timed: Timed, quotas: QuotaStore
+    ) -> None:
+        """A refund of units that time has drained does not return the units of later claims."""
+        assert await quotas.reserve(claim("a", 600, TOKENS), TTL_S) is None
+        await timed.pass_time(20.0)
+        assert await quotas.reserve(claim("b", 200, TOKENS), TTL_S) is None
+        await quotas.settle([Settlement("a", 0)])
+        assert await quotas.reserve(claim("c", 401, TOKENS), TTL_S) is not None
+        assert await quotas.reserve(claim("c", 400, TOKENS), TTL_S) is None
+
+    async def test_repeated_calls_have_no_further_effect(self, quotas: QuotaStore) -> None:
+        """A repeated reservation, renewal or settlement changes no total."""
+        for _ in range(2):
+            assert await quotas.reserve(claim("a", 10, TOKENS), TTL_S) is None
+            await quotas.renew([claim("a", 10, TOKENS)], TTL_S)
+        assert await quotas.totals("t") == Totals(10, 0, 0, 10)
+        for _ in range(2):
+            await quotas.settle([Settlement("a", 4), Settlement("unknown", 9)])
+            assert await quotas.totals("t") == Totals(10, 4, 6, 0)
+
+    async def test_a_released_request_counts_against_no_quota(self, quotas: QuotaStore) -> None:
+        """The quota of requests ignores a released request."""
+        assert await granted(quotas, 60) == 60
+        await quotas.settle([release_of("r7")])
+        assert await granted(quotas, 5, 100) == 1
+
+    async def test_an_expired_claim_is_charged_in_full(
+        self, timed: Timed, quotas: QuotaStore
+    ) -> None:
+        """A claim without renewal is charged in full after its time, and a renewed claim is not."""
+        for name in ("dead", "live"):
+            assert await quotas.reserve(claim(name, 200, TOKENS), TTL_S) is None
+        await timed.pass_time(TTL_S - 1)
+        await quotas.renew([claim("live", 200, TOKENS)], TTL_S)
+        await timed.pass_time(1.0)
+        assert await quotas.totals("t") == Totals(400, 200, 0, 200)
+        await quotas.settle([Settlement("dead", 0), Settlement("live", 50)])
+        assert await quotas.totals("t") == Totals(400, 250, 150, 0)
+
+    async def test_a_lost_claim_is_restored(self, timed: Timed) -> None:
+        """A renewal restores a lost claim, even beyond the quota."""
+        held = [claim(name, 400, TOKENS) for name in "ab"]
+        await timed.store.quotas.reserve(held[0], TTL_S)
+        await timed.flush()
+        quotas = timed.store.quotas
+        await quotas.renew(held, TTL_S)
+        assert await quotas.totals("t") == Totals(800, 0, 0, 800)
+        short = await quotas.reserve(claim("c", 1, TOKENS), TTL_S)
+        assert short is not None
+        assert short.retry_after_s == pytest.approx(20.101)
+
+    async def test_a_changed_quota_counts_what_was_used(self, quotas: QuotaStore) -> None:
+        """Earlier requests count against a changed quota, but not against a new limit."""
+        assert await granted(quotas, 60) == 60
+        raised = Quota(requests_per_minute=100)
+        assert await granted(quotas, 60, 100, raised) == 40
+        assert await granted(quotas, 5, 200, SIXTY) == 0
+        assert await granted(quotas, 5, 300, Quota(tokens_per_minute=3)) == 3
+        assert await granted(quotas, 100, 400, SIXTY) == 60
+
+    async def test_tenants_are_separate(self, quotas: QuotaStore) -> None:
+        """The use of one tenant does not count against another, whatever their names are."""
+        names = ["t", "", "t:requests", "a b\nc", "ä 1 2"]
+        for name in names:
+            assert await quotas.reserve(claim(f"{name}-1", 600, TOKENS, name), TTL_S) is None
+            assert await quotas.reserve(claim(f"{name}-2", 1, TOKENS, name), TTL_S) is not None
+            await quotas.settle([Settlement(f"{name}-1", 9)])
+            assert await quotas.totals(name) == Totals(600, 9, 591, 0)
+
+    async def test_a_working_store_counts_its_gateways(self, quotas: QuotaStore) -> None:
+        """A store with one user counts one gateway."""
+        assert await quotas.renew((), TTL_S) == 1

@@ -1,0 +1,188 @@
+"""Tests of quotas in memory and in a real Redis server, which must give the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.policies.quotas import Quota, QuotaClaim, Settlement
+from tests.gateway.quota_contract import QuotaContract, claim
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.stores import Timed, TimedMemory, TimedRedis
+
+T = TypeVar("T")
+
+TTL_S = 10.0
+TENANTS = ["a", "b"]
+REQUESTS = [f"r{index}" for index in range(8)]
+
+tenants = st.sampled_from(TENANTS)
+requests = st.sampled_from(REQUESTS)
+
+
+class TestMemoryQuotas(QuotaContract):
+    """The quotas of a node without a pool."""
+
+    @pytest.fixture
+    async def timed(self) -> Timed:
+        """A memory store."""
+        return TimedMemory()
+
+
+class TestRedisQuotas(QuotaContract):
+    """The quotas of a pool."""
+
+    @pytest.fixture
+    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
+        """A store in a Redis server whose time the test sets."""
+        opened = TimedRedis(redis_server.url)
+        await opened.begin()
+        yield opened
+        await opened.close()
+
+
+class QuotaMachine(RuleBasedStateMachine):
+    """Requests that reserve, renew and settle in several stores, which must agree."""
+
+    def __init__(self, opened: Callable[[], list[Timed]]) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.timed = self.runner.run(self._open(opened))
+        self.quotas = dict.fromkeys(TENANTS, Quota(60, 300))
+        self.held: dict[str, QuotaClaim] = {}
+
+    async def _open(self, opened: Callable[[], list[Timed]]) -> list[Timed]:
+        found = opened()
+        for timed in found:
+            await timed.begin()
+        return found
+
+    def teardown(self) -> None:
+        for timed in self.timed:
+            self.runner.run(timed.close())
+        self.runner.close()
+
+    def run_on_all(self, call: Callable[[QuotaStore], Awaitable[T]]) -> T:
+        """Execute a step on every store and assert that all results are equal."""
+
+        async def done(quotas: QuotaStore) -> T:
+            return await call(quotas)
+
+        first, *others = [self.runner.run(done(timed.store.quotas)) for timed in self.timed]
+        assert all(other == first for other in others)
+        return first
+
+    @rule(
+        tenant=tenants,
+        requests_per_minute=st.none() | st.integers(1, 120),
+        tokens_per_minute=st.none() | st.integers(1, 10**8),
+        burst=st.none() | st.integers(1, 500),
+    )
+    def change(self, tenant, requests_per_minute, tokens_per_minute, burst) -> None:
+        tokens_burst = burst if tokens_per_minute else None
+        self.quotas[tenant] = Quota(
+            requests_per_minute, tokens_per_minute, burst_tokens=tokens_burst
+        )
+
+    @rule(request=requests, tenant=tenants, tokens=st.integers(0, 150))
+    def reserve(self, request: str, tenant: str, tokens: int) -> None:
+        made = QuotaClaim(request, tenant, tokens, self.quotas[tenant])
+        if self.run_on_all(lambda quotas: quotas.reserve(made, TTL_S)) is None:
+            self.held.setdefault(request, made)
+
+    @rule(request=requests, used=st.integers(0, 200), counted=st.integers(0, 1))
+    def settle(self, request: str, used: int, counted: int) -> None:
+        self.held.pop(request, None)
+        self.run_on_all(lambda quotas: quotas.settle([Settlement(request, used, counted)]))
+
+    @rule(skipped=st.sets(requests, max_size=4))
+    def renew(self, skipped: set[str]) -> None:
+        kept = [made for request, made in self.held.items() if request not in skipped]
+        assert self.run_on_all(lambda quotas: quotas.renew(kept, TTL_S)) == 1
+
+    @rule(seconds=st.sampled_from([1e-6, 0.25, 1.0, 3.700001, TTL_S, 60.0]))
+    def pass_time(self, seconds: float) -> None:
+        for timed in self.timed:
+            self.runner.run(timed.pass_time(seconds))
+
+    @rule()
+    def flush(self) -> None:
+        for timed in self.timed:
+            self.runner.run(timed.flush())
+
+    @invariant()
+    def check_totals(self) -> None:
+        """Check that the totals of each tenant agree and balance."""
+        for tenant in TENANTS:
+            totals = self.run_on_all(lambda quotas, tenant=tenant: quotas.totals(tenant))
+            assert totals.reserved == totals.settled + totals.released + totals.open
+            assert min(totals) >= 0
+
+
+def test_quotas_in_redis(redis_server: RedisServer) -> None:
+    """The Redis scripts return the same results as the ledger in memory, call by call."""
+    run_state_machine_as_test(
+        lambda: QuotaMachine(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
+        settings=settings(max_examples=60, stateful_step_count=40),
+    )
+
+
+@pytest.fixture
+async def pool(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    """A Redis store as nodes use it."""
+    store = RedisStore.at(redis_server.url, "p", "g1")
+    yield store
+    await store.close()
+
+
+async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
+    """Each reservation of quota is exactly one Redis command."""
+    assert await pool.quotas.reserve(claim("before"), 30.0) is None
+    redis_server.command("CONFIG", "RESETSTAT")
+    for index in range(5):
+        assert await pool.quotas.reserve(claim(f"r{index}"), 30.0) is None
+    stats = redis_server.command("INFO", "commandstats")
+    assert stats["cmdstat_evalsha"]["calls"] == 5
+    assert not {"cmdstat_eval", "cmdstat_script|load", "cmdstat_ping"} & set(stats)
+
+
+async def test_settled_claims_leave_only_the_account(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """The store keeps only the account of a tenant that has released all claims."""
+    quota = Quota(60, 600)
+    for index in range(3):
+        assert await pool.quotas.reserve(claim(f"r{index}", 9, quota), 30.0) is None
+    keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
+    assert keys == {"claims", "claim-ends", "quota:t", "used-requests:t", "used-tokens:t"}
+    await pool.quotas.settle([Settlement(f"r{index}", 0, 0) for index in range(3)])
+    keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
+    assert keys == {"quota:t"}
+
+
+async def test_gateways_that_renew_leases_share_the_quotas(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """The store counts every gateway that renews its leases."""
+    other = RedisStore.at(redis_server.url, "p", "g2")
+    await pool.renew((), 30.0)
+    await other.renew((), 30.0)
+    assert await pool.quotas.renew((), 30.0) == 2
+    await other.close()
+
+
+async def test_only_open_claims_use_memory(pool: RedisStore, redis_server: RedisServer) -> None:
+    """The stack of a busy tenant has one entry more than the tenant has open claims."""
+    quota = Quota(tokens_per_minute=60, burst_tokens=10_000)
+    for index in range(100):
+        assert await pool.quotas.reserve(claim(f"r{index}", 10, quota), 30.0) is None
+        await pool.quotas.settle([Settlement(f"r{index - 3}", 3)])
+        assert redis_server.command("ZCARD", "draftgate:{p}:used-tokens:t") <= 4
