@@ -13,10 +13,12 @@ import pytest
 import uvloop
 
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.state.calls import DEADLINE_S
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import Lease, Reservation
+from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.resilience.breaker import Patience
 from tests.gateway.harness import PATIENCE_S, client, eventually, running
 from tests.gateway.redis_server import RedisServer
@@ -247,3 +249,78 @@ async def test_a_node_serves_without_its_redis(own_redis: RedisServer) -> None:
             return view.leased_tokens == 0
 
         await eventually(nothing_leased)
+
+
+class Tenant:
+    """A gateway whose tenant holds claims on a quota in Redis."""
+
+    def __init__(self, redis: RedisServer, name: str) -> None:
+        self.store = guard(redis, name, PATIENCE_S)
+        self.quotas = Quotas(self.store.quotas, {"t": Quota(10**6, 60, burst_tokens=10**7)})
+        self.name = name
+        self.held: dict[str, int] = {}
+
+    async def beat(self) -> None:
+        await self.store.renew((), 30.0)
+        await self.quotas.renew()
+
+    async def reserve(self, name: str, tokens: int) -> None:
+        request_id = f"{self.name}-{name}"
+        assert await self.quotas.reserve("t", request_id, tokens) is None
+        self.held[request_id] = tokens
+
+    async def end(self, name: str, used_tokens: int) -> None:
+        request_id = f"{self.name}-{name}"
+        del self.held[request_id]
+        await self.quotas.settle(request_id, used_tokens)
+
+
+async def wait_for_claims(redis: RedisServer, tenants: list[Tenant]) -> Totals:
+    """Wait until the server has exactly the open claims of all gateways, and return the totals."""
+    reader = RedisStore.at(redis.url, "p", "reader")
+
+    async def same() -> bool:
+        for tenant in tenants:
+            await tenant.beat()
+        if any(tenant.store.outage for tenant in tenants):
+            return False
+        totals = await reader.quotas.totals("t")
+        assert totals.reserved == totals.settled + totals.released + totals.open
+        return totals.open == sum(sum(tenant.held.values()) for tenant in tenants)
+
+    await eventually(same)
+    found = await reader.quotas.totals("t")
+    await reader.close()
+    return found
+
+
+async def test_quotas_after_a_flush_and_a_restart(own_redis: RedisServer) -> None:
+    """The server has the open claims of all gateways, and the use of an outage, after a flush and
+    after a restart without data."""
+    tenants = [Tenant(own_redis, name) for name in ("one", "two")]
+    for tenant in tenants:
+        await tenant.reserve("long", 500)
+        await tenant.reserve("ended", 100)
+        await tenant.end("ended", 40)
+    assert (await wait_for_claims(own_redis, tenants)).settled == 80
+    own_redis.command("FLUSHALL")
+    await tenants[0].reserve("in the moment", 7)
+    await wait_for_claims(own_redis, tenants)
+    own_redis.kill()
+    for tenant in tenants:
+        async with asyncio.timeout(PATIENCE_S):
+            while tenant.store.outage is None:
+                await tenant.beat()
+        await tenant.reserve("alone", 10**6)
+        await tenant.reserve("open", 11)
+        await tenant.end("alone", 10**6)
+    own_redis.start()
+    totals = await wait_for_claims(own_redis, tenants)
+    assert totals.open == 2 * 511 + 7
+    assert 1_999_000 < totals.settled <= 2 * 10**6  # a token drains in two seconds
+    for tenant in tenants:
+        for name in [name.partition("-")[2] for name in tenant.held]:
+            await tenant.end(name, 1)
+    assert (await wait_for_claims(own_redis, tenants)).open == 0
+    for tenant in tenants:
+        await tenant.store.close()
