@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import (
@@ -75,10 +76,23 @@ class NodeFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Inherited:
+    """A listening socket that the parent of this process has opened.
+
+    Attributes:
+        accepts_early: whether the node responds before it is ready. Otherwise connections wait.
+    """
+
+    listener: socket.socket
+    accepts_early: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Listening:
     """A node that accepts connections.
 
     Attributes:
+        accept: accepts connections from now on, if they had to wait.
         url: the URL of the node, with the actual port.
         stop_accepting: closes the listener, and waits until the requests that clients have already
             sent have responses. Call it after a drain.
@@ -86,6 +100,7 @@ class Listening:
 
     node: Node
     url: str
+    accept: Callable[[], Awaitable[None]]
     stop_accepting: Callable[[], Awaitable[None]]
 
 
@@ -119,8 +134,11 @@ def build_node(config: ServeConfig) -> Node:
 
 
 @asynccontextmanager
-async def listening(node: Node) -> AsyncIterator[Listening]:
+async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIterator[Listening]:
     """Accept connections until the block ends, and then close the listener and all connections.
+
+    Args:
+        inherited: the listener, or None to listen on the address of the node.
 
     Raises:
         StartError: the address or the certificates cannot be used.
@@ -133,7 +151,7 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
         assert runner.server is not None
         connect = connection_factory(runner.server, config.keepalive_timeout_s)
         context = None if tls is None else tls.context
-        server = await _listen(connect, config, context)
+        server = await _listen(connect, config, context, inherited)
         try:
             node.port = int(server.sockets[0].getsockname()[1])
             async with AsyncExitStack() as stack:
@@ -141,7 +159,7 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
                 if tls is not None:
                     await stack.enter_async_context(reloading(tls.files, tls.use))
                 stop = partial(answer_last_requests, runner.server, server, connect, context)
-                yield Listening(node, _url(config, node.port), stop)
+                yield Listening(node, _url(config, node.port), server.start_serving, stop)
         finally:
             server.close()
     finally:
@@ -161,14 +179,20 @@ def _tls(config: ServeConfig) -> Listener | None:
 
 
 async def _listen(
-    connect: Callable[[], Connection], config: ServeConfig, tls: ssl.SSLContext | None
+    connect: Callable[[], Connection],
+    config: ServeConfig,
+    tls: ssl.SSLContext | None,
+    inherited: Inherited | None,
 ) -> asyncio.Server:
-    """Accept connections on the address of a node.
+    """Accept connections on a listener, or on the address of a node.
 
     Raises:
         StartError: the address cannot be used.
     """
     loop = asyncio.get_running_loop()
+    if inherited is not None:
+        sock, early = inherited.listener, inherited.accepts_early
+        return await loop.create_server(connect, sock=sock, ssl=tls, start_serving=early)
     try:
         return await loop.create_server(connect, config.host, config.port, backlog=1024, ssl=tls)
     except OSError as error:
@@ -223,6 +247,7 @@ async def serve(
     config: ServeConfig,
     loading: Callable[[Fleet], AbstractAsyncContextManager[None]],
     on_ready: Callable[[Listening], None],
+    inherited: Inherited | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -230,6 +255,7 @@ async def serve(
         config: the settings of the node.
         loading: a context manager that is entered while the workers start, to show progress.
         on_ready: a callback for the time when the node is ready.
+        inherited: the listener, or None to listen on the address of the node.
 
     Raises:
         StartError: the node cannot start.
@@ -238,12 +264,13 @@ async def serve(
     signals = Signals()
     failure: str | None = None
     node = build_node(config)
-    async with listening(node) as where:
+    async with listening(node, inherited) as where:
         try:
             async with loading(node.fleet):
                 await until_signal(signals, start_workers(node))
             if not signals.first.is_set():
                 settle_process()
+                await where.accept()
                 on_ready(where)
                 async with node.heartbeat.beating():
                     await until_signal(signals, _last_worker_lost(node))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import platform
 import time
@@ -27,6 +28,7 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
@@ -53,6 +55,7 @@ class Node:
         key_files: the file of API keys, which may change while the node runs.
         audit: the audit log, or None.
         port: the port on which the node listens.
+        siblings: the other processes of the node, or None if it has one process.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
 
@@ -81,6 +84,7 @@ class Node:
         self.accounts = self.key_files.read()
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.port = config.port
+        self.siblings: Siblings | None = None
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
         rules = WaitingRules(
             config.ordering,
@@ -108,6 +112,7 @@ class Node:
             self.members,
         )
         self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
+        self._read_gauges()
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
         self.forwarder = build_forwarder(
             fleet, self.dispatcher, self.policy, self.decisions, self.metrics, budget
@@ -210,6 +215,20 @@ class Node:
             elif is_local(url, join):
                 log(logging.WARNING, "no other machine can reach this node's workers", address=url)
         return url.partition("://")[2]
+
+    def _read_gauges(self) -> None:
+        """Read the gauges of the node when they are needed."""
+        queue, fleet, read = self.dispatcher.queue, self.fleet, self.metrics.read
+        read(metric.QUEUED, lambda: len(queue))
+        read(metric.WAITING, lambda: len(queue) + self._waiting_on_workers())
+        read(metric.STORE_OUT, lambda: self.store.outage is not None)
+        read(metric.OPEN_WORKERS, lambda: len(fleet.open))
+        read(metric.TASKS, lambda: len(asyncio.all_tasks()))
+
+    def _waiting_on_workers(self) -> int:
+        """Return the number of sequences that wait on the node's own workers."""
+        own = (worker.backend for worker in self.fleet.own)
+        return sum(backend.load().waiting for backend in own if backend.failure is None)
 
     def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:
         """Return the load of each worker in order, or None for a failed worker."""

@@ -73,6 +73,10 @@ def paced_profile(folder: Path) -> Path:
     return paced
 
 
+SEVERAL: Final = (2, 4)
+"""Numbers of processes that are measured in addition to a single process."""
+
+
 def in_process(folder: Path) -> list[Target]:
     """Return the servers that generate their tokens in process.
 
@@ -80,14 +84,20 @@ def in_process(folder: Path) -> list[Target]:
         folder: folder for the profile of a device that takes `PACE_MS` per step.
     """
     sim = ("--backend", "sim", "--profile")
+    instant = _draftgate_command(*sim, str(INSTANT))
+    paced = _draftgate_command(*sim, str(paced_profile(folder)))
     return [
         Target("mock", Kind.DIRECT, None),
         Target("bare handler", Kind.IN_PROCESS, _MOCK),
-        Target(
-            "draftgate sim",
-            Kind.IN_PROCESS,
-            _draftgate_command(*sim, str(INSTANT)),
-            paced_command=_draftgate_command(*sim, str(paced_profile(folder))),
+        Target("draftgate sim", Kind.IN_PROCESS, instant, paced_command=paced),
+        *(
+            Target(
+                f"draftgate sim, {count} processes",
+                Kind.IN_PROCESS,
+                (*instant, "--processes", str(count)),
+                paced_command=(*paced, "--processes", str(count)),
+            )
+            for count in SEVERAL
         ),
     ]
 
@@ -98,6 +108,14 @@ def proxies(upstream: str) -> list[Target]:
     if "openai" in backend_names():
         command = _draftgate_command("--backend", "openai", "--upstream", upstream)
         found.append(Target("draftgate proxy", Kind.PROXY, command))
+        found += [
+            Target(
+                f"draftgate proxy, {count} processes",
+                Kind.PROXY,
+                (*command, "--processes", str(count)),
+            )
+            for count in SEVERAL
+        ]
     return found
 
 

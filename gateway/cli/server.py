@@ -16,9 +16,10 @@ from draftgate import __version__
 from draftgate.backends.engine.served import THREAD_NAME
 from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown
-from draftgate.gateway.cli.options import fail
-from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.cli.options import BAD_USAGE, fail
+from draftgate.gateway.config import ConfigError, ServeConfig
 from draftgate.gateway.node import Node
+from draftgate.gateway.processes.parent import serve_processes
 from draftgate.gateway.telemetry.logs import configure, log
 
 
@@ -31,7 +32,12 @@ def run_server(config: ServeConfig) -> None:
     configure(config.log_level, config.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, lambda fleet: loading_shown(fleet, config), show_banner))
+            if config.processes > 1:
+                runner.run(serve_processes(config, typer.echo))
+            else:
+                runner.run(serve(config, lambda fleet: loading_shown(fleet, config), show_banner))
+    except ConfigError as error:
+        fail(error, BAD_USAGE)
     except (StartError, NodeFailed) as error:
         fail(error)
     log(logging.INFO, "stopped")
@@ -52,6 +58,11 @@ def _exit_while_loading() -> None:
 
 def show_banner(where: Listening) -> None:
     """Print the address, the served model and an example request."""
+    typer.echo(banner(where))
+
+
+def banner(where: Listening) -> str:
+    """Return the address, the served model and an example request."""
     node = where.node
     described = _upstreams(node) if node.fleet.forwards else _model(node)
     lines = [
@@ -60,16 +71,15 @@ def show_banner(where: Listening) -> None:
         *described,
         ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
     ]
-    typer.echo(f"\nDraftgate {__version__} is ready")
-    for label, value in lines:
-        typer.echo(f"  {label:12} {value}")
-    typer.echo(f"\n{_curl(where.url, node.model_name)}\n")
+    shown = "\n".join(f"  {label:12} {value}" for label, value in lines)
+    return f"\nDraftgate {__version__} is ready\n{shown}\n\n{_curl(where.url, node.model_name)}\n"
 
 
 def _model(node: Node) -> list[tuple[str, str]]:
     served, workers = node.served, node.fleet.workers
     proposers = ", ".join(workers[0].backend.load().proposers) or "none"
-    where = f"pool {node.config.pool}" if node.config.no_worker else node.config.backend
+    elsewhere = node.config.no_worker and node.siblings is None
+    where = f"pool {node.config.pool}" if elsewhere else node.config.backend
     several = f", {len(workers)} workers" if len(workers) > 1 else ""
     return [
         ("model", f"{served.name} ({where}{several}, {served.max_model_len} tokens of context)"),

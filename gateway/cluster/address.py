@@ -12,6 +12,7 @@ from yarl import URL
 
 from draftgate.gateway.cluster.access import is_loopback
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.state.local.store import SCHEME
 from draftgate.gateway.state.redis.url import read_redis_url
 
 _WILDCARDS: Final = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: S104 - no bind
@@ -40,6 +41,8 @@ async def advertised_url(config: ServeConfig, port: int) -> str:
 
 def is_local(url: str, join: str) -> bool:
     """Return whether a URL is a loopback address although the state store is on another host."""
+    if join.startswith(SCHEME):
+        return False  # only processes of this machine join such a store
     hosts = [host for host, _ in read_redis_url(join).hosts]
     return is_loopback(URL(url).host or "") and not all(map(is_loopback, hosts))
 

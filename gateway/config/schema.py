@@ -93,6 +93,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on (0 picks a free port)."""
 
+    processes: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Number of processes that serve HTTP on the port, with the same workers. More than one use
+    further cores if the gateway is the bottleneck."""
+
     allowed_hosts: Annotated[tuple[str, ...], kind("hosts")] = ()
     """Accept only this name in the Host header (default: any name, or loopback names if the node
     listens on a loopback address without API keys). Repeatable."""
@@ -211,9 +215,10 @@ def _usable_cores() -> int:
 
 _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
-    "HTTP and limits": "host port tls_certfile tls_keyfile tls_client_ca_file allowed_hosts "
-    "cors_origins served_model_name api_keys_file api_keys metrics_keys max_body_bytes "
-    "body_timeout_s keepalive_timeout_s response_store_bytes response_store_ttl_s drain_timeout_s",
+    "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
+    "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "
+    "max_body_bytes body_timeout_s keepalive_timeout_s response_store_bytes response_store_ttl_s "
+    "drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

@@ -50,6 +50,7 @@ from draftgate.gateway.http.requests.validation import parse_chat, parse_complet
 from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import about_request, log
 
 CHAT: Final = Endpoint(
@@ -76,7 +77,8 @@ def build_app(node: Node) -> web.Application:
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
-    app[SLOW_READERS] = SlowReaders(time.monotonic)
+    app[SLOW_READERS] = slow = SlowReaders(time.monotonic)
+    node.metrics.read(metric.SLOW_READERS, lambda: len(slow))
     app[BROWSER_ACCESS] = BrowserAccess(node.config)
     app.on_response_prepare.append(_finish_headers)
     app.cleanup_ctx.append(live.sampling)

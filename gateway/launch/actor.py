@@ -19,7 +19,8 @@ import msgspec
 import ray
 from msgspec.structs import replace
 
-from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
+from draftgate.gateway.launch.messages import WorkerStatus
+from draftgate.gateway.processes.messages import Notice, Order
 
 PAUSE_S: Final = 5.0
 """Pause before the restart of a worker that failed to load, in seconds. Ray would restart it
@@ -96,7 +97,7 @@ def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     # A session of its own protects the child from signals to Ray's process group.
     child = subprocess.Popen(
-        [sys.executable, "-m", "draftgate.gateway.launch.child"],
+        [sys.executable, "-m", "draftgate.gateway.processes.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

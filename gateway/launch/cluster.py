@@ -11,8 +11,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from draftgate.gateway.launch.actor import WorkerActor
-from draftgate.gateway.launch.messages import Order, Resources, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.messages import Resources, Restarting, WorkerGone, WorkerStatus
 from draftgate.gateway.launch.plan import worker_number
+from draftgate.gateway.processes.messages import Order
 
 NAMESPACE: Final = "draftgate"
 """The Ray namespace of the actors' names."""

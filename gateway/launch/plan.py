@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from draftgate.gateway.config import ConfigError, EffectiveConfig
-from draftgate.gateway.launch.messages import Order
+from draftgate.gateway.processes.messages import Order
 
 _DECIDED: Final = {
     "host": "workers listen at the address of their Ray node",

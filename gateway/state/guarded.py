@@ -22,6 +22,7 @@ from typing import Final
 
 from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
 from draftgate.gateway.state.guarded_quotas import GuardedQuotas
+from draftgate.gateway.state.local.store import SCHEME, LocalStore, socket_path
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import (
     FORGET_S,
@@ -248,7 +249,8 @@ def open_store(join: str | None, pool: str) -> Store:
     """Return the store of a node, which is not connected yet.
 
     Args:
-        join: address of a Redis server (`gateway.state.redis.url`), or None without a pool.
+        join: address of a Redis server (`gateway.state.redis.url`) or of shared stores
+            (`gateway.state.local`), or None without a pool.
         pool: name of the pool on that server.
 
     Raises:
@@ -256,6 +258,8 @@ def open_store(join: str | None, pool: str) -> Store:
     """
     if join is None:
         return MemoryStore()
+    if join.startswith(SCHEME):
+        return GuardedStore(LocalStore(socket_path(join)))
     from draftgate.gateway.state.redis.store import RedisStore
 
     return GuardedStore(RedisStore.at(join, pool, f"g-{secrets.token_hex(4)}"))

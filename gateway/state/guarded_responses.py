@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from draftgate.gateway.state.calls import PATIENCE, GuardedCalls
+from draftgate.gateway.state.local.store import SCHEME, LocalResponseStore, socket_path
 from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore, StoreUsage
 from draftgate.gateway.state.store import StoreError
 
@@ -106,7 +107,8 @@ def open_response_store(
     """Return the store of a node's responses, which is not connected yet.
 
     Args:
-        join: address of a Redis server (`gateway.state.redis.url`), or None without a pool.
+        join: address of a Redis server (`gateway.state.redis.url`) or of shared stores
+            (`gateway.state.local`), or None without a pool.
         pool: name of the pool on that server.
         capacity_bytes: the bytes of all values together.
         ttl_s: seconds after which a value ends.
@@ -116,6 +118,8 @@ def open_response_store(
     """
     if join is None:
         return MemoryResponseStore(capacity_bytes, ttl_s)
+    if join.startswith(SCHEME):
+        return GuardedResponseStore(LocalResponseStore(socket_path(join)))
     from draftgate.gateway.state.redis.responses import RedisResponseStore
 
     return GuardedResponseStore(RedisResponseStore.at(join, pool, capacity_bytes, ttl_s))

@@ -42,6 +42,7 @@ class MetricDefinition:
         buckets: upper bounds of a histogram, in ascending order, without infinity.
         aliases: further names, also without `_total`.
         of_worker: reads the metric from a worker's load. Such a metric has the label `worker`.
+        shared: whether all processes of a node report the same value.
     """
 
     name: str
@@ -52,6 +53,7 @@ class MetricDefinition:
     buckets: tuple[float, ...]
     aliases: tuple[str, ...]
     of_worker: Callable[[WorkerLoad], float] | None
+    shared: bool
 
 
 METRICS: Final[list[MetricDefinition]] = []
@@ -67,13 +69,14 @@ def _define(
     labels: tuple[str, ...] = (),
     buckets: tuple[float, ...] = (),
     of_worker: Callable[[WorkerLoad], float] | None = None,
+    shared: bool = False,
 ) -> MetricDefinition:
     """Define a metric, whose unit is by default the last word of its name."""
     unit = unit or name.rpartition("_")[2]
     if kind is Kind.HISTOGRAM and not buckets:
         buckets = _PHASE_S if unit == "seconds" else _LENGTHS
     labels = ("worker",) if of_worker else labels
-    metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker)
+    metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker, shared)
     METRICS.append(metric)
     return metric
 
@@ -343,14 +346,17 @@ STORE_OUT: Final = _gauge(
     "draftgate_state_store_out",
     "1 while the state store is unavailable and this node uses its own state, else 0",
     unit="outages",
+    shared=True,
 )
 STORED_RESPONSES: Final = _gauge(
     "draftgate_stored_responses",
     "Responses in the store of `/v1/responses`, by all nodes of the pool",
+    shared=True,
 )
 STORED_BYTES: Final = _gauge(
     "draftgate_stored_response_bytes",
     "Bytes of the stored responses, by all nodes of the pool",
+    shared=True,
 )
 EVICTED_RESPONSES: Final = _counter(
     "draftgate_evicted_responses",
@@ -359,11 +365,15 @@ EVICTED_RESPONSES: Final = _counter(
 OPEN_WORKERS: Final = _gauge(
     "draftgate_open_workers",
     "Workers to which this node may send requests, including workers of peers",
+    shared=True,
 )
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks",
     "Tasks of the event loop, including one per connection with a request",
 )
 BUILD: Final = _gauge(
-    "draftgate_build_info", "Always 1, with the version as a label", labels=("version", "python")
+    "draftgate_build_info",
+    "Always 1, with the version as a label",
+    labels=("version", "python"),
+    shared=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -21,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from draftgate.gateway.telemetry.live import Loads, Recent
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
+from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots
 
 Labels = tuple[str, ...]
 """Values of a metric's own labels, without the name of the model."""
@@ -44,6 +45,11 @@ class Scalar:
 
     value: float = 0.0
 
+    @property
+    def numbers(self) -> list[float]:
+        """The value, in the form of snapshots."""
+        return [self.value]
+
     def copy(self) -> Scalar:
         """Return a snapshot."""
         return Scalar(self.value)
@@ -62,6 +68,11 @@ class HistogramSeries:
     bounds: tuple[float, ...]
     counts: list[int]
     total: float = 0.0
+
+    @property
+    def numbers(self) -> list[float]:
+        """The counts and the sum, in the form of snapshots."""
+        return [*self.counts, self.total]
 
     def observe(self, value: float) -> None:
         """Count a value in its bucket."""
@@ -96,6 +107,7 @@ class Metrics:
         self._loads = loads
         self._model = model
         self.recent = Recent()
+        self._gauges: dict[MetricDefinition, Callable[[], float]] = {}
         self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
         self._scalars: defaultdict[MetricDefinition, dict[Labels, Scalar]] = defaultdict(dict)
         self._histograms: defaultdict[MetricDefinition, dict[Labels, HistogramSeries]] = (
@@ -133,6 +145,10 @@ class Metrics:
         """Set a gauge."""
         self.scalar(metric, *labels).value = value
 
+    def read(self, metric: MetricDefinition, value: Callable[[], float]) -> None:
+        """Set a gauge by a function whenever its value is needed."""
+        self._gauges[metric] = value
+
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value in a histogram."""
         series = self._histograms[metric].get(labels)
@@ -140,15 +156,29 @@ class Metrics:
             series = self.histogram(metric, *labels)
         series.observe(value)
 
-    def page(self, accept: str = "") -> tuple[Callable[[], bytes], str]:
+    def snapshot(self) -> list[Row]:
+        """Return all series, for another process of the node."""
+        return [
+            (metric.name, labels, series.numbers)
+            for metric, rows in self._all_rows()
+            for labels, series in rows
+        ]
+
+    def page(
+        self, accept: str = "", others: Sequence[Sequence[Row]] = ()
+    ) -> tuple[Callable[[], bytes], str]:
         """Take a snapshot, and return the function that renders it with its content type.
 
         Rendering is slow and may run in another thread.
 
         Args:
             accept: the `Accept` header, which chooses between Prometheus' text and OpenMetrics.
+            others: snapshots of other processes of the node, which the page includes.
         """
-        page = _Page(self._model(), [(metric, self._rows(metric)) for metric in METRICS])
+        found = self._all_rows()
+        if others:
+            found = _with_others(found, others)
+        page = _Page(self._model(), found)
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
@@ -165,6 +195,12 @@ class Metrics:
                 known.add(value)
             bounded.append(value if value in known else OTHER)
         return tuple(bounded)
+
+    def _all_rows(self) -> list[tuple[MetricDefinition, Rows]]:
+        """Return a snapshot of each series of each metric."""
+        for metric, value in self._gauges.items():
+            self.set(metric, float(value()))
+        return [(metric, self._rows(metric)) for metric in METRICS]
 
     def _rows(self, metric: MetricDefinition) -> Rows:
         """Return a snapshot of each series."""
@@ -183,6 +219,25 @@ class Metrics:
         if not metric.labels and self._model():
             create(metric)  # rates need a 0 before the first event
         return [(values, one.copy()) for values, one in series.items()]
+
+
+def _with_others(
+    own: list[tuple[MetricDefinition, Rows]], others: Sequence[Sequence[Row]]
+) -> list[tuple[MetricDefinition, Rows]]:
+    """Return the series of a process together with those of other processes."""
+    rows = [(metric.name, labels, one.numbers) for metric, found in own for labels, one in found]
+    by_name: defaultdict[str, Rows] = defaultdict(list)
+    metrics = {metric.name: metric for metric, _ in own}
+    for name, labels, numbers in add_snapshots([rows, *others]):
+        by_name[name].append((labels, _series(metrics[name], numbers)))
+    return [(metric, by_name[metric.name]) for metric, _ in own]
+
+
+def _series(metric: MetricDefinition, numbers: list[float]) -> Scalar | HistogramSeries:
+    if metric.kind is not Kind.HISTOGRAM:
+        return Scalar(numbers[0])
+    *counts, total = numbers
+    return HistogramSeries(metric.buckets, list(map(int, counts)), total)
 
 
 class _Page:

@@ -42,6 +42,16 @@ class NodeProcess:
         return f"127.0.0.1:{self.port}-0"
 
     @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._running.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not exited."""
+        return self._running.returncode is None
+
+    @property
     def log_text(self) -> str:
         """The log of the node over all starts."""
         return self._log.read_text(errors="replace")
@@ -72,6 +82,11 @@ class NodeProcess:
     async def stop(self) -> int:
         """Stop the process with SIGTERM and return its exit status."""
         return await self._end(signal.SIGTERM)
+
+    async def exit_status(self) -> int:
+        """Wait until the process exits, and return its exit status."""
+        async with asyncio.timeout(START_S):
+            return await self._running.wait()
 
     def freeze(self) -> None:
         """Pause the process with SIGSTOP, which keeps its connections open."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Final
 
+from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
@@ -48,6 +52,39 @@ class TimedMemory:
         await self.store.close()
 
 
+class TimedLocal:
+    """A client of a memory store that the same process serves on a Unix socket."""
+
+    store: Store
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._memory = TimedMemory()
+        self._serving = AsyncExitStack()
+        self.store = LocalStore(path)
+
+    async def begin(self) -> None:
+        """Serve the store."""
+        memory = self._memory.store
+        assert isinstance(memory, MemoryStore)
+        stores = SharedStores(memory, SharedResponses(1 << 20, 60.0))
+        await self._serving.enter_async_context(serving_stores(stores, self._path))
+
+    async def pass_time(self, seconds: float) -> None:
+        """Advance the clock by this number of seconds."""
+        await self._memory.pass_time(seconds)
+
+    async def flush(self) -> None:
+        """Serve an empty store instead, as after a restart of the server."""
+        await self.close()
+        await self._memory.flush()
+        await self.begin()
+
+    async def close(self) -> None:
+        await self.store.close()
+        await self._serving.aclose()
+
+
 class TimedRedis:
     """A Redis store that takes its time from the test."""
 
@@ -77,7 +114,7 @@ class TimedRedis:
         await self.store.close()
 
 
-Timed = TimedMemory | TimedRedis
+Timed = TimedMemory | TimedLocal | TimedRedis
 
 
 def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:

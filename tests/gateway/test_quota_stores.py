@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -16,7 +17,7 @@ from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.policies.quotas import Quota, QuotaClaim, Settlement
 from tests.gateway.quota_contract import QuotaContract, claim
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.stores import Timed, TimedMemory, TimedRedis
+from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
 
 T = TypeVar("T")
 
@@ -35,6 +36,18 @@ class TestMemoryQuotas(QuotaContract):
     async def timed(self) -> Timed:
         """A memory store."""
         return TimedMemory()
+
+
+class TestLocalQuotas(QuotaContract):
+    """The quotas that the processes of a node share."""
+
+    @pytest.fixture
+    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
+        """A memory store on a Unix socket."""
+        opened = TimedLocal(tmp_path / "store")
+        await opened.begin()
+        yield opened
+        await opened.close()
 
 
 class TestRedisQuotas(QuotaContract):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
 from tests.gateway.stores import (
     Timed,
+    TimedLocal,
     TimedMemory,
     TimedRedis,
     granted,
@@ -32,6 +34,18 @@ class TestMemoryStore(StoreContract):
     async def timed(self) -> Timed:
         """A memory store."""
         return TimedMemory()
+
+
+class TestLocalStore(StoreContract):
+    """The store that the processes of a node share."""
+
+    @pytest.fixture
+    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
+        """A memory store on a Unix socket."""
+        opened = TimedLocal(tmp_path / "store")
+        await opened.begin()
+        yield opened
+        await opened.close()
 
 
 class TestRedisStore(StoreContract):

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.launch.messages import Notice, Order
+from draftgate.gateway.processes.messages import Notice, Order
 from tests.gateway.redis_server import RedisServer
 
 PATIENCE_S = 60.0
@@ -25,7 +25,7 @@ async def child(secret: str | None = None, **settings: Any) -> AsyncIterator[Pro
     """Start a process with an order, and kill the process at the end."""
     order = Order(config=ServeConfig(**{"port": 0, "backend": "sim", **settings}), secret=secret)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "draftgate.gateway.launch.child",
+        sys.executable, "-m", "draftgate.gateway.processes.child",
         stdin=PIPE, stdout=PIPE, stderr=PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip

@@ -12,7 +12,8 @@ import pytest
 
 from draftgate.gateway.launch import launcher as launching
 from draftgate.gateway.launch.launcher import launch, show_status, stop
-from draftgate.gateway.launch.messages import Notice, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.processes.messages import Notice
 from tests.gateway.harness import until
 
 JOINED = Notice("http://10.0.0.2:5", joined=True)

@@ -9,8 +9,9 @@ import pytest
 
 from draftgate.gateway.config import ConfigError, effective_config
 from draftgate.gateway.launch.launcher import State, status_line, worker_state
-from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
+from draftgate.gateway.launch.messages import WorkerStatus
 from draftgate.gateway.launch.plan import actor_name, worker_number, worker_orders
+from draftgate.gateway.processes.messages import Notice, Order
 
 JOIN = {"join": "redis://:hush@10.0.0.1:6379"}
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 
 from aiohttp import web
 
 from draftgate import __version__
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.http.context import NODE, SLOW_READERS, json_response
+from draftgate.gateway.http.context import NODE, json_response
 from draftgate.gateway.http.replies.shapes import (
     HealthReply,
     ReadyReply,
@@ -78,17 +77,9 @@ async def version(_request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
-    queued = len(node.dispatcher.queue)
-    own = (worker.backend for worker in node.fleet.own)
-    on_workers = sum(backend.load().waiting for backend in own if backend.failure is None)
-    node.metrics.set(metric.QUEUED, queued)
-    node.metrics.set(metric.WAITING, queued + on_workers)
-    node.metrics.set(metric.SLOW_READERS, len(request.app[SLOW_READERS]))
-    node.metrics.set(metric.STORE_OUT, node.store.outage is not None)
     await _set_stored(node)
-    node.metrics.set(metric.OPEN_WORKERS, len(node.fleet.open))
-    node.metrics.set(metric.TASKS, len(asyncio.all_tasks()))
-    write, content_type = node.metrics.page(request.headers.get("Accept", ""))
+    others = [] if node.siblings is None else await node.siblings.snapshots()
+    write, content_type = node.metrics.page(request.headers.get("Accept", ""), others)
     body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})
 

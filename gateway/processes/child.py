@@ -1,11 +1,11 @@
-"""A worker's process, which is `draftgate serve` connected by pipes to its Ray actor.
+"""A child process, which is `draftgate serve` connected to its parent by pipes.
 
-The process is separate from the actor's process, so that no thread of Ray disturbs its event loop.
-Signals work as usual, and the actor survives to report a crash.
+The parent is the process that `--processes` starts, or a Ray actor. No thread of an actor disturbs
+the event loop of its child, and the parent survives to report a crash.
 
 The process reads its order as one line from stdin and writes notices as lines to stdout. The end of
-stdin means that the actor is gone and that Ray has released its cores and GPU. The process then
-leaves the pool and stops immediately, and its streams continue on other workers.
+stdin means that the parent is gone, and in Ray that the cores and the GPU belong to others. The
+process then leaves the pool and stops immediately, and its streams continue on other workers.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
 import uvloop
 
-from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
+from draftgate.gateway.app import Inherited, Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown
+from draftgate.gateway.cli.server import banner
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.launch.messages import Notice, Order
+from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.node import Node
+from draftgate.gateway.processes.messages import Notice, Order
+from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.telemetry.logs import configure
 
 FAILED: Final = 1
@@ -35,9 +42,9 @@ CHECK_S: Final = 1.0
 """Interval of checking the pool, which equals the interval of the workers' reports."""
 
 FORCE_EXIT_S: Final = 10.0
-"""Time to stop after the actor is gone, in seconds, before the process exits by force.
+"""Time to stop after the parent is gone, in seconds, before the process exits by force.
 
-The GPU may already belong to another actor, and no streams are left. (Chosen, not tuned.)"""
+The GPU may already belong to another process, and no streams are left. (Chosen, not tuned.)"""
 
 SECOND_SIGNAL_S: Final = 0.2
 
@@ -48,7 +55,7 @@ def main() -> None:
     try:
         with open(0, "rb", buffering=0, closefd=False) as stdin:
             order = Order.decoded(stdin.readline())
-        threading.Thread(target=_end_with_actor, name="end with the actor", daemon=True).start()
+        threading.Thread(target=_end_with_parent, name="end with the parent", daemon=True).start()
         _run(order, notices)
     except (StartError, NodeFailed, ValueError, msgspec.DecodeError) as error:
         notices.write(Notice(failure=str(error)))
@@ -60,15 +67,35 @@ def _run(order: Order, notices: _NoticeWriter) -> None:
     config = order.config
     if config.peer_secret_env is not None and order.secret is not None:
         os.environ[config.peer_secret_env] = order.secret
-    _check_reachable(config)
+    if not config.no_worker and not config.upstream:
+        _check_reachable(config)
     configure(config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         watching = set[asyncio.Task[None]]()
 
         def on_ready(where: Listening) -> None:
+            _share_metrics(where.node, order)
             watching.add(asyncio.create_task(_report(where, notices)))
 
-        runner.run(serve(config, lambda fleet: loading_shown(fleet, config), on_ready))
+        runner.run(serve(config, partial(_loading, config), on_ready, _inherited(order)))
+
+
+def _inherited(order: Order) -> Inherited | None:
+    """Return the listener that the parent has opened, or None without one."""
+    if order.listener is None:
+        return None
+    return Inherited(socket.socket(fileno=order.listener), accepts_early=not order.restarted)
+
+
+def _share_metrics(node: Node, order: Order) -> None:
+    """Let a node share its metrics with the other processes, if its parent has several."""
+    if order.parent is not None:
+        node.siblings = Siblings(Path(order.parent), order.process, node.metrics)
+
+
+def _loading(config: ServeConfig, fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    """Show the progress of loading in the process with the workers."""
+    return nullcontext() if config.no_worker else loading_shown(fleet, config)
 
 
 def _check_reachable(config: ServeConfig) -> None:
@@ -87,7 +114,9 @@ async def _report(where: Listening, notices: _NoticeWriter) -> None:
     joined = False
     while True:
         joined = await _is_joined(where.node, joined)
-        notices.write(Notice(where.url, joined))
+        notices.write(Notice(where.url, joined, banner=banner(where)))
+        if where.node.siblings is not None:
+            await where.node.siblings.share()
         await asyncio.sleep(CHECK_S)
 
 
@@ -105,7 +134,7 @@ async def _is_joined(node: Node, before: bool) -> bool:
 
 
 class _NoticeWriter:
-    """A writer of notices to the actor, which redirects other output from stdout to stderr."""
+    """A writer of notices to the parent, which redirects other output from stdout to stderr."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
@@ -119,11 +148,11 @@ class _NoticeWriter:
         self._last = notice
         try:
             self._out.write(msgspec.json.encode(notice).decode() + "\n")
-        except OSError:  # the actor is gone, so stdin also ends
+        except OSError:  # the parent is gone, so stdin also ends
             return
 
 
-def _end_with_actor() -> None:
+def _end_with_parent() -> None:
     """Wait for the end of stdin, and then stop this process, if necessary by force."""
     # A thread that reads sys.stdin would hold a lock that the interpreter needs to exit.
     while os.read(0, 64):

@@ -1,0 +1,211 @@
+"""The parent of a node's processes, which starts, restarts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGTERM
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from draftgate.gateway.app import Signals, StartError
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.processes.listeners import open_listeners
+from draftgate.gateway.processes.messages import Notice, Order
+from draftgate.gateway.processes.plan import Plan, plan_processes
+from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.telemetry.logs import log
+
+PAUSE_S: Final = 1.0
+"""Pause before a process that died starts again, in seconds. A process that dies at once would
+otherwise keep a core busy. (Chosen, not tuned, 2026-11-23.)"""
+
+_LONGEST_NOTICE_BYTES: Final = 1 << 20
+
+
+class ChildProcess:
+    """A process of the node, which starts again when it dies.
+
+    Attributes:
+        notice: the last notice of the process.
+    """
+
+    def __init__(self, order: Order, changed: Callable[[], None]) -> None:
+        """Prepare a process.
+
+        Args:
+            changed: a callback for each notice.
+        """
+        self.notice = Notice()
+        self._order = order
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._was_ready = self._stopping = False
+
+    async def run(self) -> None:
+        """Keep the process running until `stop`.
+
+        Raises:
+            StartError: the process has never been ready, so its settings are wrong.
+        """
+        while not self._stopping:
+            status = await self._run_once()
+            if self._stopping:
+                return
+            if not self._was_ready:
+                raise StartError(self.notice.failure or f"a process exited with status {status}")
+            log(logging.ERROR, "a process exited", process=self._order.process, status=status)
+            self._order = replace(self._order, restarted=True)
+            await asyncio.sleep(PAUSE_S)
+
+    def stop(self) -> None:
+        """Drain the process. A second call stops it immediately."""
+        self._stopping = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(SIGTERM)
+
+    async def _run_once(self) -> int:
+        """Run the process until it ends, and return its exit status.
+
+        The process is killed if this call is cancelled.
+        """
+        process = self._process = await self._start()
+        try:
+            await self._read_notices(process)
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        listener = self._order.listener
+        # A session of its own protects the child from the Ctrl-C of a terminal.
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "draftgate.gateway.processes.child"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LONGEST_NOTICE_BYTES,
+            pass_fds=() if listener is None else (listener,),
+            start_new_session=True,
+        )
+
+    async def _read_notices(self, process: asyncio.subprocess.Process) -> None:
+        """Send the order to a process, and read its notices until it ends."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended
+            process.stdin.write(self._order.encoded() + b"\n")
+            await process.stdin.drain()
+        async for line in process.stdout:
+            self.notice = msgspec.json.decode(line, type=Notice)
+            self._was_ready = self._was_ready or bool(self.notice.url)
+            self._changed()
+
+
+class _NodeProcesses:
+    """All processes of a node."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        listeners: Sequence[socket.socket],
+        path: Path,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        secret = secrets.token_hex(32)
+        orders = [
+            Order(
+                config=front,
+                secret=secret,
+                listener=listener.fileno(),
+                parent=str(path),
+                process=f"front {number}",
+            )
+            for number, (front, listener) in enumerate(zip(plan.fronts, listeners, strict=True))
+        ]
+        self.fronts = [ChildProcess(order, self._changed) for order in orders]
+        self.workers: list[ChildProcess] = []
+        if plan.worker is not None:
+            order = Order(config=plan.worker, secret=secret, parent=str(path), process="worker")
+            self.workers = [ChildProcess(order, self._changed)]
+        self._on_ready: Callable[[str], None] | None = on_ready
+
+    async def run(self, signals: Signals, close_listeners: Callable[[], None]) -> None:
+        """Run the processes until a signal arrives, and drain the fronts before the workers.
+
+        Args:
+            close_listeners: closes the parent's listeners, so that clients are refused at the end.
+
+        Raises:
+            StartError: a process cannot start.
+        """
+        async with asyncio.TaskGroup() as running:
+            workers = [running.create_task(process.run()) for process in self.workers]
+            fronts = [running.create_task(process.run()) for process in self.fronts]
+            hurrying = running.create_task(self._hurry(signals))
+            await signals.first.wait()
+            close_listeners()
+            await _stop(self.fronts, fronts)
+            await _stop(self.workers, workers)
+            hurrying.cancel()
+
+    async def _hurry(self, signals: Signals) -> None:
+        """Stop all processes immediately after the second signal."""
+        await signals.second.wait()
+        for process in (*self.fronts, *self.workers):
+            process.stop()
+
+    def _changed(self) -> None:
+        """Report once that all processes are ready."""
+        notices = [process.notice for process in (*self.fronts, *self.workers)]
+        if self._on_ready is not None and all(notice.url for notice in notices):
+            on_ready, self._on_ready = self._on_ready, None
+            on_ready(self.fronts[0].notice.banner)
+
+
+async def _stop(processes: Sequence[ChildProcess], running: Sequence[asyncio.Task[None]]) -> None:
+    """Drain processes, and wait until they have ended."""
+    for process in processes:
+        process.stop()
+    await asyncio.gather(*running)
+
+
+async def serve_processes(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
+    """Serve with several processes until SIGTERM or SIGINT.
+
+    Args:
+        on_ready: a callback with the banner of a process, once all processes are ready.
+
+    Raises:
+        ValueError: the settings do not allow several processes.
+        StartError: a process cannot start.
+    """
+    signals = Signals()
+    with tempfile.TemporaryDirectory(prefix="draftgate-") as folder:
+        path = Path(folder) / "stores"
+        responses = SharedResponses(config.response_store_bytes, config.response_store_ttl_s)
+        stores = SharedStores(MemoryStore(), responses)
+        plan = plan_processes(config, path)
+        try:
+            listeners, opened = open_listeners(config.host, config.port, config.processes)
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise StartError(f"cannot listen on {where}: {error.strerror}") from error
+        with opened:
+            async with serving_stores(stores, path):
+                node = _NodeProcesses(plan, listeners, path, on_ready)
+                try:
+                    await node.run(signals, opened.close)
+                except* StartError as errors:
+                    raise errors.exceptions[0] from None

@@ -1,0 +1,113 @@
+"""The messages between shared memory stores and their clients, as MessagePack with a length.
+
+A call has a number, the names of a store and of its method, and the arguments. Replies have the
+number of their call and come in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from draftgate.gateway.state.response_store import StoreUsage
+from draftgate.gateway.state.store import (
+    Lease,
+    LeaseCandidate,
+    Reservation,
+    Snapshot,
+    WorkerReport,
+)
+from draftgate.gateway.telemetry.metric_snapshots import Row
+from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
+
+_LENGTH: Final = struct.Struct("!I")
+
+encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Call(msgspec.Struct, array_like=True, frozen=True):
+    """A call of a method.
+
+    Attributes:
+        method: a key of `METHODS`.
+        arguments: the encoded arguments, a tuple.
+    """
+
+    number: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """The result of a call.
+
+    Attributes:
+        result: the encoded result, or None after an error.
+        error: the error message, or an empty string.
+    """
+
+    number: int
+    result: msgspec.Raw
+    error: str = ""
+
+
+class Method(NamedTuple):
+    """The decoders of a method's arguments and result."""
+
+    arguments: msgspec.msgpack.Decoder[Any]
+    result: msgspec.msgpack.Decoder[Any]
+
+
+def _method(arguments: Any, result: Any) -> Method:
+    return Method(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
+
+
+METHODS: Final = {
+    "leases.publish": _method(tuple[WorkerReport], bool),
+    "leases.withdraw": _method(tuple[str, str, int], None),
+    "leases.snapshot": _method(tuple[()], Snapshot),
+    "leases.reserve": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Reservation),
+    "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
+    "leases.release": _method(tuple[tuple[str, ...]], None),
+    "quotas.reserve": _method(tuple[QuotaClaim, float], Shortage | None),
+    "quotas.renew": _method(tuple[tuple[QuotaClaim, ...], float], int),
+    "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),
+    "quotas.totals": _method(tuple[str], Totals),
+    "responses.put_counted": _method(tuple[str, str, bytes], tuple[bool, int]),
+    "responses.get": _method(tuple[str, str], bytes | None),
+    "responses.delete": _method(tuple[str, str], bool),
+    "responses.usage": _method(tuple[()], StoreUsage),
+    "snapshots.share": _method(tuple[str, str, list[Row]], None),
+    "snapshots.others": _method(tuple[str], list[list[Row]]),
+}
+"""The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
+
+
+def framed(message: Call | Reply) -> bytes:
+    """Return a message with its length in front."""
+    body = encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """The messages in a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def add(self, data: bytes) -> Iterator[bytes]:
+        """Add bytes and yield the messages that are complete."""
+        received = self._received
+        received += data
+        begin, head = 0, _LENGTH.size
+        while len(received) - begin >= head:
+            (length,) = _LENGTH.unpack_from(received, begin)
+            end = begin + head + length
+            if len(received) < end:
+                break
+            yield bytes(received[begin + head : end])
+            begin = end
+        del received[:begin]

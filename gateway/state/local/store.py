@@ -1,0 +1,131 @@
+"""The clients of the shared memory stores of leases and of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final, cast
+
+from draftgate.gateway.state.local.client import Client
+from draftgate.gateway.state.response_store import StoreUsage
+from draftgate.gateway.state.store import (
+    Lease,
+    LeaseCandidate,
+    Reservation,
+    Snapshot,
+    WorkerReport,
+)
+from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
+
+SCHEME: Final = "local://"
+"""The scheme of the address of shared stores, which the path of their socket follows."""
+
+
+def socket_path(address: str) -> Path:
+    """Return the path of the socket in the address of shared stores."""
+    return Path(address.removeprefix(SCHEME))
+
+
+class LocalStore:
+    """A `Store` in another process of this machine (`gateway.state.local.server`).
+
+    Attributes:
+        quotas: the quotas of tenants.
+    """
+
+    outage = None
+
+    def __init__(self, path: Path) -> None:
+        """Use the store at a socket, without connecting yet."""
+        self._client = Client(path)
+        self.quotas = LocalQuotas(self._client)
+
+    async def publish(self, report: WorkerReport) -> bool:
+        """Replace a worker's report, as `Store.publish` describes."""
+        return bool(await self._client.call("leases.publish", report))
+
+    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
+        """Remove a worker from the pool, as `Store.withdraw` describes."""
+        await self._client.call("leases.withdraw", worker_id, epoch, seq)
+
+    async def snapshot(self) -> Snapshot:
+        """Return the live workers, as `Store.snapshot` describes."""
+        return cast(Snapshot, await self._client.call("leases.snapshot"))
+
+    async def reserve(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Reservation:
+        """Lease tokens of an offered worker, as `Store.reserve` describes."""
+        arguments = request_id, tokens, tuple(offers), ttl_s
+        return cast(Reservation, await self._client.call("leases.reserve", *arguments))
+
+    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
+        """Extend leases, as `Store.renew` describes."""
+        found = await self._client.call("leases.renew", tuple(leases), ttl_s)
+        return cast(frozenset[str], found)
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        """End the leases of requests, as `Store.release` describes."""
+        await self._client.call("leases.release", tuple(request_ids))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+
+class LocalQuotas:
+    """A `QuotaStore` in another process of this machine."""
+
+    def __init__(self, client: Client) -> None:
+        """Use a client, which the owner of these quotas closes."""
+        self._client = client
+
+    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+        """Reserve what a request may use, as `QuotaStore.reserve` describes."""
+        return cast(Shortage | None, await self._client.call("quotas.reserve", claim, ttl_s))
+
+    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+        """Extend claims, as `QuotaStore.renew` describes."""
+        return int(await self._client.call("quotas.renew", tuple(claims), ttl_s))
+
+    async def settle(self, settlements: Collection[Settlement]) -> None:
+        """End claims, as `QuotaStore.settle` describes."""
+        await self._client.call("quotas.settle", tuple(settlements))
+
+    async def totals(self, tenant: str) -> Totals:
+        """Return the totals of a tenant, as `QuotaStore.totals` describes."""
+        return cast(Totals, await self._client.call("quotas.totals", tenant))
+
+
+class LocalResponseStore:
+    """A `ResponseStore` in another process of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the store at a socket, without connecting yet."""
+        self.evicted = 0
+        self._client = Client(path)
+
+    async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
+        """Store a value, as `ResponseStore.put` describes."""
+        stored, displaced = await self._client.call(
+            "responses.put_counted", tenant, response_id, value
+        )
+        self.evicted += displaced
+        return bool(stored)
+
+    async def get(self, tenant: str, response_id: str) -> bytes | None:
+        """Return a value, as `ResponseStore.get` describes."""
+        found = await self._client.call("responses.get", tenant, response_id)
+        return cast(bytes | None, found)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Delete a value, as `ResponseStore.delete` describes."""
+        return bool(await self._client.call("responses.delete", tenant, response_id))
+
+    async def usage(self) -> StoreUsage:
+        """Return the usage, as `ResponseStore.usage` describes."""
+        return cast(StoreUsage, await self._client.call("responses.usage"))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()

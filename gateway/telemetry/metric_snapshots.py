@@ -1,0 +1,66 @@
+"""Snapshots of metrics, which the processes of a node exchange and add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import add
+from typing import Final, TypeAlias
+
+from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind
+
+Row: TypeAlias = tuple[str, tuple[str, ...], list[float]]
+"""A series: the name of its metric, its labels, and its numbers. The numbers of a histogram are its
+counts by bucket, and then its sum. Other metrics have one number."""
+
+_GAUGES: Final = frozenset(metric.name for metric in METRICS if metric.kind is Kind.GAUGE)
+_SHARED: Final = frozenset(metric.name for metric in METRICS if metric.shared)
+
+
+def add_snapshots(snapshots: Iterable[Sequence[Row]]) -> list[Row]:
+    """Return the sum of snapshots.
+
+    Metrics that every process of a node reports alike are not added. The largest value counts.
+    Unknown metrics, of another version, are omitted.
+    """
+    found: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    known = {metric.name for metric in METRICS}
+    for snapshot in snapshots:
+        for name, labels, numbers in snapshot:
+            before = found.get((name, labels))
+            if before is None:
+                if name in known:
+                    found[name, labels] = list(numbers)
+            elif name in _SHARED:
+                found[name, labels] = list(map(max, before, numbers))
+            else:
+                found[name, labels] = list(map(add, before, numbers))
+    return [(name, labels, numbers) for (name, labels), numbers in found.items()]
+
+
+class SharedSnapshots:
+    """The latest snapshot of each process. Its calls never suspend."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, tuple[str, list[Row]]] = {}  # by process, with its run
+        self._ended: list[Row] = []  # the counters of runs that have ended
+
+    async def share(self, process: str, run: str, snapshot: list[Row]) -> None:
+        """Replace the snapshot of a process.
+
+        Args:
+            run: an id of this run of the process. The counters of its earlier runs are kept.
+        """
+        before = self._latest.get(process)
+        if before is not None and before[0] != run:
+            self._ended = add_snapshots([self._ended, _without_gauges(before[1])])
+        self._latest[process] = run, snapshot
+
+    async def others(self, process: str) -> list[list[Row]]:
+        """Return the snapshots of all other processes, and of runs that have ended."""
+        others = [rows for name, (_, rows) in self._latest.items() if name != process]
+        return [self._ended, *others] if self._ended else others
+
+
+def _without_gauges(snapshot: Iterable[Row]) -> list[Row]:
+    """Return the counters and histograms of a snapshot, which outlive their process."""
+    return [row for row in snapshot if row[0] not in _GAUGES]

@@ -1,0 +1,194 @@
+"""Tests of a node with several processes, as its operator runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.nodes import NodeProcess, eventually
+
+FLAGS = ("--processes", "2", "--backend", "sim")
+
+SLOW = ("--profile", "h100-8b")
+"""A device whose steps take milliseconds, so that a stream of 400 tokens takes seconds."""
+
+
+@asynccontextmanager
+async def running(folder: Path, *flags: str) -> AsyncIterator[NodeProcess]:
+    """Start a node with two processes, and kill it at the end."""
+    node = NodeProcess("node", folder, *FLAGS, *flags)
+    await node.start()
+    try:
+        await eventually(lambda: _prints_banner(node))
+        yield node
+    finally:
+        await node.close()
+
+
+async def _prints_banner(node: NodeProcess) -> bool:
+    assert node.is_running, node.log_text
+    return "is ready" in node.log_text
+
+
+def fronts(node: NodeProcess) -> list[int]:
+    """Return the ids of the processes that accept connections, in the order of their start."""
+    return [pid for pid in children_of(node) if _listens(pid, node.port)]
+
+
+def children_of(node: NodeProcess) -> list[int]:
+    """Return the ids of all child processes of a node."""
+    text = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def _listens(pid: int, port: int) -> bool:
+    inodes = {
+        line.split()[9]
+        for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    }
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return any(link == f"socket:[{inode}]" for link in links for inode in inodes)
+
+
+def client(node: NodeProcess) -> httpx.AsyncClient:
+    """Return a client with a new connection."""
+    return httpx.AsyncClient(base_url=node.url, timeout=60)
+
+
+async def completion(node: NodeProcess, tokens: int = 4) -> str:
+    """Return the text of a completion over a new connection."""
+    body = {"prompt": "def f(", "max_tokens": tokens, "seed": 1, "ignore_eos": True}
+    async with client(node) as http:
+        response = await http.post("/v1/completions", json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    return response.json()["choices"][0]["text"]
+
+
+async def stream(node: NodeProcess, began: asyncio.Event) -> str:
+    """Return the end of a stream of some seconds."""
+    body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    last = ""
+    try:
+        async with client(node) as http, http.stream("POST", "/v1/completions", json=body) as sent:
+            async for line in sent.aiter_lines():
+                began.set()
+                last = line or last
+    except httpx.HTTPError:
+        return "broken"
+    return last
+
+
+async def streams(node: NodeProcess, count: int) -> list[asyncio.Task[str]]:
+    """Open streams over connections of their own, and wait until all of them have begun."""
+    began = [asyncio.Event() for _ in range(count)]
+    tasks = [asyncio.create_task(stream(node, event)) for event in began]
+    await asyncio.gather(*(event.wait() for event in began))
+    return tasks
+
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="the tests find processes in /proc"
+)
+
+
+async def test_all_processes_serve_and_share_their_metrics(tmp_path: Path) -> None:
+    """Both fronts serve the same worker, and the metrics of either include both."""
+    async with running(tmp_path) as node:
+        assert len(fronts(node)) == 2
+        texts = {await completion(node) for _ in range(16)}
+        assert len(texts) == 1
+
+        async def counted() -> bool:
+            return await node.metric_sum("draftgate_requests_total") == 16
+
+        await eventually(counted)
+        assert await node.stop() == 0
+        assert "Traceback" not in node.log_text
+
+
+async def test_a_dead_front_loses_only_its_own_connections(tmp_path: Path) -> None:
+    """The streams of the other front finish, and the dead front starts again."""
+    async with running(tmp_path, *SLOW) as node:
+        tasks = await streams(node, 16)
+        victim, survivor = fronts(node)
+        os.kill(victim, signal.SIGKILL)
+        endings = await asyncio.gather(*tasks)
+        assert set(endings) == {"broken", "data: [DONE]"}
+        await eventually(lambda: _has_fronts(node, survivor))
+        assert all([await completion(node) for _ in range(8)])
+        before = await node.metric_sum("draftgate_requests_total")
+        assert before >= endings.count("data: [DONE]")
+
+
+async def _has_fronts(node: NodeProcess, survivor: int) -> bool:
+    found = fronts(node)
+    return len(found) == 2 and survivor in found
+
+
+async def test_streams_continue_when_the_worker_process_dies(tmp_path: Path) -> None:
+    """Requests that lose their worker continue when its process has started again."""
+    async with running(tmp_path, *SLOW) as node:
+        (worker,) = set(children_of(node)) - set(fronts(node))
+        tasks = await streams(node, 4)
+        os.kill(worker, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == ["data: [DONE]"] * 4
+
+
+async def test_a_signal_drains_all_processes(tmp_path: Path) -> None:
+    """SIGTERM lets the open streams of all fronts end, and refuses new connections."""
+    async with running(tmp_path, *SLOW) as node:
+        tasks = await streams(node, 8)
+        children = children_of(node)
+        status = await node.stop()
+        assert await asyncio.gather(*tasks) == ["data: [DONE]"] * 8
+        assert status == 0
+        assert not any(_exists(pid) for pid in children)
+
+
+async def test_no_process_outlives_the_parent(tmp_path: Path) -> None:
+    """All processes exit when the parent is killed."""
+    async with running(tmp_path) as node:
+        children = children_of(node)
+        await node.kill()
+
+        async def gone() -> bool:
+            return not any(_exists(pid) for pid in children)
+
+        await eventually(gone)
+
+
+async def test_processes_share_stored_responses(tmp_path: Path) -> None:
+    """Any front continues a response that another front has stored."""
+    async with running(tmp_path) as node:
+        previous = None
+        for _ in range(8):
+            body = {"input": "x", "max_output_tokens": 2, "previous_response_id": previous}
+            async with client(node) as http:
+                response = await http.post("/v1/responses", json=body)
+            assert response.status_code == httpx.codes.OK, response.text
+            previous = response.json()["id"]
+
+
+async def test_a_setting_that_cannot_work_is_one_line(tmp_path: Path) -> None:
+    """The reason of a process that cannot start is the last line, and the node exits."""
+    node = NodeProcess("node", tmp_path, *FLAGS, "--profile", "no-such-profile")
+    await node.start()
+    assert await node.exit_status() == 1
+    assert "no-such-profile" in node.log_text.splitlines()[-1]
+    assert "Traceback" not in node.log_text
+
+
+def _exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
