@@ -50,7 +50,8 @@ class ChildProcess:
         self._order = order
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
-        self._was_ready = self._stopping = False
+        self._was_ready = False
+        self._stopping = asyncio.Event()
 
     async def run(self) -> None:
         """Keep the process running until `stop`.
@@ -58,19 +59,20 @@ class ChildProcess:
         Raises:
             StartError: the process has never been ready, so its settings are wrong.
         """
-        while not self._stopping:
+        while not self._stopping.is_set():
             status = await self._run_once()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not self._was_ready:
                 raise StartError(self.notice.failure or f"a process exited with status {status}")
             log(logging.ERROR, "a process exited", process=self._order.process, status=status)
             self._order = replace(self._order, restarted=True)
-            await asyncio.sleep(PAUSE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
 
     def stop(self) -> None:
         """Drain the process. A second call stops it immediately."""
-        self._stopping = True
+        self._stopping.set()
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(SIGTERM)
