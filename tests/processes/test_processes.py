@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -192,3 +193,22 @@ def _exists(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+async def test_a_quota_holds_for_all_processes_together(tmp_path: Path) -> None:
+    """A key of 60 requests a minute gets 60 requests at once, and then one more each second."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: t, key: sk-t, requests_per_minute: 60}]")
+    async with running(tmp_path, "--api-keys-file", str(keys)) as node:
+        headers = {"authorization": "Bearer sk-t"}
+        body = {"prompt": "x", "max_tokens": 1}
+        begin_s = time.monotonic()
+        statuses = []
+        for _ in range(80):
+            async with client(node) as http:
+                response = await http.post("/v1/completions", json=body, headers=headers)
+            statuses.append(response.status_code)
+        elapsed_s = time.monotonic() - begin_s
+    granted = statuses.count(httpx.codes.OK)
+    assert set(statuses) == {httpx.codes.OK, httpx.codes.TOO_MANY_REQUESTS}
+    assert 60 <= granted <= 60 + elapsed_s
