@@ -17,8 +17,7 @@ class QueuedRequest:
     Attributes:
         at_s: time at which the request entered the queue, at its admission or its refusal.
         priority: class of the request.
-        service_s: seconds for which the request occupied a sequence, or 0 if it was not served in
-            its turn.
+        service_s: seconds for which the request occupied a sequence, or 0 if it was not served.
     """
 
     at_s: float

@@ -3,10 +3,11 @@
     draftgate bench overload --json OUT
 
 The gateway's own queue and admission run in front of simulated workers. Requests arrive for a
-minute. Rates go up to three times the rate at the peak of goodput. A refused client retries at the
-requested time until it is admitted. Goodput counts requests that met their TTFT and TPOT targets,
-measured from the admitted attempt. The study also computes the earliest feasible retry of a refused
-client in hindsight, from actual service times (`earliest_s`).
+minute. Rates go up to a multiple of the rate at the peak of goodput (`--times`). A refused client
+retries at the requested time until it is admitted. Goodput counts requests that met their TTFT and
+TPOT targets, measured from the admitted attempt. The study also computes the earliest feasible
+retry of a refused client in hindsight, from actual service times (`earliest_s`), and how long the
+server was idle while clients waited (`idle_metrics`).
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
 """Offered rates as multiples of the nominal rate."""
 
 TIMES: Final = 3.0
-"""Rate of the overload as a multiple of the rate at the peak of goodput."""
+"""Default rate of the overload as a multiple of the rate at the peak of goodput."""
 
 
-def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
-    """Return the metrics of all rates and of the overload."""
+def measure(overload: Overload, nominal_rps: float, times: float) -> dict[str, Any]:
+    """Return the metrics of all rates and of the overload.
+
+    Args:
+        times: rate of the overload as a multiple of the rate at the peak of goodput.
+    """
     rows = [
         overload_metrics(overload, rate, overload.run(rate))
         for rate in (factor * nominal_rps for factor in FACTORS)
     ]
     peak = max(rows, key=lambda row: row["goodput_rps"])
-    rate = TIMES * peak["rate_rps"]
+    rate = times * peak["rate_rps"]
     over = overload_metrics(overload, rate, overload.run(rate))
     return {
         "rates": rows,
@@ -64,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="0",
         help="priorities of the classes, for example --priorities=-1,0,1",
     )
+    parser.add_argument("--times", type=float, default=TIMES, help="rate of the overload / peak")
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
@@ -79,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.workers,
         args.admission,
     )
-    found = {**simulated_provenance("overload", arguments), **measure(overload, args.rate)}
+    found = {
+        **simulated_provenance("overload", arguments),
+        **measure(overload, args.rate, args.times),
+    }
     for row in (*found["rates"], found["overload"]):
         print(row)
     write_results(args, found, "Overload", ())

@@ -40,15 +40,43 @@ def most_running(clients: Sequence[Client]) -> int:
     return most
 
 
+def idle_metrics(clients: Sequence[Client]) -> dict[str, float]:
+    """Return how much of the server was idle while clients waited for their appointments.
+
+    The result contains the seconds with such clients, the seconds of them in which no request ran,
+    and the share of the concurrency that was unused.
+    """
+    changes = [change for client in clients for change in _changes(client)]
+    capacity, running, waiting, last_s = max(most_running(clients), 1), 0, 0, 0.0
+    waited_s = idle_s = unused_s = 0.0
+    for at_s, started, refused in sorted(changes):
+        if waiting:
+            waited_s += at_s - last_s
+            idle_s += (at_s - last_s) * (running == 0)
+            unused_s += (at_s - last_s) * (1.0 - running / capacity)
+        running, waiting, last_s = running + started, waiting + refused, at_s
+    share = unused_s / waited_s if waited_s else 0.0
+    return {"waited_s": waited_s, "idle_s": idle_s, "unused_share": share}
+
+
+def _changes(client: Client) -> list[tuple[float, int, int]]:
+    """Return the times of a client's changes, of the running and of the waiting clients."""
+    changes = []
+    if client.scheduled_s is not None and client.end_s is not None:
+        changes += [(client.scheduled_s, 1, 0), (client.end_s, -1, 0)]
+    for at_s, retry_s in client.refusals:
+        changes += [(at_s, 0, 1), (at_s + retry_s, 0, -1)]
+    return changes
+
+
 def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Client, float]]:
     """Return each refused client with its shortest feasible retry delay, in seconds.
 
-    The hindsight uses a single queue, the actual service times, and the maximum observed
-    concurrency (`earliest_starts_s`). The queue contains all clients that were admitted on arrival
-    or at their first retry. The result is the earliest retry after which a client starts just
-    within its target.
+    The hindsight is a pool that never idles. It serves the clients in the order of their arrivals,
+    with their actual service times and the maximum observed concurrency (`earliest_starts_s`). The
+    result is the earliest retry after which a client starts just within its target.
     """
-    queued = [client for client in clients if client.refusals or client.admitted_s is not None]
+    queued = [client for client in clients if client.end_s is not None]
     requests = [_queued_request(overload, client) for client in queued]
     starts = earliest_starts_s(requests, max(most_running(clients), 1))
     return [
@@ -59,11 +87,10 @@ def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Clie
 
 
 def _queued_request(overload: Overload, client: Client) -> QueuedRequest:
-    """Return a client's request in hindsight, with a service time if it was admitted in turn."""
-    in_turn = not client.refusals or (bool(client.retries) and client.retries[0][1])
-    service_s = 0.0
-    if in_turn and client.scheduled_s is not None and client.end_s is not None:
-        service_s = client.end_s - client.scheduled_s
+    """Return the request of a served client in hindsight."""
+    assert client.scheduled_s is not None
+    assert client.end_s is not None
+    service_s = client.end_s - client.scheduled_s
     at_s = client.refusals[0][0] if client.refusals else client.admitted_s or 0.0
     return QueuedRequest(at_s, overload.service(client.planned.index).priority, service_s)
 
@@ -102,6 +129,7 @@ def overload_metrics(
         "let_in_on_return": fmean(returns) if returns else None,
         "let_in_on_first_return": fmean(first) if first else None,
         **_retries(feasible_retries),
+        "while_clients_wait": idle_metrics(clients),
         "classes": [
             _class(overload, clients, feasible_retries, place)
             for place in range(len(overload.services))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from draftgate.policies.admission.appointments import Appointments, Booking
+from draftgate.policies.admission.appointments import Appointments, BookedWork, Booking
 from draftgate.policies.admission.class_drain import ClassFlows, Drain
+from draftgate.policies.admission.drain_rate import DrainRate
 from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, times_out, too_slow
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.admission.wait_forecast import (
@@ -19,9 +21,10 @@ from draftgate.policies.admission.wait_forecast import (
     forecast_wait,
 )
 
-TARGET_SHARE: Final = 0.5
+TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
-Half of that wait leaves a margin for errors in either direction."""
+The rest is a margin for clients that find more work ahead than predicted. With 0.5, three times the
+capacity by five tenants had 2% less goodput (simulated, tests/policies/overload.py, 2026-11-23)."""
 
 LOW_WATER_SHARE: Final = 0.25
 """Low water mark, as a share of the longest sure wait. While the waiting requests take less time,
@@ -29,12 +32,12 @@ the pool admits any request, despite bookings. So the pool is never idle because
 may not return. If no client returns, goodput at three times the capacity is within 4% of its
 peak (simulated, tests/policies/overload.py, 2026-11-21)."""
 
-OVERFLOW_LOG: Final = 3.0
-"""Spacing of appointments, such that one client in 20 = e^3 finds too much work ahead."""
+PACE: Final = 0.95
+"""Share of the pool's time for appointments.
 
-LEAST_PACE: Final = 0.7
-"""Minimum share of the pool's time for appointments. With a lower share, pools of few sequences
-would keep a few more appointments, but every client would wait longer."""
+The rest is for clients that the pool refuses again. When no new requests arrive, the pool may be
+idle for this rest. With 0.97, the requests of five tenants miss their deadlines more often
+(simulated, tests/policies/overload.py, 2026-11-23)."""
 
 LEAST_RETRY_S: Final = 0.05
 """Minimum delay of a client, in seconds."""
@@ -46,8 +49,7 @@ class _Outlook:
 
     Attributes:
         predicted: predicted wait after all admitted requests.
-        booked_s, again_s: additional wait after all bookings, and after the bookings of clients
-            that returned on time and were refused again.
+        booked_s: additional wait after all bookings.
         backlog_s: work of all waiting requests, in seconds.
         sure_s, likely_s: longest predicted waits that surely and likely meet the deadline.
         drain: drain of the request's class.
@@ -55,7 +57,6 @@ class _Outlook:
 
     predicted: WaitForecast
     booked_s: float
-    again_s: float
     backlog_s: float
     sure_s: float
     likely_s: float
@@ -81,11 +82,10 @@ class _Outlook:
         has_capacity = wait_s + self.booked_s <= self.sure_s
         return has_capacity or (wait_s <= self.sure_s and self.backlog_s <= self.low_water_s)
 
-    def retry_s(self, *, again: bool) -> float:
-        """Return the seconds until the pool could admit the request in its turn."""
-        others_s = self.again_s if again else self.booked_s
-        ahead_s = max(self.predicted.wait_s, self.predicted.place_s)
-        return ahead_s + others_s - TARGET_SHARE * self.sure_s
+    @property
+    def ahead_s(self) -> float:
+        """Seconds until the pool could start the request if no client returned."""
+        return max(self.predicted.wait_s, self.predicted.place_s)
 
 
 class Deadline:
@@ -100,9 +100,11 @@ class Deadline:
         self._appointments = Appointments()
         self._flows = ClassFlows()
         self._correction = WaitCorrection()
+        self._rate = DrainRate()
 
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
         self._appointments.expire(now_s)
+        self._rate.observe(view, now_s)
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._flows.drain(view.service.priority, now_s, self._appointments.classes)
@@ -125,6 +127,7 @@ class Deadline:
         if refused is None:
             if booking is not None:
                 self._appointments.close(booking)
+            self._rate.admit(predicted.work_s)
             return admit(view, predicted)
         if booking is None:
             return self._postpone(view, outlook, refused, now_s, again=False)
@@ -149,29 +152,29 @@ class Deadline:
         self._correction.add_wait(admitted.wait_s, waited_s, has_target=has_target)
 
     def _outlook(self, view: AdmissionView, predicted: WaitForecast, drain: Drain) -> _Outlook:
-        priority, factor = view.service.priority, self._correction.factor
+        priority = view.service.priority
         allowed_s = _allowed_s(view, predicted)
         sure_s, likely_s = (predicted.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
-        pace = _pace(predicted, likely_s - LOW_WATER_SHARE * sure_s)
-
-        def longer_s(booked_s: tuple[float, float]) -> float:
-            if not any(booked_s):
-                return 0.0
-            better_s, own_s = (work_s / pace for work_s in booked_s)
-            ahead_s = view.queue.ahead_s
-            with_booked_s = drained_s(view, drain, factor, ahead_s, (better_s, own_s))
-            return (with_booked_s - drained_s(view, drain, factor, ahead_s)) / drain.worse
-
-        booked_s = self._appointments.ahead_s(priority, view.tenant, view.share, predicted.work_s)
+        better_s, own_s = self._appointments.ahead_s(
+            priority, view.tenant, view.share, predicted.work_s
+        )
+        booked_s = self._longer_s(view, drain, (better_s / PACE, own_s / PACE))
         return _Outlook(
             predicted,
-            longer_s(booked_s),
-            longer_s(self._appointments.again_s(priority)),
-            view.queue.work_s * factor,
+            booked_s,
+            view.queue.work_s * self._correction.factor,
             sure_s,
             likely_s,
             drain,
         )
+
+    def _longer_s(self, view: AdmissionView, drain: Drain, booked: BookedWork) -> float:
+        """Return the additional seconds that the pool takes for booked work."""
+        if not any(booked):
+            return 0.0
+        factor, ahead_s = self._rate.factor, view.queue.ahead_s
+        with_booked_s = drained_s(view, drain, factor, ahead_s, booked)
+        return (with_booked_s - drained_s(view, drain, factor, ahead_s)) / drain.worse
 
     def _postpone(
         self,
@@ -182,8 +185,21 @@ class Deadline:
         *,
         again: bool,
     ) -> Refused:
-        """Refuse with a time to return, and book this time unless the request is sheddable."""
-        retry_s = max(refused.retry_after_s, outlook.retry_s(again=again), LEAST_RETRY_S)
+        """Refuse with a time to return, and book this time unless the request is sheddable.
+
+        Args:
+            again: whether the request takes the first gap instead of a place after all bookings.
+        """
+        start_s = outlook.ahead_s + outlook.booked_s
+        if again:
+            start_s = self._appointments.gap_s(
+                view.service.priority,
+                now_s,
+                outlook.ahead_s,
+                partial(self._longer_s, view, outlook.drain),
+            )
+        retry_s = start_s - TARGET_SHARE * outlook.sure_s
+        retry_s = max(refused.retry_after_s, retry_s, LEAST_RETRY_S)
         if not view.sheddable:
             work_s, priority = outlook.predicted.work_s, view.service.priority
             due_s = now_s + retry_s
@@ -192,21 +208,6 @@ class Deadline:
             )
             self._appointments.book(new, view.share)
         return replace(refused, retry_after_s=retry_s)
-
-
-def _pace(predicted: WaitForecast, margin_s: float) -> float:
-    """Return the share of the pool's time that is available for appointments.
-
-    Suppose that appointments take a share p, and new requests fill the pool up to the low water
-    mark. The work above the mark is then a reflected random walk. In heavy traffic (Kingman, 1961)
-    this work exceeds x with the probability exp(-2 x (1 - p) / (p x grain)) for exponential
-    lengths.
-
-    Args:
-        margin_s: seconds above the low water mark at which a client on time is refused.
-    """
-    spread = OVERFLOW_LOG * predicted.grain_s / (2.0 * max(margin_s, 1e-9))
-    return max(LEAST_PACE, 1.0 / (1.0 + spread))
 
 
 def _allowed_s(view: AdmissionView, predicted: WaitForecast) -> float:

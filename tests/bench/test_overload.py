@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.simulation.overload_clients import Client, Overload
@@ -66,6 +68,20 @@ def test_goodput_stays_at_capacity(overload: Overload, clients: list[Client]) ->
     just_full = overload.run(CAPACITY_RPS)
     goodput_ratio = goodput_rps(overload, clients) / goodput_rps(overload, just_full)
     assert goodput_ratio >= LEAST_GOODPUT_RATIO
+
+
+@pytest.mark.parametrize(("times", "seconds"), [(3, 15.0), (24, 5.0)])
+def test_server_is_not_idle_while_clients_wait(
+    overload: Overload, times: int, seconds: float
+) -> None:
+    """A request runs at any time, and the delays are at most 1.5 times the earliest ones."""
+    one_class = replace(overload, services=(ServiceLevel(2.0),), seconds=seconds)
+    clients = one_class.run(times * CAPACITY_RPS)
+    row = overload_metrics(one_class, 0.0, clients)
+    assert row["while_clients_wait"]["idle_s"] < 1.0
+    assert row["while_clients_wait"]["unused_share"] < 0.1
+    assert row["retry_over_earliest"] <= 1.5
+    assert all(client.end_s is not None for client in clients)
 
 
 def test_no_class_starves(overload: Overload, clients: list[Client]) -> None:

@@ -217,21 +217,42 @@ def kept_share(clients: list[Client]) -> float:
 def earliest_delays(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
     """Return each refused client with its earliest correct delay in hindsight.
 
-    The queue holds the requests that were admitted on arrival or at their first appointment. Their
-    true service times (`earliest_starts_s`) determine the latest start within a client's limit.
+    The hindsight is a pool that never idles. It serves the clients in the order of their arrivals,
+    with their true service times (`earliest_starts_s`).
     """
-    considered = [c for c in clients if c.refusals or c.admitted_s is not None]
-    served = [not c.refusals or bool(c.returns and c.returns[0][1]) for c in considered]
-    entered_s = [c.refusals[0][0] if c.refusals else c.admitted_s for c in considered]
+    served = [c for c in clients if c.start_s is not None]
     requests = [
-        QueuedRequest(at_s, c.priority, c.service_s if is_served else 0.0)
-        for at_s, c, is_served in zip(entered_s, considered, served, strict=True)
+        QueuedRequest(c.refusals[0][0] if c.refusals else c.admitted_s, c.priority, c.service_s)
+        for c in served
     ]
     return [
         (c, max(start_s - c.wait_allowed_s - c.refusals[0][0], 0.0))
-        for c, start_s in zip(considered, earliest_starts_s(requests, pool.servers), strict=True)
+        for c, start_s in zip(served, earliest_starts_s(requests, pool.servers), strict=True)
         if c.refusals
     ]
+
+
+def idle_while_clients_wait(pool: Pool, clients: list[Client]) -> tuple[float, float]:
+    """Return how much of the pool was idle while clients waited for their appointments.
+
+    Returns:
+        Seconds in which no request ran, and the unused share of the servers.
+    """
+    changes = []
+    for client in clients:
+        if client.start_s is not None:
+            changes.append((client.start_s, 1, 0))
+            changes.append((client.start_s + client.service_s, -1, 0))
+        for (refused_s, _), (returned_s, _) in zip(client.refusals, client.returns, strict=False):
+            changes += [(refused_s, 0, 1), (returned_s, 0, -1)]
+    running, waiting, last_s, waited_s, idle_s, unused_s = 0, 0, 0.0, 0.0, 0.0, 0.0
+    for at_s, started, refused in sorted(changes):
+        if waiting:
+            waited_s += at_s - last_s
+            idle_s += (at_s - last_s) * (running == 0)
+            unused_s += (at_s - last_s) * (1.0 - running / pool.servers)
+        running, waiting, last_s = running + started, waiting + refused, at_s
+    return idle_s, unused_s / waited_s
 
 
 def retry_ratio(pool: Pool, clients: list[Client]) -> float:

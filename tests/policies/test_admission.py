@@ -11,6 +11,7 @@ from msgspec import structs
 
 from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.admission.class_drain import ClassFlows
+from draftgate.policies.admission.drain_rate import DrainRate
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.refusals import TENANT_ALPHA
 from draftgate.policies.admission.types import (
@@ -321,3 +322,54 @@ def test_requests_without_fingerprint_have_no_bookings() -> None:
     appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0), 1.0)
     assert len(appointments) == 0
     assert appointments.find(0, 10.0, None) is None
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 1.3])
+def test_drain_rate_is_the_time_of_the_work_that_left_the_queue(slowness: float) -> None:
+    """The learned factor is the time per predicted second, for a queue that stays full."""
+    rate, queued_s = DrainRate(), 1.0
+    for step in range(600):
+        rate.observe(view(queued_s), 0.1 * step)
+        rate.admit(0.1 / slowness)
+        queued_s = 1.0  # the pool drains as much as is admitted
+    assert rate.factor == pytest.approx(slowness, rel=0.03)
+
+
+def test_idle_time_does_not_change_the_drain_rate() -> None:
+    """A pool that idles after its queue is empty keeps its factor."""
+    rate = DrainRate()
+    for step in range(100):
+        rate.observe(view(0.5), 100.0 * step)
+        rate.observe(view(0.0), 100.0 * step + 50.0)
+    assert rate.factor == pytest.approx(1.0, rel=0.01)
+
+
+@given(
+    delays=st.lists(st.floats(0.0, 20.0), max_size=20),
+    ahead_s=st.floats(0.0, 5.0),
+    factor=st.floats(0.1, 1.5),
+)
+def test_gap_is_the_first_time_at_which_all_due_work_is_done(
+    delays: list[float], ahead_s: float, factor: float
+) -> None:
+    """At the gap, and not before, the pool has done the work ahead and all bookings due by then."""
+    appointments, now_s = Appointments(), 100.0
+    for number, delay_s in enumerate(delays):
+        appointments.book(Booking(number + 1, 0, "", 0.5, now_s + delay_s, now_s), 1.0)
+    gap_s = appointments.gap_s(0, now_s, ahead_s, lambda booked: factor * sum(booked))
+
+    def done_s(after_s: float) -> float:
+        due = sum(now_s + delay_s <= now_s + after_s for delay_s in delays)
+        return ahead_s + factor * 0.5 * due
+
+    assert done_s(gap_s) <= gap_s + 0.02
+    earlier = [gap_s * share for share in (0.0, 0.25, 0.5, 0.75, 0.95)]
+    assert all(done_s(after_s) > after_s for after_s in earlier if after_s < gap_s - 0.02)
+
+
+def test_gap_ignores_lower_priority_bookings() -> None:
+    """A booking of a lower-priority class does not delay a higher class."""
+    appointments = Appointments()
+    appointments.book(Booking(1, 1, "", 5.0, 1.0, 0.0), 1.0)
+    assert appointments.gap_s(0, 0.0, 2.0, sum) == 2.0
+    assert appointments.gap_s(1, 0.0, 2.0, sum) == pytest.approx(7.0)

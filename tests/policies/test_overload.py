@@ -16,6 +16,7 @@ from tests.policies.overload import (
     early,
     goodput,
     half_obeys,
+    idle_while_clients_wait,
     kept_share,
     never,
     retry_ratio,
@@ -84,6 +85,19 @@ def test_clients_that_round_up_to_seconds_keep_their_appointments() -> None:
 def test_early_clients_keep_their_appointments() -> None:
     """A client that returns early keeps its appointment."""
     assert mean(kept_share(clients) for _, clients in runs(return_time=early)) >= 0.9
+
+
+@pytest.mark.parametrize(("load", "servers"), [(3.0, 32), (3.0, 16), (24.0, 16)])
+def test_pool_is_not_idle_while_clients_wait(load: float, servers: int) -> None:
+    """No second passes without a running request, and at most 8% of the servers are unused.
+
+    The median delay is at most 1.5 times too long.
+    """
+    results = runs(load, servers=servers) if load < 10 else runs(load, servers=servers)[:1]
+    idle = [idle_while_clients_wait(pool, clients) for pool, clients in results]
+    assert max(idle_s for idle_s, _ in idle) < 1.0
+    assert mean(unused for _, unused in idle) <= 0.08
+    assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
 
 
 @pytest.mark.parametrize("bias", [0.7, 1.5])
