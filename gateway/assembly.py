@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
+from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.forwarding import Forwarder
@@ -78,7 +79,8 @@ def build_dispatcher(
     ordering = ReturningFirst(partial(ordering_policy, rules.ordering))
     routing, bounds = routing_policy(rules.routing), rules.bounds
     router = Router(routing, draw)
-    queue = CentralQueue(fleet, ordering, router, loop_time_s, bounds.timeout_s)
+    claims = Claims(fleet, store)
+    queue = CentralQueue(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
         fleet, queue, policy_of_admission, Quotas(store.quotas, quotas), bounds, loop_time_s

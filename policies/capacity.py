@@ -90,6 +90,14 @@ def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
     return ahead + need.prompt_tokens <= free_tokens
 
 
+def missing_tokens(usage: WorkerUsage, need: CapacityNeed) -> int:
+    """Return the prompt tokens of a request for which the worker has no free KV memory now."""
+    if not usage.load.kv_blocks_total:  # unknown
+        return 0
+    free_tokens = usage.load.kv_blocks_free * usage.load.kv_block_tokens
+    return max(0, prompt_tokens_ahead(usage) + need.prompt_tokens - free_tokens)
+
+
 def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
     """Return a worker's usage including the sequences of other gateways.
 

@@ -317,7 +317,7 @@ class Ticket:
         tenant: tenant of the request.
         share: weight of the tenant among tenants, more than 0.
         work_s: work of the request in seconds of the whole pool, or 0 if unknown.
-        returning: whether the request was started once and lost its worker.
+        returning: whether the request had its turn but got no lease, so that it waits again.
     """
 
     key: int

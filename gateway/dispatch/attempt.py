@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
-from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed
@@ -146,12 +145,13 @@ class Attempts:
         Raises:
             NoCapacity: other gateways have filled the workers.
         """
-        worker, request_id = routed.worker, request.request_id
+        worker, request_id, waits = routed.worker, request.request_id, False
         try:
             record_route(run.span, routed)
             with run.span.child("reserve") as span:
-                tokens = _lease_tokens(request, run.entry.expected_tokens)
+                tokens = lease_tokens(request, run.entry.expected_tokens)
                 found = await self._leases.reserve(request_id, tokens, routed)
+                await self._queue.claims.end(request_id, leased=found.lease is not None)
                 describe_reservation(span, found)
             chosen = found.lease and found.lease.worker_id
             if chosen not in {None, worker.worker_id}:
@@ -161,9 +161,14 @@ class Attempts:
                 view = partial(self.route_view, run, index, request)
                 self._queue.router.moved(view, worker)
             yield _Reserved(routed._replace(worker=worker), found)
+        except NoCapacity:
+            waits = True
+            raise
         finally:
             worker.release(request_id)
-            await self._leases.release(request_id)
+            if not (waits and request_id in self._queue.claims):  # a claim outlives the refusal
+                await self._queue.claims.end(request_id, leased=True)
+                await self._leases.release(request_id)
             self._queue.pump()
 
     def _decide(
@@ -190,14 +195,3 @@ class Attempts:
             number = 0 if lease is None else lease.number
             async with aclosing(placed.worker.run(request, number)) as deltas:
                 yield deltas, spans
-
-
-def _lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
-    """Return the tokens of KV memory that a request is expected to use.
-
-    The result is not the limit of the request. Clients without a limit would otherwise each lease a
-    whole context and leave workers idle. A worker that becomes too full delays sequences but does
-    not fail.
-    """
-    each = len(request.prompt_ids) + math.ceil(expected_tokens)
-    return max(1, min(request.most_tokens, each * len(request.choices)))

@@ -20,13 +20,14 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.attempt import Attempts
-from draftgate.gateway.dispatch.leases import NoCapacity
+from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.telemetry.span_attributes import describe_claim
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
 RECOVERY_S: Final = 15.0
@@ -145,7 +146,8 @@ class Failover:
                     raise BackendFailed("the worker ended the stream before its choices had ended")
                 return
             except NoCapacity:
-                self._queue.hold()
+                if lost is None:
+                    self._queue.hold()
                 waiting = waiting.retried(since_s)
                 continue
             except BackendFailed as error:
@@ -157,7 +159,9 @@ class Failover:
                     losses.append(Loss(lost.placed.worker.worker_id, output.tokens - before))
                 await self._check(run, lost, losses, output)
             request = output.rest(f"{run.requests[index].request_id}.{number}")
-            waiting = waiting.for_rest(request.request_id, need_of(request), frozenset(avoid))
+            tokens = lease_tokens(request, run.entry.expected_tokens)
+            need = need_of(request)
+            waiting = waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
 
     async def _turn(
         self,
@@ -173,11 +177,13 @@ class Failover:
             QueueTimeout, BackendFailed: no worker had capacity in time, or no worker is left. A
                 prompt that has lost a worker always ends with `BackendFailed`.
         """
-        with run.span.child("queue"):
+        with run.span.child("queue") as span:
             view = partial(self._attempts.route_view, run, index, request)
             while True:
                 try:
-                    return await self._queue.turn(waiting, view)
+                    routed = await self._queue.turn(waiting, view)
+                    describe_claim(span, self._queue.claims.worker_of(request.request_id))
+                    return routed
                 except (QueueTimeout, BackendFailed) as error:
                     if lost is None:
                         raise

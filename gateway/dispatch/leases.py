@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
+from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Refusal, Reservation, Store
 
@@ -67,6 +69,21 @@ class Leases:
         """Renew all leases, and forget leases of workers with a newer epoch."""
         for request_id in await self._store.renew(tuple(self._held.values()), LEASE_S):
             self._held.pop(request_id, None)
+
+
+def lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
+    """Return the tokens of KV memory that a request is expected to use.
+
+    The result is not the limit of the request. Clients without a limit would otherwise each lease a
+    whole context and leave workers idle. A worker that becomes too full delays sequences but does
+    not fail.
+
+    Args:
+        expected_tokens: expected output tokens of each choice. A resumed choice may have more.
+    """
+    outputs = (max(math.ceil(expected_tokens), len(one.output_ids)) for one in request.choices)
+    tokens = sum(len(request.prompt_ids) + output for output in outputs)
+    return max(1, min(request.most_tokens, tokens))
 
 
 def _offers(routed: Routed, most: int) -> Iterator[LeaseCandidate]:

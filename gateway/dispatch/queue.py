@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed
+from draftgate.gateway.dispatch.claims import Claimant, Claims, preferred
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import Fleet
@@ -47,6 +48,8 @@ class Waiting:
         avoid: ids of workers that run the request only if no other worker is available.
         since_s: start of the wait, for the timeout. None means the next call of `turn`.
         reconsider: decides again about the request while it waits.
+        claim_tokens: tokens of a resumed request, which may claim a worker, or 0 for others.
+        refused: whether workers had capacity but the store refused the lease.
     """
 
     request_id: str
@@ -55,10 +58,14 @@ class Waiting:
     avoid: frozenset[str] = frozenset()
     since_s: float | None = None
     reconsider: Reconsider = _keep
+    claim_tokens: int = 0
+    refused: bool = False
 
-    def for_rest(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
-        """Return the rest of the request, with the same place in the queue."""
-        return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
+    def for_rest(
+        self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
+    ) -> Waiting:
+        """Return the rest of the request, which precedes all requests that never had a worker."""
+        return Waiting(request_id, self.ticket, need, avoid, claim_tokens=claim_tokens)
 
     def retried(self, since_s: float) -> Waiting:
         """Return the request for another wait with the same place, because it was not sent.
@@ -67,16 +74,22 @@ class Waiting:
             since_s: time when the unsuccessful wait started.
         """
         begun_s = since_s if self.since_s is None else self.since_s
-        return replace(self, ticket=replace(self.ticket, returning=True), since_s=begun_s)
+        ticket = replace(self.ticket, returning=True)
+        return replace(self, ticket=ticket, since_s=begun_s, refused=True)
 
 
 @dataclass(slots=True)
 class _Place:
-    """A waiting request and the future of its worker."""
+    """A waiting request and the future of its worker.
+
+    Attributes:
+        held: whether a resumed request waits for `HELD_S` after a refusal.
+    """
 
     waiting: Waiting
     view: View
     turn: asyncio.Future[Routed]
+    held: bool = False
 
 
 HELD_S: Final = 0.05
@@ -97,6 +110,7 @@ class CentralQueue:
         fleet: Fleet,
         ordering: OrderingPolicy,
         router: Router,
+        claims: Claims,
         now_s: Callable[[], float],
         timeout_s: float,
     ) -> None:
@@ -105,15 +119,18 @@ class CentralQueue:
         Args:
             ordering: chooses the next request, for this queue only.
             router: chooses between the workers with capacity.
+            claims: the claims of resumed requests.
             now_s: the clock of the tickets.
             timeout_s: the longest wait, in seconds.
         """
         self.ordering = ordering
         self._fleet = fleet
         self.router = router
+        self.claims = claims
         self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by the key of the ticket
+        self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
         self._held = False
         self.prompt_tokens = 0
 
@@ -124,7 +141,8 @@ class CentralQueue:
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
-        The caller releases the capacity on the worker and then calls `pump`.
+        The caller releases the capacity on the worker and then calls `pump`. A resumed request that
+        waits claims a worker. After a refusal of the store, it keeps its claim and calls again.
 
         Args:
             view: a function that returns the routing policy's view of the request.
@@ -134,13 +152,17 @@ class CentralQueue:
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
-        routed = None if self._places else self._routed(waiting, view)
+        held = waiting.refused and waiting.claim_tokens > 0
+        routed = None if self._places or held else self._routed(waiting, view)
         if routed is not None:
             return routed
         loop = asyncio.get_running_loop()
-        place = _Place(waiting, view, loop.create_future())
+        place = _Place(waiting, view, loop.create_future(), held)
         self._push(place)
         self.pump()
+        if waiting.claim_tokens and not place.turn.done():
+            claimant = (waiting.request_id, waiting.claim_tokens, waiting.need, waiting.avoid)
+            self.claims.begin(Claimant(*claimant), self.pump)
         waited_s = self._waited_s(waiting)
         timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, place)
         try:
@@ -148,9 +170,11 @@ class CentralQueue:
                 return await place.turn
         except TimeoutError:
             self._leave(place)
+            await self.claims.end(waiting.request_id)
             raise self._timed_out(waiting) from None
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, BackendFailed):
             self._leave(place)
+            await self.claims.end(waiting.request_id)
             raise
         finally:
             timer.cancel()
@@ -165,19 +189,41 @@ class CentralQueue:
         if not self._fleet.serving:
             self._fail_all()
             return
+        if not self._pump_resumed():
+            return
         now_s = (
             self.now_s()
         )  # read the clock once, because the order of requests depends on the time
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
-            gone = place.turn.cancelled()  # cancelled, but its task has not run yet
-            routed = None if gone else self._routed(place.waiting, place.view)
-            if routed is None and not gone:
+            if not self._placed(place):
                 return
             self.ordering.take(now_s)
             self._forget(place)
-            if routed is not None:
-                place.turn.set_result(routed)
+
+    def _pump_resumed(self) -> bool:
+        """Dispatch resumed requests that now fit.
+
+        Returns:
+            Whether each of the others has claimed a worker, so that new requests may use the other
+            workers.
+        """
+        for place in tuple(self._resumed.values()):
+            if self._placed(place):
+                self._forget(place)
+            elif self.claims.worker_of(place.waiting.request_id) is None:
+                return False
+        return True
+
+    def _placed(self, place: _Place) -> bool:
+        """Give a request its worker, and return whether the request has left the queue."""
+        if place.turn.cancelled():  # cancelled, but its task has not run yet
+            return True
+        routed = None if place.held else self._routed(place.waiting, place.view)
+        if routed is None:
+            return False
+        place.turn.set_result(routed)
+        return True
 
     def hold(self) -> None:
         """Dispatch nothing for `HELD_S`.
@@ -194,12 +240,12 @@ class CentralQueue:
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
-        if self._held:
+        # A resumed request has its own pause, and would otherwise wait for the pauses of others.
+        if self._held and not waiting.claim_tokens:
             return None
-        need, open_ = waiting.need, self._fleet.open
-        if waiting.avoid:
-            open_ = [w for w in open_ if w.worker_id not in waiting.avoid] or open_
-        usable = [(worker, worker.usage) for worker in open_]
+        need, open_ = waiting.need, preferred(self._fleet.open, waiting.avoid)
+        taken = self.claims.taken(waiting.request_id)
+        usable = [(worker, worker.usage) for worker in open_ if worker.worker_id not in taken]
         usable = [(worker, at) for worker, at in usable if has_capacity(at, need)]
         if not usable:
             return None
@@ -238,10 +284,20 @@ class CentralQueue:
     def _push(self, place: _Place) -> None:
         self._places[place.waiting.ticket.key] = place
         self.prompt_tokens += place.waiting.need.prompt_tokens
-        self.ordering.push(place.waiting.ticket)
+        if not place.waiting.claim_tokens:
+            self.ordering.push(place.waiting.ticket)
+            return
+        self._resumed[place.waiting.ticket.key] = place
+        if place.held:
+            asyncio.get_running_loop().call_later(HELD_S, self._end_refusal, place)
+
+    def _end_refusal(self, place: _Place) -> None:
+        place.held = False
+        self.pump()
 
     def _forget(self, place: _Place) -> None:
         del self._places[place.waiting.ticket.key]
+        self._resumed.pop(place.waiting.ticket.key, None)
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:

@@ -133,7 +133,7 @@ class GuardedStore:
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
         self._pending.pop(request_id, None)
-        await self._mirror.release((request_id,))
+        self._mirror.end_lease(request_id)
         call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s)
         try:
             found = await self._calls.run(call, partial(self._schedule_release, (request_id,)))
@@ -145,6 +145,21 @@ class GuardedStore:
         if found.lease is not None:
             await self._mirror.renew((found.lease,), ttl_s)
         return found
+
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        """Claim the next room of an offered worker, as `Store.claim` describes."""
+        self._pending.pop(request_id, None)
+        call = partial(self._remote.claim, request_id, tokens, offers, ttl_s)
+        try:
+            found = await self._calls.run(call, partial(self._schedule_release, (request_id,)))
+        except StoreError:
+            found = None
+        # The mirror decides alone if the remote store is unavailable or does not know the workers.
+        chosen = [one for one in offers if found is None or one.worker_id == found.worker_id]
+        local = await self._mirror.claim(request_id, tokens, chosen, ttl_s)
+        return local if found is None else found
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
@@ -158,7 +173,7 @@ class GuardedStore:
         return fenced
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests, as `Store.release` describes.
+        """End the leases and claims of requests, as `Store.release` describes.
 
         A background task sends releases in batches, and repeats them after a failure.
         """
@@ -202,7 +217,7 @@ class GuardedStore:
         ]
 
     def _schedule_release(self, request_ids: Collection[str]) -> None:
-        """Schedule the release of requests that hold no lease in the mirror."""
+        """Schedule the release of requests that hold no lease or claim in the mirror."""
         now_s = self._clock()
         for request_id in request_ids:
             if not self._mirror.holds(request_id):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from draftgate.gateway.state.expiries import Expiries
+from draftgate.gateway.state.lease_table import LeaseTable
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.store import (
     FORGET_S,
@@ -31,7 +31,6 @@ class _Worker:
         seq: number of the last report, or -1 before the first.
         report: the last report, or None after the worker has left.
         heard_s: time of the last report.
-        leases: leases by request id.
     """
 
     epoch: str
@@ -39,11 +38,6 @@ class _Worker:
     seq: int = -1
     report: WorkerReport | None = None
     heard_s: float = 0.0
-    leases: dict[str, Lease] = field(default_factory=dict)
-
-    def leased_tokens(self, watermark: int = -1) -> int:
-        """Return the tokens of leases with numbers above the watermark."""
-        return sum(lease.tokens for lease in self.leases.values() if lease.number > watermark)
 
 
 class MemoryStore:
@@ -70,8 +64,7 @@ class MemoryStore:
         self._clock = clock
         self._stale_s = stale_s
         self._workers: dict[str, _Worker] = {}
-        self._leases: dict[str, Lease] = {}
-        self._expiries = Expiries()  # of leases, by request
+        self._leases, self._claims = LeaseTable(), LeaseTable()
         self._number = 0
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -103,10 +96,11 @@ class MemoryStore:
             WorkerView(
                 worker.report,
                 now_s - worker.heard_s,
-                worker.leased_tokens(),
-                worker.leased_tokens(worker.report.watermark),
+                self._leases.tokens(worker_id),
+                self._leases.tokens(worker_id, worker.report.watermark),
+                self._claims.tokens(worker_id),
             )
-            for _, worker in sorted(self._workers.items())
+            for worker_id, worker in sorted(self._workers.items())
             if worker.report is not None and now_s - worker.heard_s < FORGET_S
         )
         return Snapshot(tuple(views), self.gateways)
@@ -117,19 +111,38 @@ class MemoryStore:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
         now_s = self._clock()
         self._prune(now_s)
-        self._drop(request_id)
-        verdicts = [self._refusal(offer, tokens, now_s) for offer in offers]
+        self._leases.drop(request_id)
+        verdicts = [self._refusal(offer, request_id, tokens, now_s) for offer in offers]
         fit = [offer for offer, why in zip(offers, verdicts, strict=True) if why is None]
         if not fit:
             first = next((one for one in Refusal if one in verdicts), Refusal.UNKNOWN)
             return Reservation(None, first)
-        behind = [self._workers[one.worker_id].leased_tokens(one.watermark) for one in fit]
+        behind = [self._leases.tokens(one.worker_id, one.watermark) for one in fit]
         scores = [o.score + o.score_per_token * b for o, b in zip(fit, behind, strict=True)]
         best = scores.index(min(scores))
-        self._number = max(self._number + 1, round(now_s * 1e6))
-        lease = Lease(request_id, fit[best].worker_id, fit[best].epoch, tokens, self._number)
-        self._put(lease, now_s + ttl_s)
+        number, chosen = self._next_number(now_s), fit[best]
+        lease = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
+        self._leases.put(lease, now_s + ttl_s)
+        self._claims.drop(request_id)
         return Reservation(lease, behind_tokens=behind[best])
+
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        """Claim the next room of an offered worker, as `Store.claim` describes."""
+        now_s = self._clock()
+        self._prune(now_s)
+        held = self._claims.get(request_id)
+        self._claims.drop(request_id)
+        fit = [offer for offer in offers if self._is_claimable(offer, tokens, now_s)]
+        if not fit or request_id in self._leases:
+            return None
+        stay = [offer for offer in fit if held is not None and offer.worker_id == held.worker_id]
+        chosen = min(stay or fit, key=lambda offer: self._missing_tokens(offer, tokens))
+        number = self._next_number(now_s) if held is None else held.number
+        claim = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
+        self._claims.put(claim, now_s + ttl_s)
+        return claim
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
@@ -140,45 +153,69 @@ class MemoryStore:
             if self._entered(lease.worker_id, lease.epoch) is None:
                 fenced.add(lease.request_id)
             elif self._leases.get(lease.request_id) == lease:
-                self._expiries.put(lease.request_id, now_s + ttl_s)
+                self._leases.extend(lease.request_id, now_s + ttl_s)
             else:
-                self._drop(lease.request_id)
-                self._put(lease, now_s + ttl_s)
+                self._number = max(self._number, lease.number)
+                self._leases.put(lease, now_s + ttl_s)
+                self._claims.drop(lease.request_id)
         return frozenset(fenced)
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests, as `Store.release` describes."""
+        """End the leases and claims of requests, as `Store.release` describes."""
         for request_id in request_ids:
-            self._drop(request_id)
+            self._leases.drop(request_id)
+            self._claims.drop(request_id)
 
     async def close(self) -> None:
         """Do nothing, because the store has no connections."""
 
     def holds(self, request_id: str) -> bool:
-        """Return whether a request has a lease."""
-        return request_id in self._leases
+        """Return whether a request has a lease or a claim."""
+        return request_id in self._leases or request_id in self._claims
+
+    def end_lease(self, request_id: str) -> None:
+        """End the lease of a request, but not its claim."""
+        self._leases.drop(request_id)
 
     def leases(self) -> list[Lease]:
         """Return all living leases."""
         self._prune(self._clock())
-        return list(self._leases.values())
+        return self._leases.all()
 
     def _entered(self, worker_id: str, epoch: str) -> _Worker | None:
         """Return the worker in this epoch, or None if a newer epoch is known.
 
-        Leases of older epochs end.
+        Leases and claims of older epochs end.
         """
         worker = self._workers.get(worker_id)
         if worker is not None and worker.epoch > epoch:
             return None
         if worker is None or worker.epoch < epoch:
-            for request_id in tuple(worker.leases) if worker is not None else ():
-                self._drop(request_id)
+            self._leases.drop_worker(worker_id)
+            self._claims.drop_worker(worker_id)
             worker = self._workers[worker_id] = _Worker(epoch, 0.0)
         worker.touched_s = self._clock()
         return worker
 
-    def _refusal(self, offer: LeaseCandidate, tokens: int, now_s: float) -> Refusal | None:
+    def _refusal(
+        self, offer: LeaseCandidate, request_id: str, tokens: int, now_s: float
+    ) -> Refusal | None:
+        """Return why a request gets no lease on an offered worker, or None if it may."""
+        unusable = self._unusable(offer, now_s)
+        if unusable is not None:
+            return unusable
+        claims = self._claims.of_worker(offer.worker_id)
+        first = min(claims, key=lambda claim: claim.number, default=None)
+        if first is not None and first.request_id != request_id:
+            return Refusal.FULL
+        leased_tokens = self._leases.tokens(offer.worker_id)
+        capacity_tokens = self._capacity(offer.worker_id)
+        if capacity_tokens and leased_tokens and leased_tokens + tokens > capacity_tokens:
+            return Refusal.FULL
+        return None
+
+    def _unusable(self, offer: LeaseCandidate, now_s: float) -> Refusal | None:
+        """Return why an offered worker gets no leases at all, or None for a live worker."""
         worker = self._workers.get(offer.worker_id)
         if worker is None or worker.seq < 0:
             return Refusal.UNKNOWN
@@ -186,39 +223,38 @@ class MemoryStore:
             return Refusal.FENCED
         if worker.report is None:
             return Refusal.GONE
-        if now_s - worker.heard_s > self._stale_s:
-            return Refusal.STALE
-        capacity_tokens, leased_tokens = self._capacity(worker.report), worker.leased_tokens()
-        if capacity_tokens and leased_tokens and leased_tokens + tokens > capacity_tokens:
-            return Refusal.FULL
-        return None
+        return Refusal.STALE if now_s - worker.heard_s > self._stale_s else None
 
-    def _capacity(self, report: WorkerReport) -> int:
+    def _is_claimable(self, offer: LeaseCandidate, tokens: int, now_s: float) -> bool:
+        """Return whether a live worker has a known capacity that can hold the tokens."""
+        if self._unusable(offer, now_s) is not None:
+            return False
+        report = self._workers[offer.worker_id].report
+        return report is not None and tokens <= report.capacity_tokens
+
+    def _missing_tokens(self, offer: LeaseCandidate, tokens: int) -> int:
+        """Return the leased and claimed tokens that must end before the tokens fit."""
+        taken = self._leases.tokens(offer.worker_id) + self._claims.tokens(offer.worker_id)
+        return max(0, taken + tokens - self._capacity(offer.worker_id))
+
+    def _next_number(self, now_s: float) -> int:
+        self._number = max(self._number + 1, round(now_s * 1e6))
+        return self._number
+
+    def _capacity(self, worker_id: str) -> int:
         """Return this gateway's share of a worker's capacity in tokens, or 0 if unknown."""
-        if not report.address or not report.capacity_tokens:
-            return report.capacity_tokens
+        report = self._workers[worker_id].report
+        if report is None or not report.address or not report.capacity_tokens:
+            return 0 if report is None else report.capacity_tokens
         return max(1, report.capacity_tokens // self.gateways)
 
-    def _put(self, lease: Lease, until_s: float) -> None:
-        """Add a lease for a request without a lease."""
-        self._number = max(self._number, lease.number)
-        self._leases[lease.request_id] = lease
-        self._workers[lease.worker_id].leases[lease.request_id] = lease
-        self._expiries.put(lease.request_id, until_s)
-
-    def _drop(self, request_id: str) -> None:
-        lease = self._leases.pop(request_id, None)
-        if lease is not None:
-            self._expiries.drop(request_id)
-            del self._workers[lease.worker_id].leases[request_id]
-
     def _prune(self, now_s: float) -> None:
-        """End expired leases."""
-        for request_id in self._expiries.pop_due(now_s):
-            self._drop(request_id)
+        """End expired leases and claims."""
+        self._leases.prune(now_s)
+        self._claims.prune(now_s)
 
     def _forget(self, now_s: float) -> None:
         """Forget workers without leases that no call has named for `FORGET_S`."""
         for worker_id, worker in tuple(self._workers.items()):
-            if now_s - worker.touched_s > FORGET_S and not worker.leases:
+            if now_s - worker.touched_s > FORGET_S and not self._leases.of_worker(worker_id):
                 del self._workers[worker_id]

@@ -67,12 +67,14 @@ class WorkerView:
         age_s: seconds since the report.
         leased_tokens: tokens of prompt and output in all live leases.
         behind_tokens: tokens in live leases after the report's watermark.
+        claimed_tokens: tokens of requests that wait with a claim on the worker.
     """
 
     report: WorkerReport
     age_s: float
     leased_tokens: int
     behind_tokens: int
+    claimed_tokens: int = 0
 
     @property
     def worker_id(self) -> str:
@@ -132,7 +134,8 @@ class Refusal(StrEnum):
     """
 
     FULL = "full"
-    """The worker has no capacity for these tokens now, so the request should wait."""
+    """The worker has no capacity for these tokens now, or another request has claimed its next
+    room, so the request should wait."""
     STALE = "stale"
     """The worker has not reported for `STALE_S`."""
     UNKNOWN = "unknown"
@@ -208,10 +211,33 @@ class Store(Protocol):
 
         The store considers live workers of the offered epoch with enough capacity. The lowest value
         of `score + score_per_token * tokens leased after the watermark` wins. A worker has enough
-        capacity if all its leases fit into `capacity_tokens`, or if it has no lease yet.
+        capacity if all its leases fit into `capacity_tokens`, or if it has no lease yet. A worker
+        with claims has capacity only for the request of the first claim.
 
         Any earlier lease of the request ends, on any worker. The new lease ends at `release`, or
-        after `ttl_s` seconds (at most `FORGET_S`).
+        after `ttl_s` seconds (at most `FORGET_S`). A new lease ends the claim of its request, and a
+        refusal does not.
+        """
+        ...
+
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        """Claim the next room of one of the offered workers for a request that waits.
+
+        Until the claim ends, the worker grants leases only to the request of its first claim. Its
+        leases therefore end one after the other until the claimed tokens fit. Claims are ordered by
+        their `number`, which the first call determines. A later call renews the claim.
+
+        The store considers live workers of the offered epoch whose `capacity_tokens` are known and
+        can hold the tokens. A claim stays on its worker while the worker is among them. Otherwise
+        the claim moves to the worker with the fewest leased and claimed tokens that must end
+        first, or to the first of equals. A request with a lease gets no claim.
+
+        The claim ends with a lease of the request, with `release`, or after `ttl_s` seconds.
+
+        Returns:
+            The claim in the form of a lease, or None if no offered worker can be claimed.
         """
         ...
 
@@ -228,7 +254,7 @@ class Store(Protocol):
         ...
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests.
+        """End the leases and claims of requests.
 
         Unknown requests are ignored.
         """

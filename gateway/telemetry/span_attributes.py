@@ -96,6 +96,12 @@ def _describe_route(span: Span, routed: Routed) -> None:
         )
 
 
+def describe_claim(span: Span, worker_id: str | None) -> None:
+    """Set the worker that a request had claimed on a span, or nothing without a claim."""
+    if span.recording and worker_id is not None:
+        span.set({"draftgate.claimed_worker_id": worker_id})
+
+
 def describe_reservation(span: Span, found: Reservation) -> None:
     """Set the lease on a span, or the reason for the store's refusal."""
     if not span.recording:

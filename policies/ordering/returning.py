@@ -1,4 +1,4 @@
-"""A queue that serves requests first if they lost their worker."""
+"""A queue that serves requests first if they had their turn but got no lease."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from draftgate.policies.types import Ticket
 class ReturningFirst:
     """Two queues of one policy, in which returning tickets (`Ticket.returning`) are first.
 
-    The worker that failed had reserved capacity for such a request, and its client already has part
-    of the output. The tenant paid for the request when it was first taken. If the request waited
-    among new requests, the tenant would be charged again.
+    Such a request had its turn, but other gateways had filled the chosen workers. The tenant paid
+    for the request when it was first taken. If the request waited among new requests, the tenant
+    would be charged again. Requests that lost their worker do not use this queue
+    (`gateway.dispatch.claims`).
     """
 
     def __init__(self, build: Callable[[], OrderingPolicy]) -> None:

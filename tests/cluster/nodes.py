@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -158,7 +158,12 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, address: str, *flags: str, gateways: int = 2, workers: int = 3
+    folder: Path,
+    address: str,
+    *flags: str,
+    gateways: int = 2,
+    workers: int = 3,
+    gateway_flags: Sequence[str] = (),
 ) -> AsyncIterator[Cluster]:
     """Start nodes that join a Redis, and yield when all are ready.
 
@@ -166,11 +171,12 @@ async def cluster(
         folder: the folder of the log files.
         address: the URL of the Redis server.
         flags: flags of the workers.
+        gateway_flags: additional flags of the gateways.
     """
     joined = ("--join", address)
     nodes_of_pool = Cluster(
         [
-            NodeProcess(f"gateway{n}", folder, *joined, "--no-worker", *PATIENT)
+            NodeProcess(f"gateway{n}", folder, *joined, "--no-worker", *PATIENT, *gateway_flags)
             for n in range(gateways)
         ],
         [NodeProcess(f"worker{n}", folder, *joined, *flags) for n in range(workers)],

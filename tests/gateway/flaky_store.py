@@ -65,6 +65,12 @@ class FlakyStore:
         await self.trouble("reserve")
         return await self.inner.reserve(request_id, tokens, offers, ttl_s)
 
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        await self.trouble("claim")
+        return await self.inner.claim(request_id, tokens, offers, ttl_s)
+
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         await self.trouble("renew")
         return await self.inner.renew(leases, ttl_s)

@@ -7,6 +7,7 @@ import pytest
 from draftgate.gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
 from tests.gateway.stores import (
     Timed,
+    claimed,
     granted,
     leased_tokens,
     offer,
@@ -289,6 +290,124 @@ class StoreContract:
     async def test_reservation_without_offers_is_refused(self, store: Store) -> None:
         """The store refuses a reservation without offers as `unknown`."""
         assert (await store.reserve("r", 1, (), 30.0)).refusal is Refusal.UNKNOWN
+
+    # --- claims -----------------------------------------------------------------------------------
+
+    async def test_a_claimed_worker_grants_no_other_leases(self, store: Store) -> None:
+        """A claimed worker has no capacity for other requests, until the request of the claim has
+        its lease."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "r1", 60)
+        assert await claimed(store, "long", 90) == "w"
+        assert (await reserve(store, "long", 90)).refusal is Refusal.FULL
+        assert (await reserve(store, "small", 1)).refusal is Refusal.FULL
+        view = (await views(store))["w"]
+        assert (view.leased_tokens, view.claimed_tokens) == (60, 90)
+        await store.release(("r1",))
+        assert (await reserve(store, "small", 1)).refusal is Refusal.FULL
+        await granted(store, "long", 90)
+        view = (await views(store))["w"]
+        assert (view.leased_tokens, view.claimed_tokens) == (90, 0)
+        await granted(store, "small", 10)
+
+    async def test_claims_are_served_in_order(self, store: Store) -> None:
+        """The first claim on a worker is served first, and a renewal keeps its place."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "r1", 100)
+        for request, tokens in (("first", 60), ("second", 10), ("first", 60)):
+            assert await claimed(store, request, tokens) == "w"
+        await store.release(("r1",))
+        assert (await reserve(store, "second", 10)).refusal is Refusal.FULL
+        await granted(store, "first", 60)
+        await granted(store, "second", 10)
+
+    async def test_a_claim_takes_the_worker_with_the_nearest_room(self, store: Store) -> None:
+        """A claim takes the worker with the fewest tokens that must end first, counting earlier
+        claims, and the first of equal workers."""
+        for worker_id in ("a", "b", "c"):
+            await store.publish(report(worker_id, capacity_tokens=100))
+        offers = [offer(worker_id) for worker_id in ("a", "b", "c")]
+        for worker_id, tokens in (("a", 90), ("b", 60), ("c", 60)):
+            await granted(store, f"r-{worker_id}", tokens, offer(worker_id))
+        found = [await claimed(store, f"long-{n}", 50, *offers) for n in range(3)]
+        assert found == ["b", "c", "a"]
+
+    async def test_other_workers_stay_usable(self, store: Store) -> None:
+        """A claim affects only its own worker, and its request may also use another worker."""
+        for worker_id in ("a", "b"):
+            await store.publish(report(worker_id, capacity_tokens=100))
+            await granted(store, f"r-{worker_id}", 50, offer(worker_id))
+        assert await claimed(store, "long", 80, offer("a"), offer("b")) == "a"
+        offers = (offer("a", "1", -1.0), offer("b"))
+        assert (await granted(store, "small", 10, *offers)).worker_id == "b"
+        await store.release(("small", "r-b"))
+        assert (await granted(store, "long", 80, *offers)).worker_id == "b"
+        assert (await granted(store, "small", 10, *offers)).worker_id == "a"
+
+    async def test_a_claim_moves_when_its_worker_leaves(self, store: Store) -> None:
+        """A claim moves when its worker leaves or restarts, and keeps its place among claims."""
+        for worker_id in ("a", "b"):
+            await store.publish(report(worker_id, capacity_tokens=100))
+            await granted(store, f"r-{worker_id}", 100, offer(worker_id))
+        offers = (offer("a"), offer("b"))
+        assert await claimed(store, "first", 50, *offers) == "a"
+        assert await claimed(store, "second", 10, *offers) == "b"
+        await store.withdraw("a", "1", 1)
+        assert await claimed(store, "first", 50, *offers) == "b"
+        await store.release(("r-b",))
+        assert (await reserve(store, "second", 10, offer("b"))).refusal is Refusal.FULL
+        await granted(store, "first", 50, *offers)
+        await store.publish(report("b", epoch="2", capacity_tokens=100))
+        assert (await views(store))["b"].claimed_tokens == 0
+        await granted(store, "small", 10, offer("b", "2"))
+
+    async def test_a_claim_expires_without_renewals(self, timed: Timed, store: Store) -> None:
+        """A claim without a renewal ends after its time, which frees the worker."""
+        await store.publish(report())
+        assert await claimed(store, "long", 500, ttl_s=2.0) == "w"
+        await timed.pass_time(1.5)
+        await store.publish(report(seq=1))
+        assert await claimed(store, "long", 500, ttl_s=2.0) == "w"
+        await timed.pass_time(1.999)
+        assert (await reserve(store, "small")).refusal is Refusal.FULL
+        await timed.pass_time(0.001)
+        await granted(store, "small")
+
+    async def test_a_released_claim_ends(self, store: Store) -> None:
+        """A release ends a claim as well as a lease."""
+        await store.publish(report())
+        await claimed(store, "long", 500)
+        await store.release(("long",))
+        await granted(store, "small")
+        assert (await views(store))["w"].claimed_tokens == 0
+
+    async def test_a_late_claim_of_a_leased_request_has_no_effect(self, store: Store) -> None:
+        """A request with a lease gets no claim, which would block the worker in vain."""
+        await store.publish(report())
+        lease = await granted(store, "long", 500)
+        assert await claimed(store, "long", 500) is None
+        await granted(store, "small")
+        await store.release(("long",))
+        await claimed(store, "long", 500)
+        assert await store.renew((lease,), 30.0) == frozenset()
+        assert (await views(store))["w"].claimed_tokens == 0
+
+    async def test_workers_that_can_never_hold_a_request_are_not_claimed(
+        self, timed: Timed, store: Store
+    ) -> None:
+        """A request claims no worker that is too small, of unknown capacity, fenced or gone."""
+        await store.publish(report("stale"))
+        await timed.pass_time(STALE_S + 1)
+        await store.publish(report("small", capacity_tokens=99))
+        await store.publish(report("unknown", capacity_tokens=0))
+        await store.publish(report("fenced", epoch="2"))
+        await store.publish(report("gone"))
+        await store.withdraw("gone", "1", 1)
+        names = ("stale", "small", "unknown", "fenced", "gone", "never")
+        assert await claimed(store, "long", 100, *map(offer, names)) is None
+        assert {view.claimed_tokens for view in (await views(store)).values()} == {0}
+        await store.publish(report("large", capacity_tokens=100))
+        assert await claimed(store, "long", 100, *map(offer, names), offer("large")) == "large"
 
     # --- numbers ----------------------------------------------------------------------------------
 

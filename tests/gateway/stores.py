@@ -145,6 +145,14 @@ async def granted(
     return found.lease
 
 
+async def claimed(
+    store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 2.0
+) -> str | None:
+    """Claim one of the given offers, by default worker `w`, and return the claimed worker."""
+    found = await store.claim(request_id, tokens, offers or (offer(),), ttl_s)
+    return None if found is None else found.worker_id
+
+
 async def views(store: Store) -> dict[str, WorkerView]:
     """Return the view of each worker by its id."""
     return {view.worker_id: view for view in (await store.snapshot()).workers}

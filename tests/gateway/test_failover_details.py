@@ -231,6 +231,53 @@ def test_a_resumed_request_goes_to_the_head_of_the_queue() -> None:
     run_scenario(scenario())
 
 
+def test_a_resumed_request_keeps_room_on_one_worker_only() -> None:
+    """A worker keeps its room for a resumed request with two choices, while a newcomer uses the
+    other worker."""
+
+    async def scenario() -> None:
+        workers = [ScriptedBackend() for _ in range(3)]
+        for worker in workers:
+            worker.max_sequences = 2
+        async with serving(*workers) as dispatched:
+            tasks, running = [], []
+            for name, n in (("a", 2), ("b", 1), ("c", 1), ("d", 1), ("e", 1)):
+                tasks.append(asyncio.create_task(run_job(dispatched.dispatcher, job(name, n=n))))
+                await settle()
+                (worker,) = (one for one in workers if not one.submitted.empty())
+                running.append((worker, worker.submitted.get_nowait()))
+            tasks.append(asyncio.create_task(run_job(dispatched.dispatcher, job("new"))))
+            await settle()
+            running[0][0].crash("device lost")
+            await settle()
+            views = (await dispatched.store.snapshot()).workers
+            (claimed_id,) = (view.worker_id for view in views if view.claimed_tokens)
+            claimed = workers[int(claimed_id.removeprefix("w-"))]
+            (other,) = (one for one in workers if one not in (claimed, running[0][0]))
+
+            async def end_one(backend: ScriptedBackend) -> None:
+                at = next(n for n, (one, _) in enumerate(running) if one is backend)
+                backend.emit(running.pop(at)[1], "done", last=True)
+                await settle()
+
+            await end_one(claimed)
+            assert all(worker.submitted.empty() for worker in workers)
+            await end_one(other)
+            newcomer = other.submitted.get_nowait()
+            assert newcomer.request_id == "new-0"
+            await end_one(claimed)
+            resumed_request = claimed.submitted.get_nowait()
+            assert resumed_request.request_id == "a-0.1"
+            other.emit(newcomer, "done", last=True)
+            await end_one(other)
+            for choice in range(2):
+                claimed.emit(resumed_request, "done", last=True, choice=choice)
+            assert len(await asyncio.gather(*tasks)) == len(tasks)
+            assert await dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
 def test_a_resume_without_capacity_ends_with_the_loss() -> None:
     """The error of a resume without capacity names the lost worker and the missing capacity."""
 

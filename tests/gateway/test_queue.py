@@ -18,11 +18,13 @@ from draftgate.gateway.dispatch.admission import (
     AdmissionController,
     AdmissionRequest,
 )
+from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed
@@ -63,7 +65,8 @@ def queue_of(*capacities: int, timeout_s: float = 60.0) -> tuple[CentralQueue, l
     workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(capacities)]
     clock = asyncio.get_running_loop().time
     fleet, router = Fleet(workers=workers), Router(routing_policy("least_loaded"), Random(0).random)
-    return CentralQueue(fleet, ordering_policy("fair"), router, clock, timeout_s), workers
+    claims, ordering = Claims(fleet, MemoryStore(clock)), ordering_policy("fair")
+    return CentralQueue(fleet, ordering, router, claims, clock, timeout_s), workers
 
 
 def waiting_request(key: int, priority: int = 0, sequences: int = 1) -> Waiting:

@@ -39,6 +39,7 @@ T = TypeVar("T")
 CAPACITY = {"w0": 100, "w1": 250, "w2": 0}
 REQUESTS = [f"r{index}" for index in range(8)]
 TTL_S = 10.0
+CLAIM_S = 2.0
 SILENCE_S = 40.0
 """Longest silence of a worker, in seconds. A forgotten worker could return with an older epoch."""
 
@@ -59,6 +60,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.sent = Counter[str]()  # the last lease number that reached each worker
         self.held: dict[str, Lease] = {}  # leases that gateways hold
         self.active: dict[str, tuple[Lease, float]] = {}  # leases in the store and their expiry
+        self.claims: dict[str, tuple[Lease, float]] = {}  # by request, with their expiry
         self.rebuilt: set[str] = set()  # leases that skipped the capacity check
         self.spoken_s = dict.fromkeys(CAPACITY, 0.0)
         self.now_s = 0.0
@@ -147,7 +149,12 @@ class LeaseMachine(RuleBasedStateMachine):
             epoch = f"{self.epochs[worker]:04}"
             offers.append(LeaseCandidate(worker, epoch, score / 4, per_token / 256, watermark))
         found = self.run_on_all(lambda store: store.reserve(request, tokens, offers, TTL_S))
-        fit = [offer for offer in offers if fits(seen.get(offer.worker_id), offer, tokens)]
+        fit = [
+            offer
+            for offer in offers
+            if fits(seen.get(offer.worker_id), offer, tokens)
+            and self._first_claimant(offer.worker_id) in (None, request)
+        ]
         self.held.pop(request, None)
         if not fit:
             assert found.lease is None
@@ -161,6 +168,35 @@ class LeaseMachine(RuleBasedStateMachine):
         assert found.lease.number > max((lease.number for lease in self._leases()), default=0)
         self.held[request] = found.lease
         self._activate(found.lease)
+        self.claims.pop(request, None)
+
+    @rule(request=requests, tokens=st.integers(1, 260), offered=st.lists(workers, max_size=3))
+    def claim(self, request: str, tokens: int, offered: list[str]) -> None:
+        seen = {view.worker_id: view for view in self.snapshot.workers}
+        offers = [LeaseCandidate(worker, f"{self.epochs[worker]:04}") for worker in offered]
+        found = self.run_on_all(lambda store: store.claim(request, tokens, offers, CLAIM_S))
+        before, _ = self.claims.pop(request, (None, 0.0))
+        live = [offer.worker_id for offer in offers if is_live(seen.get(offer.worker_id), offer)]
+        missing = {
+            worker: max(0, tokens - CAPACITY[worker] + self._taken(worker))
+            for worker in live
+            if tokens <= CAPACITY[worker]
+        }
+        if not missing or request in self.active:
+            assert found is None
+            return
+        assert found is not None
+        stays = before is not None and before.worker_id in missing
+        worker = before.worker_id if stays else min(missing, key=missing.__getitem__)
+        epoch = f"{self.epochs[worker]:04}"
+        assert found == Lease(request, worker, epoch, tokens, found.number)
+        if before is not None:
+            assert found.number == before.number
+        else:
+            assert found.number > max(
+                (claim.number for claim, _ in self.claims.values()), default=0
+            )
+        self.claims[request] = (found, self.now_s + CLAIM_S)
 
     @rule(request=requests)
     def arrive(self, request: str) -> None:
@@ -176,6 +212,7 @@ class LeaseMachine(RuleBasedStateMachine):
             for request in ended:
                 self.held.pop(request, None)
                 self.active.pop(request, None)
+                self.claims.pop(request, None)
             self.check_sums()
 
     @rule(skipped=st.sets(requests, max_size=4))
@@ -191,6 +228,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self._record_epoch(lease.worker_id, int(lease.epoch))
             if self.active.get(lease.request_id, (None,))[0] != lease:
                 self.rebuilt.add(lease.request_id)
+                self.claims.pop(lease.request_id, None)
             self._activate(lease, keep=True)
 
     # --- time and memory loss ---------------------------------------------------------------------
@@ -200,9 +238,10 @@ class LeaseMachine(RuleBasedStateMachine):
         for timed in self.timed:
             self.runner.run(timed.pass_time(seconds))
         self.now_s += seconds
-        for request, (_, until_s) in tuple(self.active.items()):
-            if until_s <= self.now_s:
-                del self.active[request]
+        for held in (self.active, self.claims):
+            for request, (_, until_s) in tuple(held.items()):
+                if until_s <= self.now_s:
+                    del held[request]
         for worker, spoken_s in self.spoken_s.items():
             if self.now_s - spoken_s > SILENCE_S:
                 self.report(worker)
@@ -212,6 +251,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for timed in self.timed:
             self.runner.run(timed.flush())
         self.active.clear()
+        self.claims.clear()
         self.known.clear()
 
     # --- invariants -------------------------------------------------------------------------------
@@ -227,9 +267,24 @@ class LeaseMachine(RuleBasedStateMachine):
             checked = [lease.tokens for lease in mine if lease.request_id not in self.rebuilt]
             capacity = CAPACITY[view.worker_id]
             assert not capacity or sum(checked) <= capacity or len(checked) == 1
+            claims = self._claims(view.worker_id)
+            assert view.claimed_tokens == sum(claim.tokens for claim in claims)
 
     def _leases(self) -> list[Lease]:
         return [lease for lease, _ in self.active.values()]
+
+    def _claims(self, worker: str) -> list[Lease]:
+        return [claim for claim, _ in self.claims.values() if claim.worker_id == worker]
+
+    def _first_claimant(self, worker: str) -> str | None:
+        """Return the request of the first claim on a worker."""
+        first = min(self._claims(worker), key=lambda claim: claim.number, default=None)
+        return None if first is None else first.request_id
+
+    def _taken(self, worker: str) -> int:
+        """Return the leased and claimed tokens of a worker."""
+        leases = (lease for lease in self._leases() if lease.worker_id == worker)
+        return sum(held.tokens for held in (*leases, *self._claims(worker)))
 
     def _behind(self, offered: LeaseCandidate) -> int:
         mine = [lease for lease in self._leases() if lease.worker_id == offered.worker_id]
@@ -245,9 +300,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.spoken_s[worker] = self.now_s
         if self.known.get(worker, -1) < epoch:
             self.known[worker] = epoch
-            for request, (lease, _) in tuple(self.active.items()):
-                if lease.worker_id == worker and int(lease.epoch) < epoch:
-                    del self.active[request]
+            for held in (self.active, self.claims):
+                for request, (lease, _) in tuple(held.items()):
+                    if lease.worker_id == worker and int(lease.epoch) < epoch:
+                        del held[request]
 
     def _snapshot_without(self, request: str) -> Snapshot:
         """Return the snapshot without the lease of this request, which a new reservation
@@ -280,9 +336,15 @@ class LeaseMachine(RuleBasedStateMachine):
         assert (refusal is Refusal.FULL) == bool(fresh)
 
 
+def is_live(view: WorkerView | None, offered: LeaseCandidate) -> bool:
+    """Return whether the offered worker and epoch are live in the previous snapshot."""
+    fresh = view is not None and view.age_s <= STALE_S + 1e-6
+    return fresh and view.report.epoch == offered.epoch
+
+
 def fits(view: WorkerView | None, offered: LeaseCandidate, tokens: int) -> bool:
     """Return whether the offer is acceptable in the previous snapshot."""
-    if view is None or view.report.epoch != offered.epoch or view.age_s > STALE_S + 1e-6:
+    if not is_live(view, offered):
         return False
     capacity, leased = view.report.capacity_tokens, view.leased_tokens
     return not capacity or not leased or leased + tokens <= capacity

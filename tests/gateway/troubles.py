@@ -164,7 +164,8 @@ class Dispatched:
         loads = [worker.backend.load() for worker in self.fleet.serving]
         busy = any(load.running + load.waiting + load.paused for load in loads)
         reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
-        leased = sum(view.leased_tokens for view in (await self.store.snapshot()).workers)
+        views = (await self.store.snapshot()).workers
+        leased = sum(view.leased_tokens + view.claimed_tokens for view in views)
         return not (busy or reserved or leased or len(self.dispatcher.queue))
 
 

@@ -70,6 +70,7 @@ METHODS: Final = {
     "leases.withdraw": _method(tuple[str, str, int], None),
     "leases.snapshot": _method(tuple[()], Snapshot),
     "leases.reserve": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Reservation),
+    "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
     "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
     "leases.release": _method(tuple[tuple[str, ...]], None),
     "quotas.reserve": _method(tuple[QuotaClaim, float], Shortage | None),

@@ -59,13 +59,20 @@ class LocalStore:
         arguments = request_id, tokens, tuple(offers), ttl_s
         return cast(Reservation, await self._client.call("leases.reserve", *arguments))
 
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        """Claim the next room of an offered worker, as `Store.claim` describes."""
+        arguments = request_id, tokens, tuple(offers), ttl_s
+        return cast(Lease | None, await self._client.call("leases.claim", *arguments))
+
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
         found = await self._client.call("leases.renew", tuple(leases), ttl_s)
         return cast(frozenset[str], found)
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests, as `Store.release` describes."""
+        """End the leases and claims of requests, as `Store.release` describes."""
         await self._client.call("leases.release", tuple(request_ids))
 
     async def close(self) -> None:

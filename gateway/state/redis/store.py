@@ -25,8 +25,8 @@ from draftgate.gateway.state.store import (
     WorkerView,
 )
 
-_SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "renew", "release")
-_VIEW_FIELDS: Final = 4
+_SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "claim_worker", "renew", "release")
+_VIEW_FIELDS: Final = 5
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
 
@@ -101,6 +101,20 @@ class RedisStore:
         lease = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
         return Reservation(lease, behind_tokens=behind_tokens)
 
+    async def claim(
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+    ) -> Lease | None:
+        """Claim the next room of an offered worker, as `Store.claim` describes."""
+        args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S)]
+        for offer in offers:
+            args += (offer.worker_id, offer.epoch)
+        found = await self._scripts.run("claim_worker", args)
+        if found is None:
+            return None
+        index, number = found
+        claimed = offers[index]
+        return Lease(request_id, claimed.worker_id, claimed.epoch, tokens, number)
+
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
         args: list[object] = [self._gateway_id, _us(ttl_s)]
@@ -109,7 +123,7 @@ class RedisStore:
         return frozenset(await self._scripts.run("renew", args))
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests, as `Store.release` describes."""
+        """End the leases and claims of requests, as `Store.release` describes."""
         if request_ids:
             await self._scripts.run("release", request_ids)
 
@@ -118,9 +132,9 @@ class RedisStore:
         await self._scripts.close()
 
 
-def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> WorkerView | None:
+def _view(report: str, age_us: int, *tokens: int) -> WorkerView | None:
     try:
-        return WorkerView(_REPORT.decode(report), age_us / 1e6, leased_tokens, behind_tokens)
+        return WorkerView(_REPORT.decode(report), age_us / 1e6, *tokens)
     except msgspec.MsgspecError:
         return None
 

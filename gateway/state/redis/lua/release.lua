@@ -1,4 +1,7 @@
--- End the leases of requests. O(requests x log leases)
+-- End the leases and claims of requests. O(requests x log leases)
 -- ARGV: requests
 
-for _, request in ipairs(ARGV) do drop(request) end
+for _, request in ipairs(ARGV) do
+  drop(LEASE, request)
+  drop(CLAIM, request)
+end

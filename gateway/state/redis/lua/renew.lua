@@ -16,11 +16,12 @@ for at = 3, #ARGV, 5 do
   if entered[worker] ~= epoch and enter(worker, epoch) then entered[worker] = epoch end
   if entered[worker] ~= epoch then
     table.insert(fenced, request)
-  elseif redis.call('HGET', LEASES, request) == number .. ' ' .. tokens .. ' ' .. worker then
-    redis.call('ZADD', EXPIRY, now + ttl_us, request)
+  elseif redis.call('HGET', LEASE.held, request) == number .. ' ' .. tokens .. ' ' .. worker then
+    redis.call('ZADD', LEASE.expiry, now + ttl_us, request)
   else
-    drop(request)
-    put(request, worker, tokens, number, now + ttl_us)
+    drop(LEASE, request)
+    drop(CLAIM, request)
+    put(LEASE, request, worker, tokens, number, now + ttl_us)
     continue_above(number)
   end
 end

@@ -8,26 +8,29 @@ local request, tokens, ttl_us, stale_us = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local FIRST, FIELDS = 5, 5
 local RANK = { full = 1, stale = 2, unknown = 3, fenced = 4, gone = 5 } -- of `Refusal`
 
-local function refusal(worker, epoch, now)
-  local known = redis.call('HMGET', worker_key(worker), 'epoch', 'seq', 'capacity_tokens')
-  if not known[2] then return 'unknown' end
-  if known[1] ~= epoch then return 'fenced' end
-  if not known[3] then return 'gone' end
-  local heard = redis.call('ZSCORE', HEARD, worker)
-  if not heard or now - heard > tonumber(stale_us) then return 'stale' end
-  local capacity = tonumber(known[3])
-  local leased = tonumber(redis.call('HGET', LEASED, worker) or 0)
-  if capacity > 0 and leased > 0 and leased + tokens > capacity then return 'full' end
-end
-
 local now = now_us()
 prune(now)
-drop(request)
+drop(LEASE, request)
+local claims = redis.call('EXISTS', CLAIM.held) == 1
+
+-- Return whether another request has the first claim on the worker. O(log claims)
+local function is_claimed(worker)
+  local first = claims and redis.call('ZRANGE', CLAIM.worker .. worker, 0, 0)[1]
+  return first and first:match('^%d+ (.*)$') ~= request
+end
+
+local function refusal(worker, epoch)
+  local why, capacity = unusable(worker, epoch, now, stale_us)
+  if why then return why end
+  if is_claimed(worker) then return 'full' end
+  local leased = tokens_of(LEASE, worker)
+  if capacity > 0 and leased > 0 and leased + tokens > capacity then return 'full' end
+end
 
 local best, least, behind_best, why = nil, nil, nil, 'unknown'
 for at = FIRST, #ARGV, FIELDS do
   local worker, epoch, watermark = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local refused = refusal(worker, epoch, now)
+  local refused = refusal(worker, epoch)
   if not refused then
     local leased = tokens_above(worker, watermark)
     local score = ARGV[at + 3] + ARGV[at + 4] * leased
@@ -38,7 +41,7 @@ for at = FIRST, #ARGV, FIELDS do
 end
 if not best then return { 0, why } end
 
-local number = math.max(last_number() + 1, now)
-redis.call('SET', NUMBER, digits(number))
-put(request, ARGV[best], tokens, digits(number), now + ttl_us)
-return { 1, (best - FIRST) / FIELDS, number, behind_best }
+local number = next_number(now)
+put(LEASE, request, ARGV[best], tokens, number, now + ttl_us)
+if claims then drop(CLAIM, request) end
+return { 1, (best - FIRST) / FIELDS, tonumber(number), behind_best }

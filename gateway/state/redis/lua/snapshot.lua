@@ -1,6 +1,7 @@
 -- Return all workers with a recent report. O(workers x log leases + leases above the watermarks)
 -- ARGV: maximum age of a worker's report and of a gateway's renewal, in us
--- Returns {gateways, then for each worker: report, age in us, leased tokens, leased tokens above its watermark}.
+-- Returns {gateways, then for each worker: report, age in us, leased tokens, leased tokens above its
+-- watermark, claimed tokens}.
 
 local forget_us, stale_us = ARGV[1], ARGV[2]
 local now = now_us()
@@ -16,8 +17,9 @@ for at = 1, #heard, 2 do
   if known[1] then
     table.insert(found, known[1])
     table.insert(found, now - heard[at + 1])
-    table.insert(found, tonumber(redis.call('HGET', LEASED, worker) or 0))
+    table.insert(found, tokens_of(LEASE, worker))
     table.insert(found, tokens_above(worker, known[2]))
+    table.insert(found, tokens_of(CLAIM, worker))
   end
 end
 return found

@@ -1,0 +1,140 @@
+"""Claims of resumed requests on the next room of a worker, which newcomers leave to them.
+
+A resumed request with a long context may wait for more room than a newcomer. If newcomers took
+each room at once, enough room for the resumed request would never accumulate. So the request claims
+one worker in the store. No gateway sends newcomers to that worker until the request has its lease.
+Other workers remain usable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.store import Lease, LeaseCandidate, Store
+from draftgate.policies.capacity import CapacityNeed, missing_tokens
+
+CLAIM_S: Final = 2.0
+"""A claim expires after this time without a renewal.
+
+A killed gateway blocks a worker for at most this time. A stall of an event loop is usually shorter.
+(Chosen, not tuned, 2026-11-23.)"""
+
+RENEW_S: Final = 0.5
+"""Interval of renewals, of which three may fail before a claim expires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A request that may claim a worker.
+
+    Attributes:
+        tokens: tokens of its lease.
+        avoid: ids of workers that run the request only if no other worker is available.
+    """
+
+    request_id: str
+    tokens: int
+    need: CapacityNeed
+    avoid: frozenset[str]
+
+
+class _Waiter:
+    """A request that waits, its claim and the task that renews the claim."""
+
+    claim: Lease | None = None
+    renewing: asyncio.Task[None]
+
+
+class Claims:
+    """The claims of this node's requests.
+
+    Use the object only on the thread of the event loop.
+    """
+
+    def __init__(self, fleet: Fleet, store: Store) -> None:
+        """Start without claims."""
+        self._fleet = fleet
+        self._store = store
+        self._waiters: dict[str, _Waiter] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiters
+
+    def worker_of(self, request_id: str) -> str | None:
+        """Return the id of the worker that a request has claimed, or None."""
+        claim = self._claim_of(request_id)
+        return None if claim is None else claim.worker_id
+
+    def taken(self, request_id: str) -> AbstractSet[str]:
+        """Return the ids of workers that other requests claimed before this request."""
+        if not self._waiters:
+            return frozenset()
+        # The store numbers the claims. Any other order could let two requests block each other.
+        own = self._claim_of(request_id)
+        claims = (waiter.claim for waiter in self._waiters.values())
+        return {
+            claim.worker_id
+            for claim in claims
+            if claim is not None and (own is None or claim.number < own.number)
+        }
+
+    def begin(self, claimant: Claimant, changed: Callable[[], None]) -> None:
+        """Claim a worker for a request until `end`, if the request has no claim yet.
+
+        Args:
+            changed: a callback for a claim that has moved to another worker.
+        """
+        if claimant.request_id not in self._waiters:
+            waiter = self._waiters[claimant.request_id] = _Waiter()
+            waiter.renewing = asyncio.create_task(self._renew(waiter, claimant, changed))
+
+    async def end(self, request_id: str, *, leased: bool = False) -> None:
+        """End the claim of a request, if it has one.
+
+        Args:
+            leased: whether the request has got a lease, which has ended its claim in the store.
+        """
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is None:
+            return
+        waiter.renewing.cancel()
+        if not leased:
+            await self._store.release((request_id,))
+
+    def _claim_of(self, request_id: str) -> Lease | None:
+        waiter = self._waiters.get(request_id)
+        return None if waiter is None else waiter.claim
+
+    async def _renew(
+        self, waiter: _Waiter, claimant: Claimant, changed: Callable[[], None]
+    ) -> None:
+        """Claim a worker, and move the claim if the worker leaves, until cancelled."""
+        while True:
+            workers = preferred(self._fleet.open, claimant.avoid)
+            missing = partial(_missing_tokens, claimant.need)
+            offers = [
+                LeaseCandidate(worker.worker_id, worker.epoch)
+                for worker in sorted(workers, key=missing)
+            ]
+            found = await self._store.claim(claimant.request_id, claimant.tokens, offers, CLAIM_S)
+            if found != waiter.claim:
+                waiter.claim = found
+                changed()
+            await asyncio.sleep(RENEW_S)
+
+
+def _missing_tokens(need: CapacityNeed, worker: FleetWorker) -> int:
+    return missing_tokens(worker.usage, need)
+
+
+def preferred(workers: list[FleetWorker], avoid: frozenset[str]) -> list[FleetWorker]:
+    """Return the workers that a request does not avoid, or all if the request avoids all."""
+    if not avoid:
+        return workers
+    return [worker for worker in workers if worker.worker_id not in avoid] or workers
