@@ -139,7 +139,7 @@ async def _response(request: web.Request, handler: Handler) -> web.StreamRespons
         preflight = _check_browser(request)
         if preflight is not None:
             return preflight
-        request[ACCOUNT] = _account(request)
+        _authenticate(request)
         return await handler(request)
     except ConnectionResetError:
         return web.Response(status=CLIENT_GONE)  # the client cannot read this response
@@ -191,8 +191,8 @@ def _check_browser(request: web.Request) -> web.Response | None:
     return access.preflight(request)
 
 
-def _account(request: web.Request) -> Account:
-    """Return the account of a request.
+def _authenticate(request: web.Request) -> None:
+    """Find the account of a request.
 
     Other nodes have no account, because they prove that they are nodes.
 
@@ -201,19 +201,20 @@ def _account(request: web.Request) -> Account:
         CertificateRequired: the connection has no client certificate.
         Forbidden: the role of the key does not include the path.
     """
+    request[ACCOUNT] = ANONYMOUS
     if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
-        return ANONYMOUS
+        return
     _check_certificate(request)
     accounts = request.app[NODE].accounts
     if not accounts.required:
-        return ANONYMOUS
+        return
     key = _key(request.headers)
     account = None if key is None else accounts.find(key)
     if account is None:
         sent = "no API key was sent" if key is None else "the API key is not known"
         raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+    request[ACCOUNT] = account  # before its role, because the audit log names the tenant
     _check_role(account, request.path.rstrip("/"))
-    return account
 
 
 def _check_role(account: Account, path: str) -> None:

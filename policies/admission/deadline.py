@@ -24,7 +24,8 @@ from draftgate.policies.admission.wait_forecast import (
 TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
 The rest is a margin for clients that find more work ahead than predicted. With 0.5, three times the
-capacity by five tenants had 2% less goodput (simulated, tests/policies/overload.py, 2026-11-23)."""
+capacity by five tenants had 2% less goodput (simulated, tests/policies/overload.py, three seeds,
+2026-11-23)."""
 
 LOW_WATER_SHARE: Final = 0.25
 """Low water mark, as a share of the longest sure wait. While the waiting requests take less time,
@@ -36,8 +37,8 @@ PACE: Final = 0.95
 """Share of the pool's time for appointments.
 
 The rest is for clients that the pool refuses again. When no new requests arrive, the pool may be
-idle for this rest. With 0.97, the requests of five tenants miss their deadlines more often
-(simulated, tests/policies/overload.py, 2026-11-23)."""
+idle for this rest. With 0.97 and a `TARGET_SHARE` of 0.5, five tenants lost goodput (simulated,
+tests/policies/overload.py, one run, 2026-11-23)."""
 
 LEAST_RETRY_S: Final = 0.05
 """Minimum delay of a client, in seconds."""
