@@ -17,8 +17,9 @@ maximum no longer matter. So a stack represents the bucket:
 - A claim releases its own units, and then units of the claims below. The units above are of later
   claims, and would be in use even without this claim.
 
-When a claim ends, the rest of its units joins the claim above. So the stack has one entry for each
-open claim, and one for the units that the next claim will find at the top.
+When a claim ends, the rest of its units joins the next open claim, even if time has drained the
+units of that claim. So the stack has at most one entry for each open claim, and one for the units
+that the next claim will find at the top.
 """
 
 from __future__ import annotations
@@ -66,29 +67,29 @@ class LeakyBucket:
 
     def add(self, number: int, units: int) -> None:
         """Add units at the top of the stack."""
-        if units:
-            self.level += units
-            self._pile(number, units)
-
-    def close(self, number: int, released: int, following: int) -> None:
-        """End a claim and release some of its units.
-
-        Args:
-            following: the number of the next claim.
-        """
-        self._take(released, number)
-        kept = self.units.pop(number, 0)
-        if kept:
-            at = bisect_right(self.numbers, number)
-            del self.numbers[at - 1]
-            above = self.numbers[at - 1] if at - 1 < len(self.numbers) else following
-            self._pile(above, kept)
-
-    def _pile(self, number: int, units: int) -> None:
-        """Add units to those of a claim, which is on the stack or belongs at its top."""
+        if not units:
+            return
+        self.level += units
         if number not in self.units:
             self.numbers.append(number)
         self.units[number] = self.units.get(number, 0) + units
+
+    def close(self, number: int, released: int, above: int) -> None:
+        """End a claim and release some of its units.
+
+        Args:
+            above: the number of the next open claim, or of the claim that will be the next.
+        """
+        self._take(released, number)
+        kept = self.units.pop(number, 0)
+        if not kept:
+            return
+        at = bisect_right(self.numbers, number) - 1
+        if above in self.units:
+            del self.numbers[at]
+        else:
+            self.numbers[at] = above
+        self.units[above] = self.units.get(above, 0) + kept
 
     def _take(self, units: int, number: float) -> None:
         """Take units of the claims up to a number, the highest first."""

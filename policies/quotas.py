@@ -12,6 +12,7 @@ never been claimed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -184,13 +185,13 @@ class _Account:
 
     Attributes:
         number: the number of the last claim.
-        open_requests: number of open claims.
+        open_numbers: the numbers of the open claims, in increasing order.
     """
 
     buckets: dict[Limit, LeakyBucket] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     number: int = 0
-    open_requests: int = 0
+    open_numbers: list[int] = field(default_factory=list)
 
     def drain(self, now_us: int) -> None:
         """Drain all buckets until a time."""
@@ -211,7 +212,7 @@ class _Account:
     def open(self, claim: QuotaClaim) -> None:
         """Add a claim."""
         self.number += 1
-        self.open_requests += 1
+        self.open_numbers.append(self.number)
         for limit, bucket in self.buckets.items():
             bucket.add(self.number, claim.amount(limit) * UNITS)
         reserved, settled, released, open_ = self.totals
@@ -224,9 +225,11 @@ class _Account:
             Limit.REQUESTS: claim.requests - used.requests,
             Limit.TOKENS: claim.tokens + excess - used.tokens,
         }
-        self.open_requests -= 1
+        at = bisect_left(self.open_numbers, number)
+        del self.open_numbers[at]
+        above = self.open_numbers[at] if at < len(self.open_numbers) else self.number + 1
         for limit, bucket in self.buckets.items():
-            bucket.close(number, unused[limit] * UNITS, self.number + 1)
+            bucket.close(number, unused[limit] * UNITS, above)
             if limit is Limit.TOKENS:
                 bucket.add(self.number + 1, excess * UNITS)
         reserved, settled, released, open_ = self.totals
@@ -240,7 +243,7 @@ class _Account:
     def is_idle(self, now_us: int) -> bool:
         """Return whether no claim is open and all buckets are empty."""
         self.drain(now_us)
-        return not self.open_requests and not any(one.level for one in self.buckets.values())
+        return not self.open_numbers and not any(one.level for one in self.buckets.values())
 
 
 @dataclass(slots=True)

@@ -175,7 +175,14 @@ async def test_settled_claims_leave_only_the_account(
     for index in range(3):
         assert await pool.quotas.reserve(claim(f"r{index}", 9, quota), 30.0) is None
     keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
-    assert keys == {"claims", "claim-ends", "quota:t", "used-requests:t", "used-tokens:t"}
+    assert keys == {
+        "claims",
+        "claim-ends",
+        "open-claims:t",
+        "quota:t",
+        "used-requests:t",
+        "used-tokens:t",
+    }
     await pool.quotas.settle([Settlement(f"r{index}", 0, 0) for index in range(3)])
     keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
     assert keys == {"quota:t"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftgate.policies.leaky_bucket import UNITS
@@ -310,6 +310,7 @@ def test_added_quota_ignores_earlier_requests() -> None:
         max_size=60,
     )
 )
+@example([(0, 0, 1, 0), (0, 1, 2, 0), (0, 1, 3, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0)])
 def test_usage_is_the_longest_backlog_of_any_claim(moves) -> None:
     """The usage equals the formula of Reich over all claims, whenever and however they end."""
     rate, ledger, now_s = 60, Ledger({"a": Quota(tokens_per_minute=60)}), 0

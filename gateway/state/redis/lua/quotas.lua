@@ -22,6 +22,9 @@ local MOST_PRUNED = 1000
 -- the time of these levels, and `number` belongs to the last claim.
 local function account_key(tenant) return POOL .. 'quota:' .. tenant end
 
+-- Sorted set of a tenant: numbers of its open claims.
+local function open_key(tenant) return POOL .. 'open-claims:' .. tenant end
+
 -- Sorted set of a limit of a tenant, its stack: 'UNITS NUMBER' -> number of the claim.
 local function stack_key(limit, tenant) return POOL .. 'used-' .. limit .. ':' .. tenant end
 
@@ -121,21 +124,22 @@ local function open(account, request, requests, tokens, expires)
   account.reserved = account.reserved + tokens
   add(account, 'requests', account.number, requests * UNITS)
   add(account, 'tokens', account.number, tokens * UNITS)
-  local claim = digits(account.number) .. ' ' .. requests .. ' ' .. tokens .. ' ' .. account.tenant
+  local number = digits(account.number)
+  redis.call('ZADD', open_key(account.tenant), number, number)
+  local claim = number .. ' ' .. requests .. ' ' .. tokens .. ' ' .. account.tenant
   redis.call('HSET', CLAIMS, request, claim)
   redis.call('ZADD', ENDS, expires, request)
 end
 
 -- End a claim in the stack of a limit, and release some of its units. The rest joins the claim above.
-local function close(account, limit, number, released)
+local function close(account, limit, number, released, above)
   local stack = stack_key(limit, account.tenant)
   local kept = lift(stack, number, number) - released
   account[limit] = account[limit] - released
   if kept < 0 then
     account[limit] = account[limit] - kept - take(stack, number, -kept)
   elseif kept > 0 then
-    local above, at = lift(stack, number, '+inf')
-    put(stack, at or digits(account.number + 1), above + kept)
+    put(stack, above, lift(stack, above, above) + kept)
   end
 end
 
@@ -153,8 +157,11 @@ local function settle(request, now, used_tokens, used_requests)
   account.reserved = account.reserved + excess
   account.settled = account.settled + used
   account.released = account.released + unused
-  close(account, 'requests', number, (requests - (used_requests or requests)) * UNITS)
-  close(account, 'tokens', number, unused * UNITS)
+  redis.call('ZREM', open_key(tenant), number)
+  local above = redis.call('ZRANGEBYSCORE', open_key(tenant), number, '+inf', 'LIMIT', 0, 1)[1]
+    or digits(account.number + 1)
+  close(account, 'requests', number, (requests - (used_requests or requests)) * UNITS, above)
+  close(account, 'tokens', number, unused * UNITS, above)
   add(account, 'tokens', account.number + 1, excess * UNITS)
 end
 
