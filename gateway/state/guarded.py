@@ -98,11 +98,13 @@ class GuardedStore:
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
-        known = await self._mirror.publish(report)
+        # A worker that the mirror knows is listed at once, so the remote store must know it first.
         try:
-            return await self._calls.run(partial(self._remote.publish, report))
+            counts = await self._calls.run(partial(self._remote.publish, report))
         except StoreError:
-            return known
+            return await self._mirror.publish(report)
+        await self._mirror.publish(report)
+        return counts
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
         """Remove a worker from the pool, as `Store.withdraw` describes."""

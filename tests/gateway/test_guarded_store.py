@@ -78,6 +78,22 @@ async def test_results_of_a_working_store_pass_unchanged() -> None:
 
 
 @in_virtual_time
+async def test_a_snapshot_lists_no_worker_before_the_remote_store() -> None:
+    """A worker whose first report is still on its way is not listed, so nobody relies on it."""
+    remote = FlakyStore()
+    store = guarded(remote)
+    remote.delay_s = DEADLINE_S / 2
+    publishing = asyncio.create_task(store.publish(report()))
+    await asyncio.sleep(DEADLINE_S / 4)
+    remote.delay_s = 0.0
+    assert (await store.snapshot()).workers == ()
+    assert await publishing
+    (listed,) = (await store.snapshot()).workers
+    assert listed.report == report()
+    await store.close()
+
+
+@in_virtual_time
 async def test_no_call_waits_longer_than_the_deadline() -> None:
     """Each call to a slow store takes at most the deadline, and the guard returns a degraded
     result."""
