@@ -170,6 +170,31 @@ def test_empty_stop_texts_are_ignored(stop: object, kept: tuple[str, ...]) -> No
     assert completion(stop=stop).sampling.stop == kept
 
 
+@given(st.text(), st.integers(1, 8000))
+def test_whole_numbers_may_have_a_fraction(text: str, most: int) -> None:
+    """A number such as 7.0 is an integer as in JSON Schema, unless it is part of a string."""
+    prompt = f'{text}"\\7.0, {most}.0'
+    body = json.dumps({"stop": prompt[-1000:], "prompt": "a", "max_tokens": float(most)})
+    job = parse_completion(body.encode(), SERVED, "r").job
+    assert (job.max_tokens, job.sampling.stop) == (most, (prompt[-1000:],))
+
+
+@pytest.mark.parametrize("number", ["7e1", "70.00", "7.0E+1", "700e-1"])
+def test_whole_number_is_read_in_every_notation(number: str) -> None:
+    """A whole number with an exponent is an integer."""
+    body = b'{"prompt": "a", "seed": %s}' % number.encode()
+    assert parse_completion(body, SERVED, "r").job.sampling.seed == 70
+
+
+@pytest.mark.parametrize("number", ["0.5", "1e-1", "1e400", '"7.0"'])
+def test_other_numbers_are_not_integers(number: str) -> None:
+    """The error of a number with a fraction names the field."""
+    body = b'{"prompt": "a", "seed": %s}' % number.encode()
+    with pytest.raises(InvalidRequest) as raised:
+        parse_completion(body, SERVED, "r")
+    assert raised.value.param == "seed"
+
+
 def test_bias_outside_the_vocabulary_is_named() -> None:
     """The error of a `logit_bias` outside the vocabulary names the range of token ids."""
     with pytest.raises(InvalidRequest, match="4095, the vocabulary of m, not 4096") as raised:

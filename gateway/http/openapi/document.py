@@ -125,7 +125,7 @@ def _operation(
     parameters = [_with_model(one, served) for one in operation.parameters]
     text = "An id for logs and the response. A long or unprintable id is replaced."
     parameters.append(_header(REQUEST_ID_HEADER, text, {"type": "string"}))
-    if operation.events is not None:
+    if operation.generates:
         milliseconds = {"type": "number", "exclusiveMinimum": 0}
         for name, token in ((TTFT_HEADER, "first token"), (TPOT_HEADER, "each further token")):
             text = f"Target for the {token}, in milliseconds."
@@ -164,7 +164,10 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
             name: {"schema": {"type": "object" if name == JSON else "string"}} for name in reply
         }
     if operation.events is not None:
-        content["text/event-stream"] = {"schema": _event(refs[operation.events])}
+        event = refs[operation.events]
+        content["text/event-stream"] = {
+            "schema": _last_or(event) if operation.generates else _event(event)
+        }
     found = {"200": _response(operation.summary, content)}
     if operation.unready:
         found["503"] = _response("The same body if the check fails.", content)
@@ -176,15 +179,22 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _event(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of each event of a stream."""
+def _last_or(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of each event of a response, which ends with an event of its own."""
     text = (
         "An event of a stream (`stream: true`). The last event is `[DONE]`, or `message_stop` in "
         "Anthropic's format."
     )
-    of_data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": data}]}
+    event = _event(data)
+    event["properties"]["data"] = {"anyOf": [{"const": "[DONE]"}, event["properties"]["data"]]}
+    return {"description": text, **event}
+
+
+def _event(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of each event of a stream."""
+    of_data = {"contentMediaType": JSON, "contentSchema": data}
     properties = {"event": {"type": "string"}, "data": of_data}
-    return {"type": "object", "description": text, "properties": properties, "required": ["data"]}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _response(description: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from draftgate.gateway.http.requests.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
+from draftgate.gateway.telemetry.live import NodeSample
 
 
 class ErrorDetail(Struct):
@@ -102,6 +103,11 @@ class Operation:
     error: type = ErrorReply
     parameters: tuple[Mapping[str, Any], ...] = ()
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates a response, which may be a stream."""
+        return self.body is not None and self.events is not None
 
     @property
     def name(self) -> str:
@@ -340,7 +346,8 @@ OPERATIONS: Final = (
         "GET",
         "/live",
         "Stream the node's samples of the last minutes, and then one sample per second.",
-        ("text/event-stream",),
+        reply=(),
+        events=NodeSample,
         errors=(400,),
         parameters=(_in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
     ),

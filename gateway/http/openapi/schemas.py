@@ -18,6 +18,7 @@ from draftgate.gateway.http.requests.limits import (
 )
 from draftgate.gateway.http.requests.messages import PART_TYPES, ROLES
 from draftgate.gateway.http.requests.responses import (
+    INPUT_PART_TYPES,
     ITEM_TYPES,
     PART_FIELDS,
     UnsupportedResponsesFields,
@@ -67,32 +68,47 @@ _TYPE_IS_OPTIONAL: Final = {
 """Structs whose `type` has only one value and is therefore optional."""
 
 
+def _alternative(
+    required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None
+) -> Schema:
+    """Return one form of an object, with the fields that this form requires."""
+    return {"properties": {**required, **(optional or {})}, "required": [*required]}
+
+
 def _kinds(field: str, *kinds: tuple[str, Mapping[str, Schema]]) -> list[Schema]:
     """Return the alternatives of an object, with the fields that each value of a field requires."""
-    return [
-        {"properties": {field: {"const": value}, **more}, "required": [field, *more]}
-        for value, more in kinds
-    ]
+    return [_alternative({field: {"const": value}, **more}) for value, more in kinds]
+
+
+def _content(*types: str) -> Schema:
+    """Return the schema of a content, which is a text or a list of parts of some types."""
+    parts = {"properties": {"type": {"enum": [*types]}}}
+    return {"type": ["string", "array"], "items": parts}
 
 
 _TEXT: Final = {"type": "string"}
 _NULL: Final = {"type": "null"}
-_CONTENT: Final = {"content": {"type": ["string", "array"]}}
-
-_BY_ROLE: Final = _kinds(
-    "role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)
-)
+_ASSISTANT: Final = {"role": {"const": "assistant"}}
+_OTHERS: Final = {"role": {"enum": [role for role in ROLES if role != "assistant"]}}
+_NO_REFUSAL: Final = {"refusal": {"enum": [None, ""]}}
+_MESSAGE: Final = {"type": {"const": "message"}}
+_INPUT_TEXTS: Final = _content(*(kind for kind, of in INPUT_PART_TYPES.items() if of == "text"))
+_ANSWER: Final = {"content": {"anyOf": [_NULL, _content(*INPUT_PART_TYPES)]}}
 
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
     "ContentPart": _kinds("type", *((kind, {kind: _TEXT}) for kind in PART_TYPES)),
     "InputPart": _kinds("type", *((kind, {field: _TEXT}) for kind, field in PART_FIELDS.items())),
-    "Message": _BY_ROLE,
+    "Message": [
+        _alternative(_ASSISTANT),
+        _alternative({**_OTHERS, "content": _content("text")}, _NO_REFUSAL),
+    ],
     "InputItem": [
-        *_BY_ROLE,
+        _alternative(_ASSISTANT, {**_MESSAGE, **_ANSWER}),
+        _alternative({**_OTHERS, "content": _INPUT_TEXTS}, _MESSAGE),
         *_kinds(
             "type",
             ("function_call", {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT}),
-            ("function_call_output", {"call_id": _TEXT, "output": {"type": ["string", "array"]}}),
+            ("function_call_output", {"call_id": _TEXT, "output": _INPUT_TEXTS}),
             ("reasoning", {}),
         ),
     ],
@@ -112,6 +128,20 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
 }
 """Combinations of fields that validation requires, by struct."""
 
+_NEEDS_STREAM: Final = ("stream_options", {"stream": {"const": True}})
+_IMPLIED: Final[Mapping[str, tuple[tuple[str, Mapping[str, Schema]], ...]]] = {
+    "ChatBody": (_NEEDS_STREAM, ("top_logprobs", {"logprobs": {"const": True}})),
+    "CompletionBody": (_NEEDS_STREAM,),
+    "StreamOptions": (("continuous_usage_stats", {"include_usage": {"const": True}}),),
+}
+"""Fields that need others unless they are empty, by struct."""
+
+
+def _implication(field: str, others: Mapping[str, Schema]) -> Schema:
+    """Return the schema of an object in which a field is empty, or others have their values."""
+    empty = {"properties": {field: {"enum": [None, False, 0]}}}
+    return {"anyOf": [empty, _alternative(others)]}
+
 
 def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[Schema], Schema]:
     """Return the schemas of types, and the schemas to which they refer, by name.
@@ -129,6 +159,8 @@ def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[S
             schema["required"].remove("type")
         if name in _ALTERNATIVES:
             schema["anyOf"] = _ALTERNATIVES[name]
+        if name in _IMPLIED:
+            schema["allOf"] = [_implication(*needed) for needed in _IMPLIED[name]]
         if "description" in schema:
             schema["description"] = " ".join(schema["description"].split())
     return list(found), named
@@ -141,6 +173,8 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
             "description": "Not supported. Only values that change nothing are accepted.",
             "enum": neutral_values(field),
         }
+    if field == "schema":
+        return {"type": "object"}
     if (name, field) == ("Message", "function_call"):
         return {"description": "Not supported.", "enum": [None]}
     if (name, field) in _PROMPTS:

@@ -19,6 +19,11 @@ _PATH = re.compile(
     r"^(?P<reason>.*) - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$", re.DOTALL
 )
 
+_STRING_OR_NUMBER = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"|(?P<number>-?\d+(?:\.\d+)?[eE][-+]?\d+|-?\d+\.\d+)', re.DOTALL
+)
+"""A string, or a number that JSON writes with a fraction or an exponent."""
+
 _INDEX = re.compile(r"\[\d+\]")
 
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
@@ -55,13 +60,31 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         InvalidRequest: the body is not JSON, or a field has the wrong type.
     """
     try:
-        return decoder.decode(body)
+        return _decode_whole_numbers(body, decoder)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _decode_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the struct in a JSON body, in which `2.0` is an integer as in JSON Schema."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    return decoder.decode(_STRING_OR_NUMBER.sub(_as_integer, body))
+
+
+def _as_integer(token: re.Match[bytes]) -> bytes:
+    """Return a number without a fraction as an integer, and each other token as it is."""
+    if token["number"] is None:
+        return token[0]
+    number = float(token["number"])
+    return b"%d" % number if number.is_integer() else token[0]
 
 
 def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -> None:

@@ -147,6 +147,8 @@ _CHOICES: Final = {
     }
 }
 
+_SCHEMA_TEXT: Final = {"string": {"pattern": r"^\s*\{"}}
+
 KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stop": {"string": _STOP, "array": _STOPS},
     "stop_sequences": {"array": _STOPS},
@@ -168,8 +170,23 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dimensions": {"integer": {"minimum": 1}},
     "guided_choice": _CHOICES,
     "StructuredOutputs.choice": _CHOICES,
+    "guided_json": _SCHEMA_TEXT,
+    "StructuredOutputs.json": _SCHEMA_TEXT,
+    # These options are not supported.
+    "StructuredOutputs.structural_tag": {"string": {"maxLength": 0}},
+    "StructuredOutputs.whitespace_pattern": {"string": {"maxLength": 0}},
+    "StructuredOutputs.disable_additional_properties": {"boolean": {"const": False}},
     "messages": {"array": {"minItems": 1}},
-    "input": {"array": {"minItems": 1}, "string": {"minLength": 1}},
+    # Reasoning alone is not part of a prompt.
+    "ResponsesBody.input": {
+        "array": {
+            "minItems": 1,
+            "contains": {
+                "not": {"properties": {"type": {"const": "reasoning"}}, "required": ["type"]}
+            },
+        },
+        "string": {"minLength": 1},
+    },
     "tools": {"array": {"maxItems": MAX_TOOLS}},
     "Function.name": _FUNCTION_NAME,
     "FlatTool.name": _FUNCTION_NAME,
