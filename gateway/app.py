@@ -149,7 +149,7 @@ async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIter
     await runner.setup()
     try:
         assert runner.server is not None
-        connect = connection_factory(runner.server, config.keepalive_timeout_s)
+        connect = connection_factory(runner.server, config.keepalive_timeout_s, node.audit)
         context = None if tls is None else tls.context
         server = await _listen(connect, config, context, inherited)
         try:

@@ -33,6 +33,7 @@ from draftgate.gateway.http.context import (
     new_id,
 )
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
+from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.logs import log
 
 LONGEST_HEADER_BYTES: Final = (32 << 10) + 256
@@ -48,7 +49,11 @@ reset the connection while the client still sends, and the client would lose the
 class Connection(web.RequestHandler):
     """A connection whose errors below the application have OpenAI's format."""
 
-    __slots__ = ("_begun",)
+    __slots__ = ("_audit", "_begun")
+
+    def __init__(self, *args: Any, audit: AuditLog | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._audit = audit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start without bytes of a request."""
@@ -82,10 +87,19 @@ class Connection(web.RequestHandler):
             super()._process_keepalive()
             return
         self.close()  # ignores what the client sends from now on
-        self.transport.write(_incomplete_headers(self._keepalive_timeout))
+        error = RequestTimeout(f"the headers did not arrive within {self._keepalive_timeout:g} s")
+        request_id = new_id()
+        self.transport.write(_response_bytes(error, request_id))
+        self._record(request_id, error)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._loop.call_later(LAST_RESPONSE_S, self.force_close)
+
+    def _record(self, request_id: str, error: GatewayError) -> None:
+        """Record the refusal of a request that has no headers."""
+        if self._audit is not None and self.transport is not None:
+            client, *_ = self.transport.get_extra_info("peername") or ("",)
+            self._audit.record(request_id, client, None, error.status, error.code)
 
     def handle_error(
         self,
@@ -101,9 +115,12 @@ class Connection(web.RequestHandler):
         """
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun")
-        response = error_response(_described(exc))
+        error = _described(exc)
+        response = error_response(error)
         response.force_close()
         add_headers(request, response)
+        if isinstance(error, InvalidRequest):
+            self._record(response.headers[REQUEST_ID_HEADER], error)
         return response
 
     async def finish_response(
@@ -120,15 +137,19 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **kwargs)
 
 
-def connection_factory(server: web.Server, keepalive_s: float) -> Callable[[], Connection]:
+def connection_factory(
+    server: web.Server, keepalive_s: float, audit: AuditLog | None
+) -> Callable[[], Connection]:
     """Return a function that creates the protocol of an accepted connection.
 
     Args:
         keepalive_s: time for the complete headers of a request, in seconds. The time begins with
             the connection, and again after each response.
+        audit: the audit log of refused requests, or None.
     """
     options: dict[str, Any] = {
         "access_log": None,
+        "audit": audit,
         "keepalive_timeout": keepalive_s,
         "max_line_size": LONGEST_HEADER_BYTES,
         "max_field_size": LONGEST_HEADER_BYTES,
@@ -182,16 +203,15 @@ def _end_unless_unread(transport: asyncio.BaseTransport) -> bool:
     return True
 
 
-def _incomplete_headers(timeout_s: float) -> bytes:
+def _response_bytes(error: RequestTimeout, request_id: str) -> bytes:
     """Return the response to a request whose headers are incomplete."""
-    error = RequestTimeout(f"the headers did not arrive within {timeout_s:g} s")
     body = error.body()
     lines = (
         f"HTTP/1.1 {error.status} Request Timeout",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
         "Connection: close",
-        f"{REQUEST_ID_HEADER}: {new_id()}",
+        f"{REQUEST_ID_HEADER}: {request_id}",
     )
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 

@@ -163,9 +163,9 @@ def _record_use(request: web.Request, status: int) -> None:
         request.remote or "",
         (request.method, request.path),
         status,
-        (account.name or None) if account is not None else None,
-        None if key is None else fingerprint_of_key(key),
         request.get(ERROR_CODE),
+        tenant=(account.name or None) if account is not None else None,
+        key=None if key is None else fingerprint_of_key(key),
     )
 
 

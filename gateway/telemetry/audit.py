@@ -1,4 +1,10 @@
-"""The audit log: refusals and the use of API keys, as JSON lines without keys and prompts."""
+"""The audit log: refusals and the use of API keys, as JSON lines without keys and prompts.
+
+A node refuses requests without a known key, of foreign pages and without a required certificate. It
+also refuses requests beyond a quota or a deadline, large or slow requests, and bytes that are not
+HTTP. Malformed parameters are errors of the client, and a node that loads or drains is not a
+refusal of a client, so neither has a record.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,8 @@ import msgspec
 
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 
-REFUSALS: Final = frozenset({401, 403, 429})
-"""Statuses of requests that the node refuses because of who sent them."""
+REFUSALS: Final = frozenset({401, 403, 408, 413, 429, 431})
+"""Statuses of requests that the node refuses because of their sender, their size or their pace."""
 
 
 class AuditRecord(msgspec.Struct, frozen=True):
@@ -19,6 +25,7 @@ class AuditRecord(msgspec.Struct, frozen=True):
     Attributes:
         at_s: Unix time at the end of the request.
         client: address of the client, or of the last proxy.
+        method, path: the target, or None if the headers could not be read.
         status: the HTTP status.
         tenant: the tenant of the key, or None without a known key.
         key: the first 8 digits of the SHA-256 of the key that was sent, or None without a key.
@@ -28,8 +35,8 @@ class AuditRecord(msgspec.Struct, frozen=True):
     at_s: float
     request_id: str
     client: str
-    method: str
-    path: str
+    method: str | None
+    path: str | None
     status: int
     tenant: str | None
     key: str | None
@@ -52,19 +59,22 @@ class AuditLog:
         self,
         request_id: str,
         client: str,
-        target: tuple[str, str],
+        target: tuple[str, str] | None,
         status: int,
-        tenant: str | None,
-        key: str | None,
         code: str | None,
+        *,
+        tenant: str | None = None,
+        key: str | None = None,
     ) -> None:
         """Record the end of a request, if it used a key or was refused.
 
         Args:
-            target: method and path.
+            target: method and path, or None for a request whose headers could not be read.
         """
-        if tenant is not None or status in REFUSALS:
-            now_s = self._now_s()
-            self._file.append(
-                AuditRecord(now_s, request_id, client, *target, status, tenant, key, code)
-            )
+        if tenant is None and target is not None and status not in REFUSALS:
+            return
+        method, path = target or (None, None)
+        now_s = self._now_s()
+        self._file.append(
+            AuditRecord(now_s, request_id, client, method, path, status, tenant, key, code)
+        )

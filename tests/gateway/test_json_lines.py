@@ -11,12 +11,23 @@ from typing import Any, Self
 import msgspec
 import pytest
 
-from draftgate.gateway.app import StartError, build_node
+from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.json_lines import MOST_UNWRITTEN, JsonLinesFile
-from tests.gateway.harness import PATIENCE_S, ScriptedBackend, client, post_raw, running, until
+from tests.gateway.harness import (
+    PATIENCE_S,
+    ScriptedBackend,
+    client,
+    port_of,
+    post_raw,
+    running,
+    until,
+)
 
 PATH = "/v1/completions"
+TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+INCOMPLETE_HEADERS = b"GET /health HTTP/1.1\r\n"
+LONG_HEADER = INCOMPLETE_HEADERS + b"a: " + b"x" * (33 << 10) + b"\r\n\r\n"
 BODY = {"prompt": "secret prompt", "max_tokens": 2}
 KEYS = """
 keys:
@@ -167,3 +178,40 @@ async def test_the_audit_log_has_requests_whose_client_left(
         await gateway.node.heartbeat.write_files()
     (line,) = (await asyncio.to_thread(audit.read_text)).splitlines()
     assert json.loads(line)["status"] == 499
+
+
+async def test_the_audit_log_of_a_node_without_keys_has_its_refusals(tmp_path: Path) -> None:
+    """The audit log has a line for each request that a node without keys refuses, and none for
+    requests that it serves or that are malformed."""
+    audit = tmp_path / "audit.jsonl"
+    settings = {"audit_file": str(audit), "max_body_bytes": 1024, "allowed_hosts": ("a.example",)}
+    async with running(**settings, keepalive_timeout_s=0.2) as gateway, client(gateway) as http:
+        for body in (BODY, {"prompt": 5}, {"prompt": "x" * 2048}):
+            await http.post(PATH, json=body)
+        await http.get("/v1/models", headers={"origin": "https://b.example"})
+        await http.get("/v1/models", headers={"host": "b.example"})
+        for request in (TLS_HELLO, LONG_HEADER, INCOMPLETE_HEADERS):
+            await send_bytes(gateway, request)
+        await gateway.node.heartbeat.write_files()
+    text = await asyncio.to_thread(audit.read_text)
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [(one["status"], one["code"], one["path"]) for one in found] == [
+        (413, "body_too_large", PATH),
+        (403, "forbidden_origin", "/v1/models"),
+        (403, "forbidden_host", "/v1/models"),
+        (400, "invalid_value", None),
+        (431, "headers_too_large", None),
+        (408, "request_timeout", None),
+    ]
+    assert {(one["client"], one["tenant"], one["key"]) for one in found} == {
+        ("127.0.0.1", None, None)
+    }
+    assert len({one["request_id"] for one in found}) == len(found)
+
+
+async def send_bytes(gateway: Listening, data: bytes) -> None:
+    """Send bytes, and read until the node closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
+    writer.write(data)
+    await asyncio.wait_for(reader.read(), PATIENCE_S)
+    writer.close()
