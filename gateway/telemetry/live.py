@@ -132,14 +132,17 @@ RATE_S: Final = 5
 class NodeSample(msgspec.Struct, frozen=True):
     """The state of a node at one time.
 
-    Counts are sums over the workers, while price and acceptance are means. Failed workers are
-    excluded.
+    Counts are sums over the workers, while price and acceptance are means over the workers that
+    draft. Failed workers are excluded.
 
     Attributes:
         at_s: Unix time.
-        price: the survival that makes a draft slot worth verifying.
-        chosen_k: mean draft tokens per step over the last minute's requests, or None without any.
-        acceptance: running share of draft tokens that are accepted.
+        price: the survival that makes a draft slot worth verifying, or None if no worker reports
+            drafts.
+        chosen_k: mean draft tokens per step over the last minute's requests, or None without any,
+            or if no worker reports drafts.
+        acceptance: running share of draft tokens that are accepted, or None if no worker reports
+            drafts.
         running, waiting: sequences in the workers' batches and in their queues.
         queued: requests in the gateway's queue.
         kv_usage: share of the KV blocks in use, 0 to 1, or None if no worker reports them.
@@ -150,9 +153,9 @@ class NodeSample(msgspec.Struct, frozen=True):
     """
 
     at_s: float
-    price: float
+    price: float | None
     chosen_k: float | None
-    acceptance: float
+    acceptance: float | None
     running: int
     waiting: int
     queued: int
@@ -241,11 +244,12 @@ class Live:
         then_s, requests, tokens = self._totals[0]
         span_s = max(now_s - then_s, SAMPLE_S)
         blocks = sum(load.kv_blocks_total for load in loads)
+        drafting = [load for load in loads if load.proposers]
         return NodeSample(
             at_s=now_s,
-            price=fmean(load.price for load in loads),
-            chosen_k=recent.chosen_k(),
-            acceptance=fmean(load.acceptance for load in loads),
+            price=fmean(load.price for load in drafting) if drafting else None,
+            chosen_k=recent.chosen_k() if drafting else None,
+            acceptance=fmean(load.acceptance for load in drafting) if drafting else None,
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             queued=self._queued(),

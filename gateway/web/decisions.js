@@ -27,6 +27,12 @@ export function follow(...requestIds) {
   refresh();
 }
 
+/** Explain an empty table. Without drafts, the node has nothing to decide. */
+export function explainNone(drafts) {
+  const words = drafts ? "No decisions yet." : "The workers report no drafts, so the node has nothing to decide.";
+  if (byId("no-decisions").textContent !== words) byId("no-decisions").textContent = words;
+}
+
 async function refresh() {
   const only = byId("only-last").checked;
   let found;

@@ -8,17 +8,20 @@ const SUMMARY_MS = 60_000; // interval of the summaries for screen readers
 const one = (of) => [{ name: "", of }];
 const ranks = (field) => ["p50", "p90", "p99"].map((rank) => ({ name: rank, of: (s) => s[field]?.[rank] ?? null }));
 
-/** What users feel comes first, then speculation, then the load. */
+const drafts = { what: "drafts", known: (s) => s.price !== null };
+const memory = { what: "KV use", known: (s) => s.kv_usage !== null };
+
+/** What users feel comes first, then speculation, then the load. `report` is what a chart needs. */
 const CHARTS = [
   { title: "Tokens/s", hint: "Tokens generated for all requests", lines: one((s) => s.tokens_per_s), show: figure, least: 10, size: "full" },
   { title: "TTFT", hint: "Time to first token, percentiles over the last minute", lines: ranks("ttft_s"), show: duration, least: 0.001, size: "half" },
   { title: "TPOT", hint: "Time per output token, percentiles over the last minute", lines: ranks("tpot_s"), show: duration, least: 0.001, size: "half" },
-  { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1 },
-  { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1 },
-  { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1 },
-  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: figure, least: 4 },
-  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: figure, least: 4 },
-  { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1 },
+  { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1, report: drafts },
+  { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1, report: drafts },
+  { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1, report: drafts },
+  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: figure, least: 4, size: "load" },
+  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: figure, least: 4, size: "load" },
+  { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1, report: memory },
 ];
 
 const charts = CHARTS.map((spec) => new Chart(spec));
@@ -31,10 +34,15 @@ export const isPaused = () => paused;
 
 let source = null; // the EventSource
 let lost = () => {};
+let learned = () => {};
 
-/** Create the charts. `onLost()` is called when the connection breaks. */
-export function setUp(onLost) {
+/**
+ * Create the charts. `onLost()` is called when the connection breaks, and `onReports(drafts)` when
+ * the workers are known to report drafts or not.
+ */
+export function setUp(onLost, onReports) {
   lost = onLost;
+  learned = onReports;
   byId("charts").append(...charts.map((chart) => chart.element));
   byId("pause").addEventListener("click", pause);
 }
@@ -70,15 +78,26 @@ function draw() {
   draw.due = 0;
   if (!samples.length || paused) return;
   for (const chart of charts) chart.update(samples);
+  showReported(samples.at(-1));
   state("last two minutes");
   summarise();
+}
+
+/** Hide the charts of figures that no worker reports, and name these figures. */
+function showReported(sample) {
+  CHARTS.forEach(({ report }, index) => (charts[index].element.hidden = !(report?.known(sample) ?? true)));
+  const missing = [drafts, memory].filter(({ known }) => !known(sample)).map(({ what }) => what);
+  byId("unreported").hidden = missing.length === 0;
+  byId("unreported").textContent = `Not reported by the workers: ${missing.join(", ")}.`;
+  learned(drafts.known(sample));
 }
 
 function summarise() {
   if (performance.now() - summed_ms < SUMMARY_MS) return;
   summed_ms = performance.now();
   const { running, waiting, queued, price } = samples.at(-1);
-  byId("live-summary").textContent = `${running} running, ${waiting + queued} waiting, price ${figure(price)}`;
+  const priced = price === null ? "" : `, price ${figure(price)}`;
+  byId("live-summary").textContent = `${running} running, ${waiting + queued} waiting${priced}`;
 }
 
 function state(words) {

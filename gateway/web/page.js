@@ -64,6 +64,6 @@ function show(words, state) {
 
 settings.setUp();
 generate.setUp(decisions.follow);
-live.setUp(check);
+live.setUp(check, decisions.explainNone);
 decisions.setUp();
 check();

@@ -202,6 +202,7 @@ async def plain_upstream(browser: Browser) -> AsyncIterator[Page]:
     async with upstream_page(browser, TOKEN, TOKEN, LAST, USAGE, DONE) as (page, _):
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#unreported")).to_be_visible()
         yield page
 
 

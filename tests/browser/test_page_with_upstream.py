@@ -60,6 +60,19 @@ async def test_page_shows_what_a_plain_server_reports(browser: Browser) -> None:
         )
 
 
+async def test_page_names_what_a_plain_server_does_not_report(browser: Browser) -> None:
+    """The page shows only charts with values, and says why the node has no decisions."""
+    async with upstream_page(browser, TOKEN, LAST, USAGE, DONE) as (page, _):
+        missing = page.locator("#unreported")
+        await expect(missing).to_have_text("Not reported by the workers: drafts, KV use.")
+        charts = page.locator("#charts figure:visible .name")
+        await expect(charts).to_have_text(["Tokens/s", "TTFT", "TPOT", "Batch", "Queue"])
+        await expect(page.locator("#no-decisions")).to_have_text(
+            "The workers report no drafts, so the node has nothing to decide."
+        )
+        await expect(page.locator("#live-summary")).to_have_text("0 running, 0 waiting")
+
+
 async def test_text_of_a_plain_server_differs_from_the_prompt(browser: Browser) -> None:
     """The text is darker than the prompt, although the origin of its tokens is unknown."""
     async with upstream_page(browser, TOKEN, LAST, USAGE, DONE) as (page, _):

@@ -70,7 +70,7 @@ def test_number_of_kept_values_is_bounded() -> None:
 
 async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
     """A sample contains the summed counts and the mean prices of all working workers."""
-    other = WorkerLoad(1, 0, 2, 8, 0.4, 0.7, ())
+    other = WorkerLoad(1, 0, 2, 8, 0.4, 0.7, ("ngram",))
     live = live_of([LOAD, None, other])
     live.take()
     _, (data,) = await live.after(0)
@@ -82,12 +82,30 @@ async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:
     assert sample["workers"] == 2
 
 
-async def test_kv_usage_is_unknown_without_reports() -> None:
-    """A sample has no KV usage if no worker reports its blocks, as servers without metrics do."""
-    live = live_of([WorkerLoad(1, 0, 0, 0, 0.0, 0.0, ())])
+PLAIN = WorkerLoad(1, 0, 0, 0, 0.0, 0.0, ())
+"""The load of a server without metrics."""
+
+
+async def test_figures_without_reports_are_unknown() -> None:
+    """A sample has neither KV usage nor figures of drafts if no worker reports them."""
+    recent = Recent()
+    recent.add_ended(0.01, 10, SpeculationOutcome())
+    live = live_of([PLAIN], recent)
     live.take()
     _, (data,) = await live.after(0)
-    assert json.loads(data)["kv_usage"] is None
+    sample = json.loads(data)
+    unknown = {name for name, value in sample.items() if value is None}
+    assert unknown == {"kv_usage", "price", "acceptance", "chosen_k", "ttft_s"}
+    assert sample["running"] == 1
+
+
+async def test_workers_without_drafts_do_not_change_the_price() -> None:
+    """The price and the acceptance are means over the workers that draft."""
+    live = live_of([LOAD, PLAIN])
+    live.take()
+    _, (data,) = await live.after(0)
+    sample = json.loads(data)
+    assert (sample["price"], sample["acceptance"]) == (LOAD.price, LOAD.acceptance)
 
 
 async def test_rates_are_over_the_last_seconds() -> None:
