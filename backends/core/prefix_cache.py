@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from typing import Final
 
 HASH_BYTES: Final = 16
@@ -49,6 +49,8 @@ def _digest(data: bytes) -> bytes:
 class PrefixCache:
     """The blocks that hold known prefixes, used and unused.
 
+    Unused blocks may be *held* for a request that is expected. Held blocks are evicted last.
+
     The methods handle many blocks together, because a prompt of one megabyte has 30,000 blocks. In
     the simulator they run on the event loop, where no callback should take longer than 5 ms.
     """
@@ -58,19 +60,25 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         # A list, because neighbouring blocks are read together and a dictionary would scatter them.
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._unused: dict[int, object] = {}  # least recently used first
+        self._unused: dict[int, object] = {}  # least recently used first, without held blocks
+        self._held: dict[int, float] = {}  # held blocks by the end of their hold, earliest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # last hash of a chain, its blocks
         self._last_unused = 0, 0  # number of these blocks that were counted, and unused among them
 
     @property
     def num_unused(self) -> int:
         """Number of cached blocks that are unused and can be evicted."""
-        return len(self._unused)
+        return len(self._unused) + len(self._held)
+
+    @property
+    def num_held(self) -> int:
+        """Number of unused blocks that are held."""
+        return len(self._held)
 
     @property
     def unused(self) -> tuple[int, ...]:
         """The unused blocks in order of eviction."""
-        return tuple(self._unused)
+        return *self._unused, *self._held
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix, used and unused.
@@ -96,10 +104,14 @@ class PrefixCache:
 
     def count_unused(self, hashes: Sequence[bytes]) -> int:
         """Return how many blocks of the longest cached prefix are unused."""
+        if not hashes:
+            return 0  # the counts of the last query belong to another chain
         found = self.find(hashes)
         looked_at, unused = self._last_unused
         if looked_at < len(found):
             unused += sum(map(self._unused.__contains__, islice(found, looked_at, None)))
+            if self._held:
+                unused += sum(map(self._held.__contains__, islice(found, looked_at, None)))
             self._last_unused = len(found), unused
         return unused
 
@@ -110,8 +122,13 @@ class PrefixCache:
             self._hash_of[block] = digest
 
     def use(self, blocks: Sequence[int]) -> list[int]:
-        """Mark cached blocks as used, and return the blocks that were already in use."""
+        """Mark cached blocks as used, and return the blocks that were already in use.
+
+        The use of a block ends its hold.
+        """
         self._last_unused = 0, 0
+        if self._held:
+            self._end_holds([block for block in blocks if block in self._held])
         taken = list(map(self._unused.pop, blocks, repeat(USED)))
         if USED not in taken:
             return []
@@ -129,6 +146,9 @@ class PrefixCache:
 
     def evict(self, blocks: int) -> list[int]:
         """Evict the least recently used `blocks` unused blocks, and return them."""
+        if blocks > len(self._unused):
+            # The blocks that came last end a prefix, so its beginning is kept longest.
+            self._end_holds(list(islice(reversed(self._held), blocks - len(self._unused))))
         evicted = list(islice(self._unused, blocks))
         for block in evicted:
             del self._unused[block]
@@ -136,6 +156,39 @@ class PrefixCache:
             self._hash_of[block] = None
         self._last_found, self._last_unused = (b"", []), (0, 0)
         return evicted
+
+    def locate(self, hashes: Sequence[bytes]) -> list[int | None]:
+        """Return the block of each hash, or None if it is not cached.
+
+        The hashes may be any part of a chain.
+        """
+        return list(map(self._block_of.get, hashes))
+
+    def hold(self, blocks: Sequence[int], until_s: float) -> None:
+        """Hold the unused ones of these cached blocks until a time, no earlier than other holds."""
+        for block in blocks:
+            if block in self._unused or block in self._held:
+                self._unused.pop(block, None)
+                self._held.pop(block, None)  # keep the holds in order of their end
+                self._held[block] = until_s
+
+    def insert_held(self, digest: bytes, block: int, until_s: float) -> None:
+        """Cache a block without a user by a hash that is not cached, and hold it until a time."""
+        self._last_unused = 0, 0
+        self._block_of[digest] = block
+        self._hash_of[block] = digest
+        self._held[block] = until_s
+
+    def expire_holds(self, now_s: float) -> None:
+        """End the holds whose time has come. Their blocks count as used most recently."""
+        expired = list(takewhile(lambda block: self._held[block] <= now_s, self._held))
+        self._end_holds(expired[::-1])
+
+    def _end_holds(self, blocks: Sequence[int]) -> None:
+        """Make held blocks ordinary unused blocks, the first of which is evicted first."""
+        for block in blocks:
+            del self._held[block]
+            self._unused[block] = None
 
 
 class PendingPrefixes:

@@ -194,6 +194,7 @@ class Scheduler:
                 times.
         """
         self._now_s = self._now_s if now_s is None else now_s
+        self.blocks.expire_holds(self._now_s)
         self._queues.park()
         self._learn_host_time()
         plan = self._fill_step()

@@ -108,6 +108,17 @@ def test_repeated_lookup_sees_confirmed_and_evicted_blocks() -> None:
         assert blocks.num_cached(hashes) == expected
 
 
+def test_request_without_a_full_block_needs_only_its_own_blocks() -> None:
+    """A short request needs one block, also after a lookup of a long cached prefix."""
+    blocks, table = KvBlocks(4, 4), []
+    hashes = chain(range(12))
+    blocks.admit(table, hashes, 12)
+    blocks.confirm(table, hashes, range(3))
+    blocks.release(table)
+    assert blocks.needed(hashes, 13) == 4
+    assert blocks.needed([], 3) == 1
+
+
 # --- recorded traffic --------------------------------------------------------------------------
 
 
