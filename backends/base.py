@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, NamedTuple, Protocol
 
+from draftgate.backends.kv_transfer.exchange import BlockCount
+from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.policies.types import WorkerLoad
@@ -91,6 +93,50 @@ class Backend(WorkerHandle, Protocol):
         The number is 0 for unknown ids. It is also 0 after the delivery of the last token, when no
         pace would help. The cost is linear in the number of waiting deltas.
         """
+
+
+class KvSource(Protocol):
+    """A worker whose KV blocks other workers may pull.
+
+    A backend with a `ModelCard.kv_format` also implements this protocol and `KvSink`. All methods
+    raise `BackendFailed` if the worker has failed.
+    """
+
+    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the worker holds."""
+
+    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+        """Yield the blocks of a part of a hash chain, up to the first that the worker lacks.
+
+        The worker copies a block when its turn comes, and keeps no block for the caller. Closing
+        the generator ends the transfer.
+        """
+
+
+class KvSink(Protocol):
+    """A worker that can store KV blocks of other workers of its format."""
+
+    async def begin_import(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the worker holds.
+
+        The worker keeps them while the rest of the chain arrives, for a bounded time.
+        """
+
+    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+        """Store the blocks of a chunk in the prefix cache, and hold them for a request.
+
+        The worker takes only memory that no sequence and no other import uses.
+
+        Args:
+            parent: hash before those of the chunk, or empty.
+
+        Returns:
+            The leading blocks of the chunk that the worker holds now.
+        """
+
+
+class KvEndpoint(KvSource, KvSink, Protocol):
+    """A worker that exchanges KV blocks in both directions."""
 
 
 class UpstreamCall(NamedTuple):

@@ -20,6 +20,7 @@ import msgspec
 
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -131,8 +132,22 @@ class TokenizerFiles(WorkerMessage, frozen=True):
     files: dict[str, bytes]
 
 
-Command = Start | Submit | Cancel | SetPace | FetchTokenizer
-Report = Loading | Ready | Update | Failed | TokenizerFiles
+class KvCall(WorkerMessage, frozen=True):
+    """Message to an engine's process to run an operation on its KV blocks."""
+
+    id: int
+    operation: KvOperation
+
+
+class KvReply(WorkerMessage, frozen=True):
+    """Message from an engine's process with the result of the `KvCall` of this id."""
+
+    id: int
+    result: KvResult
+
+
+Command = Start | Submit | Cancel | SetPace | FetchTokenizer | KvCall
+Report = Loading | Ready | Update | Failed | TokenizerFiles | KvReply
 
 
 class Codec(Generic[Received]):

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.speculation.revision import PlanRevision
@@ -366,6 +367,8 @@ class ModelCard:
         created_s: Unix time of loading, in seconds.
         pool_tokens: number of tokens that its KV pool holds, or 0 if unknown.
         eos_ids: tokens that end a sequence, ascending.
+        kv_format: layout of the KV blocks that it exchanges (`base.KvSource`, `base.KvSink`), or
+            None if it exchanges none.
     """
 
     model_id: str
@@ -376,3 +379,4 @@ class ModelCard:
     capabilities: Capabilities = Capabilities()
     pool_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
+    kv_format: KvFormat | None = None

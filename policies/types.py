@@ -126,6 +126,7 @@ class WorkerSpeed:
         step_s: seconds of a step with one decoding sequence, by the step costs.
         step_sequence_s: seconds that an additional sequence adds to a step of the last batch.
         step_token_s: seconds per prompt token, in a step that is full of prompt tokens.
+        pair_s: seconds per pair of a prompt token and a KV token that it attends to.
     """
 
     tpot_s: float = 0.0
@@ -134,6 +135,7 @@ class WorkerSpeed:
     step_s: float = 0.0
     step_sequence_s: float = 0.0
     step_token_s: float = 0.0
+    pair_s: float = 0.0
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()

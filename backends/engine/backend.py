@@ -7,13 +7,24 @@ runs in this process (`loop.py`) or in a process of its own (`process.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.kv_transfer.exchange import (
+    AdoptBlocks,
+    BlockCount,
+    CountBlocks,
+    ExportBlocks,
+    KvOperation,
+    KvResult,
+)
+from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.kv_transfer.transfer import export_chunks
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -22,6 +33,9 @@ from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
     from draftgate.backends.engine.load import LoadedEngine
+
+
+Result = TypeVar("Result", BlockCount, KvChunk)
 
 
 class EngineHost(Protocol):
@@ -46,6 +60,10 @@ class EngineHost(Protocol):
         """Change a request's pace before the next step, unless the request has already ended."""
         ...
 
+    def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
+        """Queue an operation on the KV blocks, and pass its result to `done` in any thread."""
+        ...
+
     def stop(self) -> None:
         """End the host after the step in progress. Further calls have no effect."""
         ...
@@ -65,7 +83,7 @@ nothing is lost when the process ends in the middle."""
 
 
 class EngineBackend:
-    """Implements `backends.base.Backend` for a local checkpoint."""
+    """Implements `Backend`, `KvSource` and `KvSink` of `backends.base` for a local checkpoint."""
 
     recovers = False
 
@@ -76,6 +94,7 @@ class EngineBackend:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[ServedModel] | None = None
         self._served: ServedModel | None = None
+        self._exchanges: set[asyncio.Future[KvResult]] = set()  # operations without a result
         self._failure: str | None = None
         self._progress = 0.0
         self._load = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
@@ -120,7 +139,7 @@ class EngineBackend:
             await asyncio.to_thread(self._host.join, STOP_LOADING_S if loading else STOP_S)
             if not self._loaded.done():
                 self._loaded.set_exception(BackendFailed(self._failure))
-        self._streams.fail(self._failure)
+        self._end_open(self._failure)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise `RequestRejected` if this engine can never run the request."""
@@ -146,6 +165,47 @@ class EngineBackend:
     def load(self) -> WorkerLoad:
         """Return the load after the latest step."""
         return self._load
+
+    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the engine holds."""
+        return (await self._exchange(CountBlocks(tuple(hashes)), BlockCount)).blocks
+
+    async def begin_import(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the engine holds, and keep them."""
+        operation = CountBlocks(tuple(hashes), for_import=True)
+        return (await self._exchange(operation, BlockCount)).blocks
+
+    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+        """Yield the blocks of a part of a hash chain, up to the first that the engine lacks."""
+
+        async def export(part: tuple[bytes, ...]) -> KvChunk:
+            return await self._exchange(ExportBlocks(part), KvChunk)
+
+        form = self.card.kv_format
+        return export_chunks(export, hashes, 0 if form is None else form.block_bytes)
+
+    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+        """Store the blocks of a chunk, and return how many the engine holds now."""
+        return await self._exchange(AdoptBlocks(chunk, parent), BlockCount)
+
+    async def _exchange(self, operation: KvOperation, kind: type[Result]) -> Result:
+        """Run an operation on the KV blocks in the host's thread, and return its result.
+
+        Raises:
+            BackendFailed: the engine failed.
+        """
+        if self._failure is not None:
+            raise BackendFailed(self._failure)
+        result: asyncio.Future[KvResult] = asyncio.get_running_loop().create_future()
+        self._exchanges.add(result)
+        try:
+            settle = partial(_set_result, result)
+            self._host.exchange(operation, partial(self._on_event_loop, settle))
+            found = await result
+        finally:
+            self._exchanges.discard(result)
+        assert isinstance(found, kind)
+        return found
 
     # --- the host's thread calls these methods -------------------------------------------------
 
@@ -186,7 +246,14 @@ class EngineBackend:
         if self._loaded is not None and not self._loaded.done():
             known = isinstance(error, LOADING_ERRORS)
             self._loaded.set_exception(error if known else BackendFailed(self._failure))
-        self._streams.fail(self._failure)
+        self._end_open(self._failure)
+
+    def _end_open(self, failure: str) -> None:
+        """End all streams and transfers with an error."""
+        self._streams.fail(failure)
+        for exchange in self._exchanges:
+            if not exchange.done():
+                exchange.set_exception(BackendFailed(failure))
 
     def _abandon(self, request_id: str) -> None:
         self._host.cancel(request_id)
@@ -195,6 +262,12 @@ class EngineBackend:
         if self._served is None:
             raise RuntimeError("the backend has not been started")
         return self._served
+
+
+def _set_result(result: asyncio.Future[KvResult], value: KvResult) -> None:
+    """Set a result, unless its reader was cancelled or the engine failed."""
+    if not result.done():
+        result.set_result(value)
 
 
 def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:

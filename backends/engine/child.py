@@ -11,16 +11,20 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.kv_transfer.exchange import KvResult
 from draftgate.backends.remote_worker import (
     Cancel,
     Command,
     Failed,
+    KvCall,
+    KvReply,
     Loading,
     Ready,
     Report,
@@ -56,6 +60,10 @@ class Reports:
         """Send the deltas of a step and the load after the step."""
         self._send(Update(batch, load))
 
+    def exchanged(self, call_id: int, result: KvResult) -> None:
+        """Send the result of an operation on the KV blocks."""
+        self._send(KvReply(call_id, result))
+
     def failed(self, error: BaseException) -> None:
         """Report the error that ended the engine."""
         self._send(Failed(type(error).__name__, str(error)))
@@ -73,7 +81,8 @@ def main() -> None:
     start = next(commands, None)
     if not isinstance(start, Start):
         return
-    loop = _start(start.config, Reports(channel))
+    reports = Reports(channel)
+    loop = _start(start.config, reports)
     for command in commands:
         if isinstance(command, Submit):
             loop.submit(command.request)
@@ -81,6 +90,8 @@ def main() -> None:
             loop.cancel(command.id)
         elif isinstance(command, SetPace):
             loop.set_pace(command.id, command.pace)
+        elif isinstance(command, KvCall):
+            loop.exchange(command.operation, partial(reports.exchanged, command.id))
     loop.stop()
     loop.join(STOP_S)
     os._exit(0)  # nothing else can interrupt a load

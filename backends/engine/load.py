@@ -56,6 +56,7 @@ from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_s
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
@@ -73,6 +74,7 @@ class LoadedEngine:
     """A loaded worker: the sans-I/O core, the runner of its steps, and the served model.
 
     Attributes:
+        exchange: access of other workers to the KV blocks.
         proposers: by name, cheapest first.
         save_costs: stores the current step costs for the next start.
         recording: records drafts to a file, or None.
@@ -80,6 +82,7 @@ class LoadedEngine:
 
     worker: WorkerCore
     executor: ModelRunner
+    exchange: KvExchange
     served: ServedModel
     proposers: dict[str, Proposer]
     save_costs: Callable[[], None] = lambda: None
@@ -148,6 +151,8 @@ def load_engine(
     )
     name = numerics(exact=exact)
     card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
+    if run is None:  # a replay of the run would lack the imported blocks
+        card = replace(card, kv_format=pool.format(name))
     worker = _worker(scheduler, tokenizer, model, card, run)
 
     def save_costs() -> None:
@@ -157,7 +162,8 @@ def load_engine(
     save_costs()
     served = ServedModel(card, worker.admission)
     recording = open_recording(config, proposers, card, scheduler, run)
-    return LoadedEngine(worker, runner, served, proposers, save_costs, recording)
+    exchange = KvExchange(blocks, pool)
+    return LoadedEngine(worker, runner, exchange, served, proposers, save_costs, recording)
 
 
 def _step_cost(

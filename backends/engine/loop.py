@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.engine.served import THREAD_NAME, ServedModel
 from draftgate.backends.errors import BackendError
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.turns import QueuedOperation, TransferTurns
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.policies.types import WorkerLoad
 
@@ -58,7 +60,7 @@ class LoopEvents(Protocol):
 class EngineLoop(threading.Thread):
     """Loads an engine and runs its steps until stopped.
 
-    Any thread may call `submit`, `cancel`, `set_pace` and `stop`.
+    Any thread may call `submit`, `cancel`, `set_pace`, `exchange` and `stop`.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EngineLoop(threading.Thread):
         self._load = load
         self._events = events
         self._commands: deque[Callable[[LoadedEngine], None]] = deque()
+        self._transfers: deque[QueuedOperation] = deque()
         self._wake = threading.Condition()
         self._stopping = False
 
@@ -96,6 +99,17 @@ class EngineLoop(threading.Thread):
     def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
         self._queue(lambda engine: engine.worker.set_pace(request_id, pace))
+
+    def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
+        """Queue an operation on the KV blocks, which runs when transfers have their turn.
+
+        Args:
+            operation: what to do.
+            done: receives the result in the engine's thread, and must return immediately.
+        """
+        with self._wake:
+            self._transfers.append((operation, done))
+            self._wake.notify()
 
     def stop(self) -> None:
         """End the thread after the step in progress, or at the next progress of loading.
@@ -149,9 +163,12 @@ class EngineLoop(threading.Thread):
         pipeline = Pipeline(
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
         )
+        turns = TransferTurns(engine.exchange, self._transfers, time.monotonic)
         while not self._stopping:
             self._run_commands(engine)
-            if not pipeline.step():
+            if pipeline.step():
+                turns.take(idle=False)
+            elif not turns.take(idle=True):
                 self._events.stepped([], worker.load())
                 self._sleep()
 
@@ -161,5 +178,5 @@ class EngineLoop(threading.Thread):
 
     def _sleep(self) -> None:
         with self._wake:
-            while not self._commands and not self._stopping:
+            while not (self._commands or self._transfers or self._stopping):
                 self._wake.wait()

@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from queue import SimpleQueue
 from typing import Final
 
@@ -21,10 +23,13 @@ from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.loop import LoopEvents
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.remote_worker import (
     Cancel,
     Command,
     Failed,
+    KvCall,
+    KvReply,
     Loading,
     Ready,
     Report,
@@ -48,7 +53,7 @@ _ERRORS: Final = {error.__name__: error for error in (CheckpointError, ValueErro
 class EngineProcess(threading.Thread):
     """Starts the engine process and reports its messages until the process ends.
 
-    Any thread may call `submit`, `cancel`, `set_pace` and `stop`.
+    Any thread may call `submit`, `cancel`, `set_pace`, `exchange` and `stop`.
     """
 
     def __init__(self, config: WorkerConfig, events: LoopEvents) -> None:
@@ -59,6 +64,8 @@ class EngineProcess(threading.Thread):
         self._stopping = False
         self._channel: SocketChannel[Report] | None = None
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._call_ids = count()
+        self._calls: dict[int, Callable[[KvResult], None]] = {}  # receivers of results
 
     def start(self) -> None:
         """Start the process and the thread that receives its messages."""
@@ -77,6 +84,17 @@ class EngineProcess(threading.Thread):
     def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
         self._commands.put(SetPace(request_id, pace))
+
+    def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
+        """Queue an operation on the KV blocks.
+
+        Args:
+            operation: what to do.
+            done: receives the result in this thread, and must return immediately.
+        """
+        call_id = next(self._call_ids)
+        self._calls[call_id] = done
+        self._commands.put(KvCall(call_id, operation))
 
     def stop(self) -> None:
         """End the process after the step in progress, or immediately during loading.
@@ -122,6 +140,8 @@ class EngineProcess(threading.Thread):
         for report in channel:
             if isinstance(report, Update):
                 self._events.stepped(report.deltas, report.load)
+            elif isinstance(report, KvReply):
+                self._calls.pop(report.id)(report.result)
             elif isinstance(report, Loading):
                 self._events.loading(report.share)
             elif isinstance(report, Ready):

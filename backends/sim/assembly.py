@@ -22,6 +22,8 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.kv_transfer.exchange import KvExchange
+from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.sim.acceptance import Acceptance, ConstantAcceptance, ReplayedAcceptance
 from draftgate.backends.sim.device_model import (
     DeviceModel,
@@ -30,6 +32,7 @@ from draftgate.backends.sim.device_model import (
     ServiceTimeDevice,
 )
 from draftgate.backends.sim.grammar_tokens import GrammarTokens
+from draftgate.backends.sim.kv_link import NoMemory
 from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.oracle import NAME as ORACLE
 from draftgate.backends.sim.oracle import Oracle, OracleScheduler
@@ -68,11 +71,12 @@ NGRAM: Final = SpeculationMode.NGRAM.value
 
 @dataclass(frozen=True, slots=True)
 class SimWorker:
-    """A worker, its device, and the model that it serves."""
+    """A worker, its device, the model that it serves, and the access to its KV blocks."""
 
     worker: WorkerCore
     executor: SimExecutor
     card: ModelCard
+    exchange: KvExchange
 
 
 WorkerBuilder = Callable[[WorkerConfig], SimWorker]
@@ -125,15 +129,17 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         model_id=checkpoint_id(config.model),
         root=config.model or SHIPPED_MODEL_ID,
         max_model_len=max_model_len,
-        numerics_class=f"sim:{profile.name}",
+        numerics_class=_numerics_class(profile),
         created_s=int(time.time()),
         capabilities=replace(EXACT, formats=True),
         pool_tokens=scheduler.blocks.num_blocks * BLOCK_TOKENS,
         eos_ids=tuple(eos_ids),
+        kv_format=_kv_format(profile),
     )
     grammars = LlGrammars(tokenizer, eos_ids)
     worker = WorkerCore(scheduler, tokenizer, max_model_len, grammars)
-    return SimWorker(worker, SimExecutor(tokens, device, forms), card)
+    exchange = KvExchange(scheduler.blocks, NoMemory())
+    return SimWorker(worker, SimExecutor(tokens, device, forms), card, exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +198,28 @@ class SimEnvironment:
         )
         max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
         pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
-        name, numerics = profile.name, f"sim:{profile.name}"
-        card = ModelCard(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens)
+        name, numerics = profile.name, _numerics_class(profile)
+        card = ModelCard(
+            *(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens),
+            kv_format=_kv_format(profile),
+        )
         worker = TextlessWorker(scheduler, _shipped_tokenizer(), max_model_len, self.log)
-        return SimWorker(worker, SimExecutor(tokens, device), card)
+        exchange = KvExchange(scheduler.blocks, NoMemory())
+        return SimWorker(worker, SimExecutor(tokens, device), card, exchange)
 
     def _device(self, profile: Profile, index: int) -> DeviceModel:
         if self.roofline:
             return RooflineDevice(profile, self.seed, index, loop_time_s)
         return ProfileDevice(profile)
+
+
+def _numerics_class(profile: Profile) -> str:
+    return f"sim:{profile.name}"
+
+
+def _kv_format(profile: Profile) -> KvFormat:
+    """Return a format with the profile's bytes per token."""
+    return KvFormat(_numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
 
 
 def simulation_policy(spec: str) -> SpeculationPolicy:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.kv_transfer.exchange import (
+    AdoptBlocks,
+    BlockCount,
+    CountBlocks,
+    ExportBlocks,
+    KvExchange,
+    KvOperation,
+)
+from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.kv_transfer.transfer import export_chunks
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.model import SimExecutor
 from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.streams import DeltaStreams
@@ -19,18 +31,36 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
+Result = TypeVar("Result", BlockCount, KvChunk)
+
 
 class SimBackend:
-    """Runs requests on a simulated device. All code except the forward pass is production code."""
+    """Runs requests on a simulated device. All code except the forward pass is production code.
+
+    The backend implements `Backend`, `KvSource` and `KvSink` of `backends.base`. Its KV blocks have
+    no bytes, and take the time of a link.
+    """
 
     recovers = False
 
-    def __init__(self, config: WorkerConfig, build: WorkerBuilder = serving_worker) -> None:
-        """Configure the worker, which `start` builds."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        build: WorkerBuilder = serving_worker,
+        link: KvLink = LOCAL_LINK,
+    ) -> None:
+        """Configure the worker, which `start` builds.
+
+        Args:
+            config: the worker's settings.
+            build: builds the worker.
+            link: link over which other workers pull its KV blocks.
+        """
         if config.sim_service_ms is not None:  # a single server, as in queueing theory
             config = structs.replace(config, max_num_seqs=1)
         self._config = config
         self._build = build
+        self._link = link
         self._streams = DeltaStreams(self._cancel)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -38,6 +68,7 @@ class SimBackend:
         self._worker: WorkerCore
         self._executor: SimExecutor
         self._card: ModelCard
+        self._exchange: KvExchange
 
     @property
     def card(self) -> ModelCard:
@@ -68,6 +99,7 @@ class SimBackend:
         """
         built = self._build(self._config)
         self._worker, self._executor, self._card = built.worker, built.executor, built.card
+        self._exchange = built.exchange
         self._task = asyncio.create_task(self._run(), name="sim-worker")
 
     async def stop(self) -> None:
@@ -103,6 +135,42 @@ class SimBackend:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         return self._worker.load()
+
+    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the worker holds."""
+        return self._run_operation(CountBlocks(tuple(hashes)), BlockCount).blocks
+
+    async def begin_import(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a hash chain the worker holds, and keep them."""
+        return self._run_operation(CountBlocks(tuple(hashes), for_import=True), BlockCount).blocks
+
+    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+        """Yield the blocks of a part of a hash chain, each after its time on the link."""
+        form = self._card.kv_format
+        block_bytes = 0 if form is None else form.block_bytes
+        busy_until_s = loop_time_s()
+
+        async def export(part: tuple[bytes, ...]) -> KvChunk:
+            nonlocal busy_until_s
+            chunk = self._run_operation(ExportBlocks(part), KvChunk)
+            now_s = loop_time_s()
+            sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
+            busy_until_s = max(busy_until_s, now_s) + sent_s
+            await self._sleep(busy_until_s + self._link.latency_s - now_s)
+            return chunk
+
+        return export_chunks(export, hashes, block_bytes)
+
+    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+        """Store the blocks of a chunk, and return how many the worker holds now."""
+        return self._run_operation(AdoptBlocks(chunk, parent), BlockCount)
+
+    def _run_operation(self, operation: KvOperation, kind: type[Result]) -> Result:
+        if self._failure is not None:
+            raise BackendFailed(self._failure)
+        result = self._exchange.run(operation, loop_time_s())
+        assert isinstance(result, kind)
+        return result
 
     def _cancel(self, request_id: str) -> None:
         self._worker.cancel(request_id)

@@ -28,6 +28,7 @@ from draftgate.backends.engine.warmup import (
     TOKEN_BUCKETS,
     measure_step_cost,
 )
+from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from draftgate.policies.costs.step_cost import StepCost
@@ -105,9 +106,10 @@ class BenchEngine:
 
     def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
         """Return a new worker that uses the pool. Only a single worker may run at a time."""
+        blocks = KvBlocks(self.pool.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
             SchedulerConfig(MAX_SEQS, STEP_TOKENS),
-            KvBlocks(self.pool.num_blocks, BLOCK_TOKENS),
+            blocks,
             policy,
             proposers,
             self.cost,
@@ -115,7 +117,8 @@ class BenchEngine:
         worker = WorkerCore(scheduler, self.model.tokenizer, self.max_model_len)
         card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
         served = ServedModel(card, worker.admission)
-        return LoadedEngine(worker, self.runner, served, proposers)
+        exchange = KvExchange(blocks, self.pool)
+        return LoadedEngine(worker, self.runner, exchange, served, proposers)
 
 
 def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:

@@ -86,6 +86,7 @@ class SpeedMeter:
             cost.seconds(1, 0, 1),
             more_s,
             cost.seconds(full, full, 1) / full,
+            cost.pair_s,
         )
 
 

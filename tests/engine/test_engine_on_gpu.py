@@ -304,3 +304,21 @@ def test_exact_mode_is_probed_on_the_gpu(dtype: str) -> None:
         device="cuda", dtype=dtype, exact=True, max_model_len=512, kv_bytes=64 << 20
     )
     assert load_engine(config).served.card.numerics_class.endswith("/exact")
+
+
+def test_transferred_blocks_are_equal_on_every_device() -> None:
+    """Blocks that are read from a GPU's pool make blocks of a CPU's pool equal, and back."""
+    config = read_model_config(SHIPPED_MODEL)
+    for dtype in (torch.float32, torch.bfloat16):
+        gpu, cpu = KvPool(config, 12, dtype, "cuda"), KvPool(config, 12, dtype)
+        gpu.memory.copy_(torch.randn(gpu.memory.shape))
+        assert gpu.block_bytes == cpu.block_bytes
+        cpu.write([4, 0], gpu.read([7, 2]))
+        gpu.write([9, 1], cpu.read([4, 0]))
+        for old, here, new in ((7, 4, 9), (2, 0, 1)):
+            first, second, third = (
+                pool.memory[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].cpu()
+                for pool, block in ((gpu, old), (cpu, here), (gpu, new))
+            )
+            assert torch.equal(first, second)
+            assert torch.equal(first, third)

@@ -1,0 +1,81 @@
+"""Transfers of KV blocks between simulated workers."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferEnd
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.kv_link import KvLink
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
+from draftgate.backends.testing import collect, make_request
+from draftgate.backends.token_ids import compact
+from draftgate.backends.worker_config import WorkerConfig
+
+BLOCK_BYTES = 16 * load_profile("cpu-demo").kv_token_bytes
+CONFIG = WorkerConfig(kv_bytes=400 * BLOCK_BYTES)
+
+
+def transferred(link: KvLink, tokens: int = 3201) -> tuple[Transfer, TransferEnd, float]:
+    """Transfer a prompt to a new worker, and return the transfer, its end, and its seconds."""
+
+    async def main():
+        source, sink = SimBackend(CONFIG, link=link), SimBackend(CONFIG)
+        await source.start()
+        await sink.start()
+        request = replace(make_request(source), prompt_ids=compact(range(7, 7 + tokens)))
+        hashes: list[bytes] = []
+        extend_chain(hashes, request.tenant, request.prompt_ids, 16)
+        try:
+            await collect(source, request)
+            began_s = loop_time_s()
+            transfer = Transfer(source, sink, hashes)
+            end = await transfer.run()
+            seconds = loop_time_s() - began_s
+            assert await sink.held_blocks(hashes) == transfer.blocks
+            return transfer, end, seconds
+        finally:
+            await source.stop()
+            await sink.stop()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1e9, 1e10])
+def test_transfer_takes_the_time_of_its_link(bytes_per_s: float) -> None:
+    """Bandwidth determines the time of a slow link, where latency is hidden by the credit."""
+    transfer, end, seconds = transferred(KvLink(bytes_per_s, 1e-4))
+    assert end is TransferEnd.COMPLETE
+    assert transfer.blocks == 200
+    sent_s = 200 * BLOCK_BYTES / bytes_per_s
+    assert sent_s < seconds <= sent_s + transfer.chunks / CREDIT * 1e-4 + 1e-4
+
+
+def test_latency_limits_a_link_by_the_credit() -> None:
+    """On a fast link with a long latency, two chunks arrive per round trip."""
+    transfer, _, seconds = transferred(KvLink(1e15, 0.1))
+    assert seconds == pytest.approx(transfer.chunks / CREDIT * 0.1, rel=1e-6)
+
+
+def test_closed_transfer_leaves_nothing_behind() -> None:
+    """A pull that is closed early ends its exports, and the source serves on."""
+
+    async def main():
+        source = SimBackend(CONFIG)
+        await source.start()
+        request = replace(make_request(source), prompt_ids=compact(range(7, 900)))
+        hashes: list[bytes] = []
+        extend_chain(hashes, request.tenant, request.prompt_ids, 16)
+        expected = await collect(source, request)
+        async with aclosing(source.pull_blocks(hashes)) as chunks:
+            assert (await anext(chunks)).hashes
+        assert await collect(source, request) == expected
+        assert source.load().kv_blocks_free == source.load().kv_blocks_total
+        await source.stop()
+
+    run_virtual(main())
