@@ -15,8 +15,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, cast
 
-from draftgate.backends.base import Backend, Upstream
+from draftgate.backends.base import Backend, KvEndpoint, Upstream
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
@@ -107,6 +108,17 @@ class FleetWorker:
         """The backend of a worker that accepts token ids."""
         assert not self.forwards
         return cast(Backend, self.backend)
+
+    @property
+    def kv_format(self) -> KvFormat | None:
+        """The format in which the worker exchanges KV blocks, or None if it exchanges none."""
+        # A worker of another node announces its format, but only own workers exchange blocks.
+        return self.backend.card.kv_format if hasattr(self.backend, "adopt_blocks") else None
+
+    @property
+    def kv(self) -> KvEndpoint:
+        """The backend of a worker with a `kv_format`."""
+        return cast(KvEndpoint, self.backend)
 
     @property
     def upstream(self) -> Upstream:

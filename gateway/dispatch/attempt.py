@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
@@ -91,12 +92,14 @@ class Attempts:
         placer: Placer,
         leases: Leases,
         watchdog: Watchdog,
+        kv: KvFetcher,
     ) -> None:
         self._queue = queue
         self._admission = admission
         self._placer = placer
         self._leases = leases
         self._watchdog = watchdog
+        self._kv = kv
 
     @asynccontextmanager
     async def start(
@@ -122,6 +125,8 @@ class Attempts:
                 self._queue.pump()
 
             placed = self._decide(reserved, run, index, request)
+            if request.resumed:
+                await self._kv.fetch(run, placed)
             with self._watchdog.watching(worker, run) as reading:
                 async with self._sent(run, placed, reserved.reservation) as (deltas, spans):
                     if run.pace is not Pace.FULL:

@@ -11,6 +11,7 @@ from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionR
 from draftgate.gateway.dispatch.attempt import Attempts
 from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompts import merged
@@ -46,7 +47,8 @@ class Dispatcher:
         self.leases = leases
         self._fleet = fleet
         self._placer = placer
-        attempts = Attempts(queue, admission, placer, leases, Watchdog())
+        kv = KvFetcher(fleet, queue.now_s)
+        attempts = Attempts(queue, admission, placer, leases, Watchdog(), kv)
         self._failover = Failover(fleet, queue, admission, attempts, most_resumes)
         self._lifecycle = lifecycle
         self._in_flight = 0

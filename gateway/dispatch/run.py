@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.telemetry.tracing import Span
+from draftgate.policies.kv_transfer import PullDecision
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
 
@@ -46,6 +48,39 @@ class Resume:
         return known and lost.numerics_class == placed.numerics_class
 
 
+@dataclass(frozen=True, slots=True)
+class KvFetch:
+    """The decision whether to fetch the KV blocks of a prefix, and the result.
+
+    Attributes:
+        source, sink: ids of the two workers.
+        known_blocks: leading blocks that the destination held before.
+        end: how the transfer ended, or None if the decision was to compute the prefix.
+        blocks, num_bytes, chunks: what the destination stored.
+        seconds: duration of the transfer.
+    """
+
+    source: str
+    sink: str
+    decision: PullDecision
+    known_blocks: int
+    end: TransferEnd | None = None
+    blocks: int = 0
+    num_bytes: int = 0
+    chunks: int = 0
+    seconds: float = 0.0
+
+    def ended(
+        self, end: TransferEnd, transfer: Transfer, block_bytes: int, seconds: float
+    ) -> KvFetch:
+        """Return the fetch after its transfer."""
+        blocks, chunks = transfer.blocks, transfer.chunks
+        num_bytes = blocks * block_bytes
+        return replace(
+            self, end=end, blocks=blocks, num_bytes=num_bytes, chunks=chunks, seconds=seconds
+        )
+
+
 class Watch(Protocol):
     """An observer of the placements of a job's prompts."""
 
@@ -61,6 +96,10 @@ class Watch(Protocol):
         """Record that a prompt has lost its worker and cannot continue."""
         ...
 
+    def fetched(self, fetch: KvFetch) -> None:
+        """Record whether the KV blocks of a resumed choice were fetched."""
+        ...
+
 
 class _NoWatch:
     """An observer that ignores everything."""
@@ -73,6 +112,9 @@ class _NoWatch:
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
         """Ignore the end of a prompt."""
+
+    def fetched(self, fetch: KvFetch) -> None:
+        """Ignore a fetch."""
 
 
 UNWATCHED: Final[Watch] = _NoWatch()

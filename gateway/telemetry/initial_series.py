@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Final
 
+from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import MetricDefinition
 from draftgate.gateway.telemetry.metrics import Labels, Metrics
 from draftgate.gateway.telemetry.watch import Ending
 from draftgate.policies.admission.types import RefusalKind
+from draftgate.policies.kv_transfer import PullReason
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ANY_PROPOSER
 
@@ -52,4 +54,8 @@ def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDef
         yield metric.DECISIONS, (policy, proposer)
     for cause, outcome in product(Cause, (*RESUMED, *GivenUp)):
         yield metric.RESUMES, (cause.value, str(outcome))
+    for reason in PullReason:
+        ends = TransferEnd if reason is PullReason.FASTER else ("none",)
+        for end in ends:
+            yield metric.KV_FETCHES, (reason.value, str(end))
     yield metric.ACCEPTED_AT, ("0",)

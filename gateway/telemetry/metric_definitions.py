@@ -229,6 +229,14 @@ RESUMES: Final = _counter(
     "Prompts that lost their worker, by cause and outcome",
     labels=("cause", "outcome"),
 )
+KV_FETCHES: Final = _counter(
+    "draftgate_kv_fetches",
+    "Decisions about KV blocks of resumed choices, by reason and by the end of the transfer",
+    labels=("reason", "end"),
+)
+KV_FETCHED: Final = _counter(
+    "draftgate_kv_fetched_bytes", "Bytes of KV blocks that workers took from other workers"
+)
 RETRIES: Final = _counter(
     "draftgate_upstream_retries",
     "Failed or refused upstream requests that another upstream could run, by cause and by the "

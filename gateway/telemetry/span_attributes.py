@@ -7,7 +7,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import Resume
+from draftgate.gateway.dispatch.run import KvFetch, Resume
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
@@ -146,6 +146,31 @@ def resume_attributes(resume: Resume) -> Attributes:
         "draftgate.resume.kept_tokens": resume.kept_tokens,
         "draftgate.resume.same_numerics_class": resume.same_numerics_class,
     }
+
+
+def describe_kv_fetch(span: Span, fetch: KvFetch) -> None:
+    """Set the decision about a transfer of KV blocks, and its result, on a span."""
+    if not span.recording:
+        return
+    if fetch.end is not None:
+        span.set(
+            {
+                "draftgate.kv.end": fetch.end.value,
+                "draftgate.kv.blocks": fetch.blocks,
+                "draftgate.kv.bytes": fetch.num_bytes,
+                "draftgate.kv.chunks": fetch.chunks,
+            }
+        )
+    span.set(
+        {
+            "draftgate.kv.from": fetch.source,
+            "draftgate.kv.to": fetch.sink,
+            "draftgate.kv.reason": fetch.decision.reason.value,
+            "draftgate.kv.predicted_pull_s": fetch.decision.pull_s,
+            "draftgate.kv.predicted_compute_s": fetch.decision.compute_s,
+            "draftgate.kv.known_blocks": fetch.known_blocks,
+        }
+    )
 
 
 def revision_attributes(revision: PlanRevision) -> Attributes:

@@ -11,7 +11,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Resume
+from draftgate.gateway.dispatch.run import KvFetch, Resume
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import log
@@ -175,6 +175,12 @@ class RequestWatch:
     def given_up(self, cause: Cause, why: GivenUp) -> None:
         """Record that a prompt lost its worker and is not resumed."""
         self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
+
+    def fetched(self, fetch: KvFetch) -> None:
+        """Record whether the KV blocks of a resumed choice were fetched."""
+        end = "none" if fetch.end is None else fetch.end.value
+        self._metrics.add(metric.KV_FETCHES, 1, fetch.decision.reason.value, end)
+        self._metrics.add(metric.KV_FETCHED, fetch.num_bytes)
 
     def observe(self, delta: Delta) -> None:
         """Record a delta on its way to the client.

@@ -31,7 +31,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
+from draftgate.gateway.dispatch.run import UNWATCHED, KvFetch, Resume, Run, Watch
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
@@ -212,6 +212,7 @@ class RecordingWatch:
     workers: list[str] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     losses: list[tuple[Cause, GivenUp]] = field(default_factory=list)
+    fetches: list[KvFetch] = field(default_factory=list)
 
     def placed(self, placed) -> None:
         self.workers.append(placed.worker.worker_id)
@@ -221,6 +222,9 @@ class RecordingWatch:
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
         self.losses.append((cause, why))
+
+    def fetched(self, fetch: KvFetch) -> None:
+        self.fetches.append(fetch)
 
 
 @dataclass
