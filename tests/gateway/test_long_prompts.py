@@ -92,6 +92,23 @@ async def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     assert sum(encoded.texts) < 100
 
 
+@pytest.mark.parametrize("kept", [None, 50], ids=["whole", "truncated"])
+async def test_no_tokenised_text_exceeds_the_longest_tokens_of_the_context(
+    sim: Listening, http: httpx.AsyncClient, encoded: Encoded, kept: int | None
+) -> None:
+    """The longest text that the server tokenises has the bytes of the longest token for each token
+    of the context, or for each token that truncation keeps."""
+    served = sim.node.served
+    token_bytes = len(served.tokenizer.beginning("x" * 1000, 1))
+    longest = (kept or served.max_model_len) * token_bytes
+    encoded.texts.clear()
+    for size in (longest, longest + 1, 2 * longest):
+        body = {"prompt": "x" * size, "max_tokens": 1, "truncate_prompt_tokens": kept}
+        await http.post("/v1/completions", json=body)
+    assert max(encoded.texts) == longest
+    assert len(encoded.texts) == (1 if kept is None else 3)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 async def test_message_that_cannot_fit_is_refused_before_it_is_tokenised(
     http: httpx.AsyncClient, encoded: Encoded, path: str

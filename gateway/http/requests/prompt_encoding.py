@@ -2,6 +2,12 @@
 
 A body of 8 MB takes seconds to tokenise. A prompt whose bytes need too many tokens, even if all of
 them were the longest token, is rejected at once.
+
+The library tokenises a text in one call, which nothing can stop. If the client leaves during this
+call, the work ends with this text. The text has at most the bytes of the context's tokens, if all
+were the longest token, and fits into a body. The time grows linearly with the bytes: the default
+maximum body of 8 MiB takes 2 to 7 s of one core, by kind of text (AMD EPYC Zen 4, 2026-11-23).
+Splitting texts would have to reproduce the rules of each tokenizer, so texts stay whole.
 """
 
 from __future__ import annotations
