@@ -120,10 +120,12 @@ class GuardedCalls:
         task = asyncio.create_task(call())
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+        end = None
         try:
             end = await _wait_for_answer(task, self._deadline_s, self._clock)
         finally:
-            if not task.done():
+            # A cancelled caller reads no result, even if the call has ended at the same time.
+            if end is not _Wait.ANSWERED:
                 task.add_done_callback(partial(_on_late_result, when_late))
         if end is _Wait.STALLED:
             raise StoreError("the event loop stalled")
