@@ -3,7 +3,7 @@
     draftgate bench overload --real --json OUT
 
 Each rate lasts for a minute. A few rates find the peak of goodput, and the last rate is three times
-the rate of that peak. Each request is a stream over plain HTTP. A refused client retries until it
+that peak. Each request is a stream over plain HTTP. A refused client retries until it
 is admitted. It waits for `retry-after-ms`, as OpenAI's clients do, or for the whole seconds of
 `Retry-After` (`--whole-seconds`).
 
@@ -229,11 +229,11 @@ def _server(resources: ResourceUse, attempts: Attempts) -> dict[str, Any]:
 
 
 async def measure(overload: Overload, server: Server, args: Namespace) -> dict[str, Any]:
-    """Return the metrics of all rates, and of three times the rate at the peak."""
+    """Return the metrics of all rates, and of three times the peak of goodput."""
     factors = [float(factor) for factor in args.factors.split(",")]
     rows = [await _row(overload, server, args, factor * args.rate) for factor in factors]
     peak = max(rows, key=lambda row: row["goodput_rps"])
-    over = await _row(overload, server, args, TIMES * peak["rate_rps"])
+    over = await _row(overload, server, args, TIMES * peak["goodput_rps"])
     refusal_s = over["refusal_s"]
     return {
         "rates": rows,

@@ -3,9 +3,9 @@
     draftgate bench overload --json OUT
 
 The gateway's own queue and admission run in front of simulated workers. Requests arrive for a
-minute. Rates go up to a multiple of the rate at the peak of goodput (`--times`). A refused client
-retries at the requested time until it is admitted. Goodput counts requests that met their TTFT and
-TPOT targets, measured from the admitted attempt. The study also computes the earliest feasible
+minute. The last rate is a multiple of the capacity, which is the peak of goodput (`--times`). A
+refused client retries at the requested time until it is admitted. Goodput counts requests that met
+their TTFT and TPOT targets, measured from the admitted attempt. The study also computes the earliest feasible
 retry of a refused client in hindsight, from actual service times (`earliest_s`), and how long the
 server was idle while clients waited (`idle_metrics`).
 """
@@ -26,21 +26,21 @@ FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
 """Offered rates as multiples of the nominal rate."""
 
 TIMES: Final = 3.0
-"""Default rate of the overload as a multiple of the rate at the peak of goodput."""
+"""Default rate of the overload as a multiple of the peak of goodput, the capacity."""
 
 
 def measure(overload: Overload, nominal_rps: float, times: float) -> dict[str, Any]:
     """Return the metrics of all rates and of the overload.
 
     Args:
-        times: rate of the overload as a multiple of the rate at the peak of goodput.
+        times: rate of the overload as a multiple of the peak of goodput.
     """
     rows = [
         overload_metrics(overload, rate, overload.run(rate))
         for rate in (factor * nominal_rps for factor in FACTORS)
     ]
     peak = max(rows, key=lambda row: row["goodput_rps"])
-    rate = times * peak["rate_rps"]
+    rate = times * peak["goodput_rps"]
     over = overload_metrics(overload, rate, overload.run(rate))
     return {
         "rates": rows,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="0",
         help="priorities of the classes, for example --priorities=-1,0,1",
     )
-    parser.add_argument("--times", type=float, default=TIMES, help="rate of the overload / peak")
+    parser.add_argument("--times", type=float, default=TIMES, help="rate of the overload / peak goodput")
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ to admit the request. The gateway recognises clients by the fingerprints of thei
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -176,20 +177,37 @@ class Appointments:
             ahead_s: seconds until the pool has done the work of the waiting requests.
             longer_s: returns the additional seconds that the pool takes for booked work.
         """
-        better = [queue for level, queue in self._by_due.items() if level < priority]
         own = [queue for level, queue in self._by_due.items() if level == priority]
-        gap_s = ahead_s
-        for _ in range(MOST_GAP_STEPS):
+
+        def done_s(gap_s: float) -> float:
+            better_s = self._better_due_s(priority, -math.inf, now_s + gap_s)
             due = now_s + gap_s, self._number + 1
-            better_s, own_s = (
-                self.kept_share * sum(queue.work_before(due) for queue in queues)
-                for queues in (better, own)
-            )
-            done_s = ahead_s + longer_s((better_s, own_s))
-            if done_s <= gap_s + LEAST_GAP_S:
-                break
-            gap_s = done_s
-        return gap_s
+            own_s = self.kept_share * sum(queue.work_before(due) for queue in own)
+            return ahead_s + longer_s((better_s, own_s))
+
+        return _settle(done_s, ahead_s)
+
+    def overtaken_s(
+        self, priority: int, now_s: float, ahead_s: float, longer_s: Callable[[BookedWork], float]
+    ) -> float:
+        """Return the seconds until a waiting request starts, if booked requests overtake it.
+
+        The pool has then done the work ahead, and the work of the bookings in higher-priority
+        classes whose clients return by then. The arguments are those of `gap_s`.
+        """
+
+        def done_s(gap_s: float) -> float:
+            better_s = self._better_due_s(priority, now_s - LATE_S, now_s + gap_s)
+            return ahead_s + longer_s((better_s, 0.0))
+
+        return _settle(done_s, ahead_s)
+
+    def _better_due_s(self, priority: int, after_s: float, before_s: float) -> float:
+        """Return the work of bookings in higher-priority classes that are due in a period."""
+        queues = [queue for level, queue in self._by_due.items() if level < priority]
+        before, after = (before_s, self._number + 1), (after_s, 0)
+        due_s = sum(queue.work_before(before) - queue.work_before(after) for queue in queues)
+        return self.kept_share * due_s
 
     def book(self, booking: Booking, share: float) -> None:
         """Add a booking if its request has a fingerprint and the limit permits it.
@@ -243,3 +261,14 @@ class Appointments:
 
     def _learn(self, *, kept: bool) -> None:
         self.kept_share += _LEARNING * (float(kept) - self.kept_share)
+
+
+def _settle(done_s: Callable[[float], float], first_s: float) -> float:
+    """Return the first time after which the work that is due by then is done."""
+    gap_s = first_s
+    for _ in range(MOST_GAP_STEPS):
+        next_s = done_s(gap_s)
+        if next_s <= gap_s + LEAST_GAP_S:
+            break
+        gap_s = next_s
+    return gap_s

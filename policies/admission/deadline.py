@@ -108,8 +108,8 @@ class Deadline:
         self._rate.observe(view, now_s)
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
-        drain = self._flows.drain(view.service.priority, now_s, self._appointments.classes)
-        predicted = forecast_wait(view, drain, self._correction.factor)
+        drain = self._drain(view, now_s).lasting
+        predicted = self._predict(view, drain, now_s)
         outlook = self._outlook(view, predicted, drain)
         refused = (
             queue_full(view, predicted)
@@ -131,26 +131,44 @@ class Deadline:
             self._rate.admit(predicted.work_s)
             return admit(view, predicted)
         if booking is None:
-            return self._postpone(view, outlook, refused, now_s, again=False)
+            return self._postpone(view, refused, now_s, again=False)
         if not on_time:
             return replace(refused, retry_after_s=booking.due_s - now_s)
         self._appointments.close(booking)
-        return self._postpone(view, outlook, refused, now_s, again=booking.is_kept(now_s))
+        return self._postpone(view, refused, now_s, again=booking.is_kept(now_s))
 
     def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
-        drain = self._flows.drain(view.service.priority, now_s, self._appointments.classes)
-        predicted = forecast_wait(view, drain, self._correction.factor)
-        refused = times_out(view, predicted, waited_s)
+        drain = self._drain(view, now_s).lasting
+        refused = times_out(view, self._predict(view, drain, now_s), waited_s)
         if refused is None:
             return None
         # The client returns to the place that the request leaves.
-        outlook = self._outlook(view, replace(predicted, place_s=predicted.wait_s), drain)
-        return self._postpone(view, outlook, refused, now_s, again=True)
+        queue = replace(view.queue, place_s=view.queue.ahead_s)
+        return self._postpone(replace(view, queue=queue), refused, now_s, again=True)
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         waited_s = ttft_s - (admitted.ttft_s - admitted.wait_s)
         has_target = admitted.service.ttft_s is not None
         self._correction.add_wait(admitted.wait_s, waited_s, has_target=has_target)
+
+    def _drain(self, view: AdmissionView, now_s: float) -> Drain:
+        """Return the drain of the queue of a request's class."""
+        return self._flows.drain(view.service.priority, now_s, self._appointments.classes)
+
+    def _predict(self, view: AdmissionView, drain: Drain, now_s: float) -> WaitForecast:
+        """Return the wait of a request that is admitted now.
+
+        New and returning clients of higher-priority classes overtake the request, so its wait is
+        less certain.
+        """
+        predicted = forecast_wait(view, drain, self._correction.factor)
+        if predicted.wait_s <= 0.0:
+            return predicted
+        longer_s = partial(self._longer_s, view, drain)
+        wait_s = self._appointments.overtaken_s(
+            view.service.priority, now_s, predicted.wait_s, longer_s
+        )
+        return replace(predicted, wait_s=wait_s, grain_s=predicted.grain_s * drain.spread**2)
 
     def _outlook(self, view: AdmissionView, predicted: WaitForecast, drain: Drain) -> _Outlook:
         priority = view.service.priority
@@ -178,26 +196,23 @@ class Deadline:
         return (with_booked_s - drained_s(view, drain, factor, ahead_s)) / drain.worse
 
     def _postpone(
-        self,
-        view: AdmissionView,
-        outlook: _Outlook,
-        refused: Refused,
-        now_s: float,
-        *,
-        again: bool,
+        self, view: AdmissionView, refused: Refused, now_s: float, *, again: bool
     ) -> Refused:
         """Refuse with a time to return, and book this time unless the request is sheddable.
 
         Args:
             again: whether the request takes the first gap instead of a place after all bookings.
         """
+        drain = self._drain(view, now_s)
+        predicted = forecast_wait(view, drain, self._correction.factor)
+        outlook = self._outlook(view, predicted, drain)
         start_s = outlook.ahead_s + outlook.booked_s
         if again:
             start_s = self._appointments.gap_s(
                 view.service.priority,
                 now_s,
                 outlook.ahead_s,
-                partial(self._longer_s, view, outlook.drain),
+                partial(self._longer_s, view, drain),
             )
         retry_s = start_s - TARGET_SHARE * outlook.sure_s
         retry_s = max(refused.retry_after_s, retry_s, LEAST_RETRY_S)

@@ -50,10 +50,14 @@ def test_every_client_gets_a_response_in_the_end(clients: list[Client]) -> None:
 
 
 def test_timely_retries_are_admitted(overload: Overload, clients: list[Client]) -> None:
-    """The server first refuses most clients and later admits at least 90% of timely retries."""
+    """The server first refuses most clients and later admits most timely retries.
+
+    It refuses retries of lower classes again while the highest class fills the server.
+    """
     row = overload_metrics(overload, 0.0, clients)
     assert row["refused_at_first"] > 0.4 * len(clients)
-    assert row["let_in_on_return"] >= 0.9
+    assert row["let_in_on_return"] >= 0.6
+    assert row["classes"][0]["let_in_on_return"] >= 0.9
 
 
 def test_admitted_requests_meet_their_target(overload: Overload, clients: list[Client]) -> None:
@@ -70,16 +74,21 @@ def test_goodput_stays_at_capacity(overload: Overload, clients: list[Client]) ->
     assert goodput_ratio >= LEAST_GOODPUT_RATIO
 
 
+@pytest.mark.parametrize("priorities", [(0,), (-1, 0, 1)])
 @pytest.mark.parametrize(("times", "seconds"), [(3, 15.0), (24, 5.0)])
 def test_server_is_not_idle_while_clients_wait(
-    overload: Overload, times: int, seconds: float
+    overload: Overload, times: int, seconds: float, priorities: tuple[int, ...]
 ) -> None:
-    """A request runs at any time, and the delays are at most 1.5 times the earliest ones."""
-    one_class = replace(overload, services=(ServiceLevel(2.0),), seconds=seconds)
-    clients = one_class.run(times * CAPACITY_RPS)
-    row = overload_metrics(one_class, 0.0, clients)
+    """A request runs at any time, and the delays are at most 1.5 times the earliest ones.
+
+    The end of a short overload is a larger part of it, so three classes leave more time unused.
+    """
+    services = tuple(ServiceLevel(2.0, None, priority) for priority in priorities)
+    changed = replace(overload, services=services, seconds=seconds)
+    clients = changed.run(times * CAPACITY_RPS)
+    row = overload_metrics(changed, 0.0, clients)
     assert row["while_clients_wait"]["idle_s"] < 1.0
-    assert row["while_clients_wait"]["unused_share"] < 0.1
+    assert row["while_clients_wait"]["unused_share"] < (0.1 if len(priorities) == 1 else 0.15)
     assert row["retry_over_earliest"] <= 1.5
     assert all(client.end_s is not None for client in clients)
 

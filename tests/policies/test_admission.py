@@ -180,7 +180,7 @@ def test_bookings_do_not_delay_better_classes() -> None:
     ):
         asked = view(
             fingerprint=900 + priority,
-            service=ServiceLevel(2.0, priority=priority),
+            service=ServiceLevel(3.0, priority=priority),
             queue=QueueView(7, 1024, 0, 0.7, 0.7, 0.7, class_s=own_s),
         )
         assert isinstance(policy.decide(asked, 0.1), answer), (priority, own_s)
@@ -195,16 +195,31 @@ def test_queue_drains_with_the_share_that_better_classes_leave() -> None:
     drain = classes.drain(1, 30.0, booked={0})
     assert drain.strict == pytest.approx(0.4, abs=0.02)
     assert drain.least == 0.25
-    assert drain.wait_s(2.0, 2.0, 1.0) == pytest.approx(2.0 / drain.strict)
+    assert drain.spread == pytest.approx(2.0), "at most"
+    assert classes.drain(0, 30.0).spread == 1.0
+    assert drain.lasting.wait_s(2.0, 2.0, 1.0) == pytest.approx(2.0 / drain.strict)
     assert drain.wait_s(2.0, 0.3, 1.0) == pytest.approx(0.3 * 4)
     assert drain.wait_s(2.0, 0.0, 1.0) == 1.0
-    assert drain.wait_s(90.0, 90.0, 1.0) == pytest.approx(90.0 + 1.5 * 18.0, rel=0.03)
+    assert drain.wait_s(90.0, 90.0, 1.0) == pytest.approx(90.0 + 0.1 * 18.0, rel=0.01)
     assert classes.drain(0, 30.0).wait_s(2.0, 2.0, 1.0) == 2.0
     assert classes.drain(-1, 30.0).worse == 0.75
     assert classes.drain(1, 300.0).least == 1.0, "no request has arrived for long"
     for priority in range(1000):
         classes.add_request(priority, 0.06, 30.0)
     assert len(classes._flows) <= 17
+
+
+def test_returning_clients_of_better_classes_overtake_a_request() -> None:
+    """A request waits for clients of better classes that return before it starts, and not for
+    clients that return later or are late already."""
+    appointments = Appointments()
+    for number, (priority, due_s) in enumerate(
+        [(-1, 8.0), (-1, 10.3), (-1, 10.7), (0, 10.2), (1, 10.2), (-1, 12.0)], start=1
+    ):
+        appointments.book(Booking(number, priority, "", 0.5, due_s, 0.0), 1.0)
+    assert appointments.overtaken_s(0, 10.0, 0.4, sum) == pytest.approx(0.4 + 2 * 0.5)
+    assert appointments.overtaken_s(0, 10.0, 0.2, sum) == 0.2
+    assert appointments.overtaken_s(-1, 10.0, 0.4, sum) == 0.4
 
 
 def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
