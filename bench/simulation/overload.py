@@ -5,9 +5,9 @@
 The gateway's own queue and admission run in front of simulated workers. Requests arrive for a
 minute. The last rate is a multiple of the capacity, which is the peak of goodput (`--times`). A
 refused client retries at the requested time until it is admitted. Goodput counts requests that met
-their TTFT and TPOT targets, measured from the admitted attempt. The study also computes the earliest feasible
-retry of a refused client in hindsight, from actual service times (`earliest_s`), and how long the
-server was idle while clients waited (`idle_metrics`).
+their TTFT and TPOT targets, measured from the admitted attempt. The study also computes the
+earliest feasible retry of a refused client in hindsight, from actual service times (`earliest_s`),
+and how long the server was idle while clients waited (`idle_metrics`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="0",
         help="priorities of the classes, for example --priorities=-1,0,1",
     )
-    parser.add_argument("--times", type=float, default=TIMES, help="rate of the overload / peak goodput")
+    parser.add_argument(
+        "--times", type=float, default=TIMES, help="rate of the overload / peak goodput"
+    )
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -156,9 +156,7 @@ class ClassFlows:
         booked = {level for level in map(_clamp, booked) if level < priority}
         rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}
         better = {
-            level: rate
-            for level, rate in rates.items()
-            if level < priority and rate > LEAST_SHARE
+            level: rate for level, rate in rates.items() if level < priority and rate > LEAST_SHARE
         }
         worse = sum(rate for level, rate in rates.items() if level > priority)
         shares = [
