@@ -7,19 +7,19 @@ The unit is 1 / 60,000,000 of a request or token, so that a quota of `rate` a mi
 units in a microsecond. All levels are therefore integers. Below 2^53 units (150 million tokens),
 they are also exact in double precision, in which Redis computes them.
 
-Released units leave the bucket as if they had never been claimed. The level of a bucket is the
-maximum, over all claims i, of the units of i and of all later claims, less what has drained since
-i (E. Reich, Waiting times when queues are in tandem, 1957). The units of a claim that is not such a
-maximum no longer matter. So a stack represents the bucket:
+Released units leave the bucket as if they had never been reserved. The level of a bucket is the
+maximum, over all reservations i, of the units of i and of all later reservations, less what has
+drained since i (E. Reich, Waiting times when queues are in tandem, 1957). The units of a
+reservation that is not such a maximum no longer matter. So a stack represents the bucket:
 
-- A claim adds its units at the top.
+- A reservation adds its units at the top.
 - Time drains units from the top.
-- A claim releases its own units, and then units of the claims below. The units above are of later
-  claims, and would be in use even without this claim.
+- A reservation releases its own units, and then units of the reservations below. The units above
+  are of later reservations, and would be in use even without this reservation.
 
-When a claim ends, the rest of its units joins the next open claim, even if time has drained the
-units of that claim. So the stack has at most one entry for each open claim, and one for the units
-that the next claim will find at the top.
+When a reservation ends, the rest of its units joins the next open reservation, even if time has
+drained the units of that reservation. So the stack has at most one entry for each open reservation,
+and one for the units that the next reservation will find at the top.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LeakyBucket:
         most: size in requests or tokens.
         at_us: the time of the level.
         level: units in use.
-        numbers: the numbers of the claims on the stack, from bottom to top.
-        units: the units of each of these claims.
+        numbers: the numbers of the reservations on the stack, from bottom to top.
+        units: the units of each of these reservations.
     """
 
     rate: int
@@ -75,10 +75,10 @@ class LeakyBucket:
         self.units[number] = self.units.get(number, 0) + units
 
     def close(self, number: int, released: int, above: int) -> None:
-        """End a claim and release some of its units.
+        """End a reservation and release some of its units.
 
         Args:
-            above: the number of the next open claim, or of the claim that will be the next.
+            above: the number of the next open reservation, or the number that it will have.
         """
         self._take(released, number)
         kept = self.units.pop(number, 0)
@@ -92,7 +92,7 @@ class LeakyBucket:
         self.units[above] = self.units.get(above, 0) + kept
 
     def _take(self, units: int, number: float) -> None:
-        """Take units of the claims up to a number, the highest first."""
+        """Take units of the reservations up to a number, the highest first."""
         begin = end = bisect_right(self.numbers, number)
         left = units
         while left and begin:

@@ -1,13 +1,13 @@
 """Quotas of tenants: an exact ledger of requests and tokens.
 
-A request claims the maximum number of tokens that it may use. It settles the tokens that it used,
+A request reserves the maximum number of tokens that it may use. It settles the tokens that it used,
 and the rest is released for immediate use. All counts are integers. For each tenant and at any
 time,
 
     reserved == settled + released + open.
 
 Limits are leaky buckets (`policies/leaky_bucket.py`). Released units leave a bucket as if they had
-never been claimed.
+never been reserved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_GRACE_S: Final = 1e-3
 
 MOST_TENANTS: Final = 4096
 """Maximum number of tenants, a few megabytes. Beyond it, the least recently used tenants are
-forgotten if they have no open claims and their buckets are empty. A new tenant starts in that
+forgotten if they have no open reservations and their buckets are empty. A new tenant starts in that
 state, so no information is lost."""
 
 _FORGET_TRIES: Final = 8
@@ -109,12 +109,12 @@ UNLIMITED: Final = Quota()
 """No limits. The ledger still records the usage."""
 
 
-class QuotaClaim(NamedTuple):
+class QuotaReservation(NamedTuple):
     """What a request may use of its tenant's quota.
 
     Attributes:
         tokens: the maximum number of tokens.
-        quota: the quota of the tenant. The ledger uses the quota of the last claim.
+        quota: the quota of the tenant. The ledger uses the quota of the last reservation.
         requests: 1 for a request.
     """
 
@@ -125,15 +125,15 @@ class QuotaClaim(NamedTuple):
     requests: int = 1
 
     def amount(self, limit: Limit) -> int:
-        """Return the claimed requests or tokens."""
+        """Return the reserved requests or tokens."""
         return self.requests if limit is Limit.REQUESTS else self.tokens
 
 
 class Settlement(NamedTuple):
-    """What a request has used of its claim.
+    """What a request has used of its reservation.
 
     Attributes:
-        tokens: the number of used tokens, which may exceed the claim.
+        tokens: the number of used tokens, which may exceed the reservation.
         requests: 1, or 0 for a request that the quota of requests ignores.
     """
 
@@ -164,10 +164,12 @@ class Shortage:
     most: int
 
 
-def shortage_of(claim: QuotaClaim, limit: Limit, wait_us: int | None) -> Shortage:
-    """Return the shortage of a claim that has to wait for a limit, or never fits (None)."""
+def shortage_of(reservation: QuotaReservation, limit: Limit, wait_us: int | None) -> Shortage:
+    """Return the shortage of a reservation that has to wait for a limit, or never fits (None)."""
     retry_after_s = None if wait_us is None else wait_us / 1e6 + RETRY_GRACE_S
-    return Shortage(limit, retry_after_s, claim.amount(limit), claim.quota.limits()[limit][1])
+    return Shortage(
+        limit, retry_after_s, reservation.amount(limit), reservation.quota.limits()[limit][1]
+    )
 
 
 class Totals(NamedTuple):
@@ -184,8 +186,8 @@ class _Account:
     """The state of a tenant.
 
     Attributes:
-        number: the number of the last claim.
-        open_numbers: the numbers of the open claims, in increasing order.
+        number: the number of the last reservation.
+        open_numbers: the numbers of the open reservations, in increasing order.
     """
 
     buckets: dict[Limit, LeakyBucket] = field(default_factory=dict)
@@ -201,7 +203,7 @@ class _Account:
     def use(self, quota: Quota, now_us: int) -> None:
         """Drain all buckets until a time, and use a quota from then on.
 
-        What the tenant has used of a limit stays in use. A new limit ignores earlier claims.
+        What the tenant has used of a limit stays in use. A new limit ignores earlier reservations.
         """
         self.drain(now_us)
         old, self.buckets = self.buckets, {}
@@ -209,21 +211,23 @@ class _Account:
             bucket = self.buckets[limit] = old.get(limit) or LeakyBucket(rate, most, now_us)
             bucket.rate, bucket.most = rate, most
 
-    def open(self, claim: QuotaClaim) -> None:
-        """Add a claim."""
+    def open(self, reservation: QuotaReservation) -> None:
+        """Add a reservation."""
         self.number += 1
         self.open_numbers.append(self.number)
         for limit, bucket in self.buckets.items():
-            bucket.add(self.number, claim.amount(limit) * UNITS)
+            bucket.add(self.number, reservation.amount(limit) * UNITS)
         reserved, settled, released, open_ = self.totals
-        self.totals = Totals(reserved + claim.tokens, settled, released, open_ + claim.tokens)
+        self.totals = Totals(
+            reserved + reservation.tokens, settled, released, open_ + reservation.tokens
+        )
 
-    def close(self, number: int, claim: QuotaClaim, used: Settlement) -> None:
-        """End a claim. Tokens beyond the claim are claimed now."""
-        excess = max(used.tokens - claim.tokens, 0)
+    def close(self, number: int, reservation: QuotaReservation, used: Settlement) -> None:
+        """End a reservation. Tokens beyond the reservation are reserved now."""
+        excess = max(used.tokens - reservation.tokens, 0)
         unused = {
-            Limit.REQUESTS: claim.requests - used.requests,
-            Limit.TOKENS: claim.tokens + excess - used.tokens,
+            Limit.REQUESTS: reservation.requests - used.requests,
+            Limit.TOKENS: reservation.tokens + excess - used.tokens,
         }
         at = bisect_left(self.open_numbers, number)
         del self.open_numbers[at]
@@ -237,32 +241,32 @@ class _Account:
             reserved + excess,
             settled + used.tokens,
             released + unused[Limit.TOKENS],
-            open_ - claim.tokens,
+            open_ - reservation.tokens,
         )
 
     def is_idle(self, now_us: int) -> bool:
-        """Return whether no claim is open and all buckets are empty."""
+        """Return whether no reservation is open and all buckets are empty."""
         self.drain(now_us)
         return not self.open_numbers and not any(one.level for one in self.buckets.values())
 
 
 @dataclass(slots=True)
 class QuotaLedger:
-    """The tokens and requests that tenants have claimed, used and released.
+    """The tokens and requests that tenants have reserved, used and released.
 
-    A claim or settlement takes O(log open claims of the tenant), and so does the memory store in
-    `gateway/state/`. The ledger treats time that decreases as unchanged time.
+    A reservation or settlement takes O(log open reservations of the tenant), and so does the memory
+    store in `gateway/state/`. The ledger treats time that decreases as unchanged time.
     """
 
     most_tenants: int = MOST_TENANTS
     _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
-    _open: dict[str, tuple[int, QuotaClaim]] = field(default_factory=dict)
+    _open: dict[str, tuple[int, QuotaReservation]] = field(default_factory=dict)
     _now_us: int = 0
 
-    def reserve(self, claim: QuotaClaim, now_s: float) -> Shortage | None:
+    def reserve(self, reservation: QuotaReservation, now_s: float) -> Shortage | None:
         """Reserve what a request may use, or reserve nothing.
 
-        A request that has a claim keeps that claim.
+        A request that has a reservation keeps that reservation.
 
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
@@ -270,31 +274,31 @@ class QuotaLedger:
         Raises:
             ValueError: tokens are negative.
         """
-        if claim.tokens < 0:
-            raise ValueError(f"cannot reserve {claim.tokens} tokens")
-        if claim.request_id in self._open:
+        if reservation.tokens < 0:
+            raise ValueError(f"cannot reserve {reservation.tokens} tokens")
+        if reservation.request_id in self._open:
             return None
-        account = self._account(claim, now_s)
-        shortage = _shortage(account, claim)
+        account = self._account(reservation, now_s)
+        shortage = _shortage(account, reservation)
         if shortage is None:
-            self._add(account, claim)
+            self._add(account, reservation)
         return shortage
 
-    def restore(self, claim: QuotaClaim, now_s: float) -> None:
+    def restore(self, reservation: QuotaReservation, now_s: float) -> None:
         """Reserve what a request may use, even beyond the quota.
 
-        A request that has a claim keeps that claim.
+        A request that has a reservation keeps that reservation.
         """
-        if claim.request_id not in self._open:
-            self._add(self._account(claim, now_s), claim)
+        if reservation.request_id not in self._open:
+            self._add(self._account(reservation, now_s), reservation)
 
-    def settle(self, used: Settlement, now_s: float) -> QuotaClaim | None:
-        """End a claim, charge what the request has used, and release the rest.
+    def settle(self, used: Settlement, now_s: float) -> QuotaReservation | None:
+        """End a reservation, charge what the request has used, and release the rest.
 
-        Tokens beyond the claim are reserved now and count against the quota.
+        Tokens beyond the reservation are reserved now and count against the quota.
 
         Returns:
-            The claim, or None if the request has none.
+            The reservation, or None if the request has none.
 
         Raises:
             ValueError: tokens are negative.
@@ -303,20 +307,20 @@ class QuotaLedger:
             raise ValueError(f"cannot have used {used.tokens} tokens")
         if used.request_id not in self._open:
             return None
-        number, claim = self._open.pop(used.request_id)
-        account = self._accounts[claim.tenant]
+        number, reservation = self._open.pop(used.request_id)
+        account = self._accounts[reservation.tenant]
         account.drain(self._advance(now_s))
-        account.close(number, claim, used)
-        return claim
+        account.close(number, reservation, used)
+        return reservation
 
     def charge(self, request_id: str, now_s: float) -> None:
-        """End the claim of a request, if it has one, and charge the claim in full."""
+        """End the reservation of a request, if it has one, and charge the reservation in full."""
         if request_id in self._open:
-            _, claim = self._open[request_id]
-            self.settle(Settlement(request_id, claim.tokens, claim.requests), now_s)
+            _, reservation = self._open[request_id]
+            self.settle(Settlement(request_id, reservation.tokens, reservation.requests), now_s)
 
     def holds(self, request_id: str) -> bool:
-        """Return whether a request has a claim."""
+        """Return whether a request has a reservation."""
         return request_id in self._open
 
     def totals(self, tenant: str) -> Totals:
@@ -336,21 +340,21 @@ class QuotaLedger:
         self._now_us = max(self._now_us, round(now_s * 1e6))
         return self._now_us
 
-    def _account(self, claim: QuotaClaim, now_s: float) -> _Account:
-        """Return the account of a claim's tenant, which uses the claim's quota from now on."""
+    def _account(self, reservation: QuotaReservation, now_s: float) -> _Account:
+        """Return the account of a tenant, which uses the reservation's quota from now on."""
         now_us = self._advance(now_s)
-        if claim.tenant not in self._accounts:
+        if reservation.tenant not in self._accounts:
             self._forget_idle()
-            self._accounts[claim.tenant] = _Account()
-        self._accounts.move_to_end(claim.tenant)
-        account = self._accounts[claim.tenant]
-        if account.buckets or claim.quota.is_limited:
-            account.use(claim.quota, now_us)
+            self._accounts[reservation.tenant] = _Account()
+        self._accounts.move_to_end(reservation.tenant)
+        account = self._accounts[reservation.tenant]
+        if account.buckets or reservation.quota.is_limited:
+            account.use(reservation.quota, now_us)
         return account
 
-    def _add(self, account: _Account, claim: QuotaClaim) -> None:
-        account.open(claim)
-        self._open[claim.request_id] = account.number, claim
+    def _add(self, account: _Account, reservation: QuotaReservation) -> None:
+        account.open(reservation)
+        self._open[reservation.request_id] = account.number, reservation
 
     def _forget_idle(self) -> None:
         """Forget some idle tenants if the ledger exceeds its maximum."""
@@ -363,13 +367,13 @@ class QuotaLedger:
                 self._accounts.move_to_end(tenant)
 
 
-def _shortage(account: _Account, claim: QuotaClaim) -> Shortage | None:
+def _shortage(account: _Account, reservation: QuotaReservation) -> Shortage | None:
     """Return the shortage with the longest wait, or None."""
     longest: tuple[int, Limit] | None = None
     for limit, bucket in account.buckets.items():
-        wait_us = bucket.wait_us(claim.amount(limit))
+        wait_us = bucket.wait_us(reservation.amount(limit))
         if wait_us is None:
-            return shortage_of(claim, limit, None)
+            return shortage_of(reservation, limit, None)
         if wait_us > (longest[0] if longest else 0):
             longest = wait_us, limit
-    return longest and shortage_of(claim, longest[1], longest[0])
+    return longest and shortage_of(reservation, longest[1], longest[0])

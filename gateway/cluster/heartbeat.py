@@ -1,6 +1,6 @@
 """The heartbeat of a node, which runs once a second.
 
-The heartbeat reports the node's workers, renews its leases and its claims on quotas, and finds
+The heartbeat reports the node's workers, renews its leases and quota reservations, and finds
 workers of other nodes.
 """
 
@@ -86,7 +86,7 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def beat(self) -> None:
-        """Report workers, renew leases and claims, and dispatch queued requests that now fit."""
+        """Report workers, renew leases and reservations, and dispatch requests that now fit."""
         self._queue.pump()  # memory may become free without an event on this node
         for number, worker in enumerate(self._fleet.own):
             if not self._left:

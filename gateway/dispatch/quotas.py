@@ -1,4 +1,4 @@
-"""The quotas of tenants, and the claims of this node's requests on them."""
+"""The quotas of tenants, and the reservations of this node's requests on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.quotas import (
     UNLIMITED,
     Quota,
-    QuotaClaim,
+    QuotaReservation,
     Settlement,
     Shortage,
     release_of,
@@ -20,14 +20,14 @@ class Quotas:
     """The quotas of tenants, which hold for all nodes that share the store."""
 
     def __init__(self, store: QuotaStore, quotas: Mapping[str, Quota]) -> None:
-        """Start without claims.
+        """Start without reservations.
 
         Args:
             quotas: quotas by tenant. Other tenants have no quota.
         """
         self._store = store
         self._quotas = quotas
-        self._held: dict[str, QuotaClaim] = {}
+        self._held: dict[str, QuotaReservation] = {}
 
     async def reserve(self, tenant: str, request_id: str, tokens: int) -> Shortage | None:
         """Reserve a request and its maximum number of tokens, or reserve nothing.
@@ -35,10 +35,12 @@ class Quotas:
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
         """
-        claim = QuotaClaim(request_id, tenant, tokens, self._quotas.get(tenant, UNLIMITED))
-        shortage = await self._store.reserve(claim, LEASE_S)
+        reservation = QuotaReservation(
+            request_id, tenant, tokens, self._quotas.get(tenant, UNLIMITED)
+        )
+        shortage = await self._store.reserve(reservation, LEASE_S)
         if shortage is None:
-            self._held[request_id] = claim
+            self._held[request_id] = reservation
         return shortage
 
     async def settle(self, request_id: str, used_tokens: int) -> None:
@@ -50,7 +52,7 @@ class Quotas:
         await self._end(release_of(request_id))
 
     async def renew(self) -> None:
-        """Renew the claims of all open requests."""
+        """Renew the reservations of all open requests."""
         await self._store.renew(tuple(self._held.values()), LEASE_S)
 
     def change(self, quotas: Mapping[str, Quota]) -> None:

@@ -255,7 +255,7 @@ class GuardedStore:
         await self._remote.renew((), self._ttl_s)
 
     async def _restore_leases(self) -> None:
-        """Update the remote store with the leases of this gateway, and settle its claims."""
+        """Update the remote store with the leases of this gateway, and settle its reservations."""
         self._start_releases()
         self.quotas.start_sending()
         with suppress(StoreError):  # the next renewal tries again

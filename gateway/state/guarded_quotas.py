@@ -1,8 +1,8 @@
 """Quotas that wrap a remote store and always respond in time.
 
-A *mirror* has the claims of this gateway. While the remote store does not respond, the mirror
+A *mirror* has the reservations of this gateway. While the remote store does not respond, the mirror
 decides with an equal share of each quota, and this gateway is *alone*. Later, the remote store gets
-the claims that are still open, and what the others have used.
+the reservations that are still open, and what the others have used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from draftgate.gateway.state.store import FORGET_S, StoreError
 from draftgate.policies.quotas import (
     Limit,
     Quota,
-    QuotaClaim,
     QuotaLedger,
+    QuotaReservation,
     Settlement,
     Shortage,
     Totals,
@@ -29,9 +29,9 @@ from draftgate.policies.quotas import (
 )
 
 AT_ONCE: Final = 100
-"""Claims per call of renew or settle.
+"""Reservations per call of renew or settle.
 
-The server needs 1.7 ms for 100 settlements, and 1.6 ms to restore 100 lost claims. That is a
+The server needs 1.7 ms for 100 settlements, and 1.6 ms to restore 100 lost reservations. That is a
 twelfth of the deadline (Redis 7.0 on a busy machine, AMD EPYC, 2026-11-23)."""
 
 
@@ -51,43 +51,43 @@ class GuardedQuotas:
         self._mirror = QuotaLedger()
         self._gateways = 1
         self._ttl_s = FORGET_S
-        # Open claims that the remote store may not know, with the whole quota of their tenants.
-        self._alone: dict[str, QuotaClaim] = {}
-        # What other claims of that kind have used, and what the remote store gets in their place.
+        # Open reservations that the remote store may not know, with the tenants' whole quotas.
+        self._alone: dict[str, QuotaReservation] = {}
+        # What ended reservations of that kind have used, and what the remote store gets for them.
         self._used_alone = QuotaLedger()
         self._quotas: dict[str, Quota] = {}
-        self._debts: dict[str, QuotaClaim] = {}
-        # Settlements to send, until their claims have expired.
+        self._debts: dict[str, QuotaReservation] = {}
+        # Settlements to send, until their reservations have expired.
         self._pending: dict[str, tuple[Settlement, float]] = {}
         self._sending: asyncio.Task[None] | None = None
-        # A renewal would restore a claim that is settled at the same time.
+        # A renewal would restore a reservation that is settled at the same time.
         self._writing = asyncio.Lock()
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes.
 
-        A claim on an unlimited quota stays in this process.
+        A reservation on an unlimited quota stays in this process.
         """
-        request_id, now_s = claim.request_id, self._clock()
-        if not claim.quota.is_limited:
-            return self._mirror.reserve(claim, now_s)
-        call = partial(self._remote.reserve, claim, ttl_s)
+        request_id, now_s = reservation.request_id, self._clock()
+        if not reservation.quota.is_limited:
+            return self._mirror.reserve(reservation, now_s)
+        call = partial(self._remote.reserve, reservation, ttl_s)
         try:
-            shortage = await self._calls.run(call, partial(self._end_if_ended, claim))
+            shortage = await self._calls.run(call, partial(self._end_if_ended, reservation))
         except asyncio.CancelledError:
             self._schedule(release_of(request_id))
             raise
         except StoreError:
-            return self._reserve_alone(claim)
+            return self._reserve_alone(reservation)
         if shortage is None:
-            self._mirror.restore(claim, now_s)
+            self._mirror.restore(reservation, now_s)
         return shortage
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
-        """Extend claims, as `QuotaStore.renew` describes."""
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
+        """Extend reservations, as `QuotaStore.renew` describes."""
         self._ttl_s = ttl_s
         async with self._writing:
-            open_ = [one for one in claims if one.quota.is_limited and self._is_open(one)]
+            open_ = [one for one in reservations if one.quota.is_limited and self._is_open(one)]
             if self._calls.outage is None:
                 self._take_debts()
             try:
@@ -98,14 +98,14 @@ class GuardedQuotas:
         return self._gateways
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End claims, as `QuotaStore.settle` describes.
+        """End reservations, as `QuotaStore.settle` describes.
 
         A background task sends settlements in batches, and repeats them after a failure.
         """
         now_s = self._clock()
         for used in settlements:
-            claim = self._mirror.settle(used, now_s)
-            if claim is None or not claim.quota.is_limited:
+            reservation = self._mirror.settle(used, now_s)
+            if reservation is None or not reservation.quota.is_limited:
                 continue
             alone = self._alone.pop(used.request_id, None)
             if alone is None:
@@ -115,7 +115,7 @@ class GuardedQuotas:
                 self._schedule(release_of(used.request_id))  # a lost response may have granted it
 
     async def totals(self, tenant: str) -> Totals:
-        """Return the totals of this gateway's requests, with claims that it restored."""
+        """Return the totals of this gateway's requests, with reservations that it restored."""
         return self._mirror.totals(tenant)
 
     def start_sending(self) -> None:
@@ -129,67 +129,73 @@ class GuardedQuotas:
         if self._sending is not None:
             await self._sending
 
-    def _is_open(self, claim: QuotaClaim) -> bool:
-        return self._mirror.holds(claim.request_id)
+    def _is_open(self, reservation: QuotaReservation) -> bool:
+        return self._mirror.holds(reservation.request_id)
 
-    def _reserve_alone(self, claim: QuotaClaim) -> Shortage | None:
+    def _reserve_alone(self, reservation: QuotaReservation) -> Shortage | None:
         """Reserve from this gateway's share of the quota."""
-        share = claim._replace(quota=claim.quota.share(self._gateways, claim.tokens))
+        share = reservation._replace(
+            quota=reservation.quota.share(self._gateways, reservation.tokens)
+        )
         shortage = self._mirror.reserve(share, self._clock())
         if shortage is None:
-            self._alone[claim.request_id] = claim
+            self._alone[reservation.request_id] = reservation
         return shortage
 
-    def _owe(self, claim: QuotaClaim, used: Settlement) -> None:
-        """Note what a claim has used that the remote store may not know."""
-        quota = claim.quota.share(self._gateways, used.tokens)
-        charge = QuotaClaim(used.request_id, claim.tenant, used.tokens, quota, used.requests)
+    def _owe(self, reservation: QuotaReservation, used: Settlement) -> None:
+        """Note what a reservation has used that the remote store may not know."""
+        quota = reservation.quota.share(self._gateways, used.tokens)
+        charge = QuotaReservation(
+            used.request_id, reservation.tenant, used.tokens, quota, used.requests
+        )
         self._used_alone.restore(charge, self._clock())
         self._used_alone.charge(used.request_id, self._clock())
-        self._quotas[claim.tenant] = claim.quota
+        self._quotas[reservation.tenant] = reservation.quota
 
     def _take_debts(self) -> None:
-        """Make one claim for what the claims of each tenant have used and still use."""
+        """Make one reservation for what the reservations of each tenant have used and still use."""
         for tenant, used in self._used_alone.usage(self._clock()):
             if not any(used.values()):
                 continue
             amounts = used.get(Limit.TOKENS, 0), self._quotas[tenant], used.get(Limit.REQUESTS, 0)
-            debt = QuotaClaim(f"debt-{secrets.token_hex(8)}", tenant, *amounts)
+            debt = QuotaReservation(f"debt-{secrets.token_hex(8)}", tenant, *amounts)
             self._debts[debt.request_id] = debt
         self._used_alone = QuotaLedger()
         self._quotas.clear()
 
-    async def _renew_remotely(self, claims: Sequence[QuotaClaim]) -> None:
-        """Renew claims in the remote store, in calls that are short enough for the deadline.
+    async def _renew_remotely(self, reservations: Sequence[QuotaReservation]) -> None:
+        """Renew reservations in the remote store, in calls that are short enough for the deadline.
 
         Raises:
-            StoreError: some claims were not renewed.
+            StoreError: some reservations were not renewed.
         """
-        for begin in range(0, max(1, len(claims)), AT_ONCE):
-            some = claims[begin : begin + AT_ONCE]
+        for begin in range(0, max(1, len(reservations)), AT_ONCE):
+            some = reservations[begin : begin + AT_ONCE]
             known = partial(self._on_known, some)
             call = partial(self._remote.renew, some, self._ttl_s)
             self._gateways = await self._calls.run(call, known)
             known()
 
-    def _on_known(self, claims: Sequence[QuotaClaim]) -> None:
-        """Note that the remote store knows some claims, which may have ended meanwhile."""
-        for claim in claims:
-            request_id = claim.request_id
+    def _on_known(self, reservations: Sequence[QuotaReservation]) -> None:
+        """Note that the remote store knows some reservations, which may have ended meanwhile."""
+        for reservation in reservations:
+            request_id = reservation.request_id
             if self._debts.pop(request_id, None) is not None:
-                self._schedule(Settlement(request_id, claim.tokens, claim.requests))
-            elif self._is_open(claim):
+                self._schedule(Settlement(request_id, reservation.tokens, reservation.requests))
+            elif self._is_open(reservation):
                 self._alone.pop(request_id, None)
             else:
-                self._end_if_ended(claim)
+                self._end_if_ended(reservation)
 
-    def _end_if_ended(self, claim: QuotaClaim) -> None:
-        """End a claim that the remote store may have got after the end of its request.
+    def _end_if_ended(self, reservation: QuotaReservation) -> None:
+        """End a reservation that the remote store may have got after the end of its request.
 
         A pending settlement is sent again, because the store may have ignored it before.
         """
-        if not self._is_open(claim):
-            used, _ = self._pending.get(claim.request_id, (release_of(claim.request_id), 0.0))
+        if not self._is_open(reservation):
+            used, _ = self._pending.get(
+                reservation.request_id, (release_of(reservation.request_id), 0.0)
+            )
             self._schedule(used)
 
     def _schedule(self, used: Settlement) -> None:
@@ -197,7 +203,7 @@ class GuardedQuotas:
         self._pending.pop(used.request_id, None)  # insert again, to keep the order by time
         self._pending[used.request_id] = used, now_s + self._ttl_s
         while next(iter(self._pending.values()))[1] <= now_s:
-            del self._pending[next(iter(self._pending))]  # the claim has expired
+            del self._pending[next(iter(self._pending))]  # the reservation has expired
         self.start_sending()
 
     async def _send(self) -> None:

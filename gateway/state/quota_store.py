@@ -1,8 +1,8 @@
 """The contract of a store of quotas, and its implementation in memory.
 
-A *claim* reserves what a request may use of its tenant's quota (`draftgate.policies.quotas`). The
-store has the clock. A claim that its gateway does not renew expires, and is then charged in full,
-because the request may have used its tokens. Every store passes the tests in
+A *reservation* contains what a request may use of its tenant's quota (`draftgate.policies.quotas`).
+The store has the clock. A reservation that its gateway does not renew expires, and is then charged
+in full, because the request may have used its tokens. Every store passes the tests in
 `tests/gateway/quota_contract.py`.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from draftgate.gateway.state.expiries import Expiries
-from draftgate.policies.quotas import QuotaClaim, QuotaLedger, Settlement, Shortage, Totals
+from draftgate.policies.quotas import QuotaLedger, QuotaReservation, Settlement, Shortage, Totals
 
 
 class QuotaStore(Protocol):
@@ -23,22 +23,22 @@ class QuotaStore(Protocol):
         StoreError: from any method of a remote store (`GuardedQuotas` handles it).
     """
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, or reserve nothing, in one atomic step.
 
-        The claim ends at `settle`, or after `ttl_s` seconds. A repeated call extends the claim.
+        The reservation ends at `settle`, or after `ttl_s` seconds. A repeated call extends it.
 
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
         """
         ...
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
-        """Extend claims to `ttl_s` seconds from now.
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
+        """Extend reservations to `ttl_s` seconds from now.
 
-        The store restores a claim that it does not know, even beyond the quota. Such a claim
-        exists, but the store has lost it, or did not respond when the claim was made. Therefore
-        pass all open claims.
+        The store restores a reservation that it does not know, even beyond the quota. Such a
+        reservation exists, but the store has lost it, or did not respond when it was made.
+        Therefore pass all open reservations.
 
         Returns:
             The number of gateways that share the quotas, including this gateway.
@@ -46,7 +46,7 @@ class QuotaStore(Protocol):
         ...
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End claims, charge what their requests have used, and release the rest.
+        """End reservations, charge what their requests have used, and release the rest.
 
         Unknown requests are ignored.
         """
@@ -73,24 +73,24 @@ class MemoryQuotas:
         self._ledger = QuotaLedger()
         self._expiries = Expiries()
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
         now_s = self._prune()
-        shortage = self._ledger.reserve(claim, now_s)
+        shortage = self._ledger.reserve(reservation, now_s)
         if shortage is None:
-            self._expiries.put(claim.request_id, now_s + ttl_s)
+            self._expiries.put(reservation.request_id, now_s + ttl_s)
         return shortage
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
-        """Extend claims, as `QuotaStore.renew` describes."""
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
+        """Extend reservations, as `QuotaStore.renew` describes."""
         now_s = self._prune()
-        for claim in claims:
-            self._ledger.restore(claim, now_s)
-            self._expiries.put(claim.request_id, now_s + ttl_s)
+        for reservation in reservations:
+            self._ledger.restore(reservation, now_s)
+            self._expiries.put(reservation.request_id, now_s + ttl_s)
         return 1
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End claims, as `QuotaStore.settle` describes."""
+        """End reservations, as `QuotaStore.settle` describes."""
         now_s = self._prune()
         for used in settlements:
             self._ledger.settle(used, now_s)
@@ -102,7 +102,7 @@ class MemoryQuotas:
         return self._ledger.totals(tenant)
 
     def _prune(self) -> float:
-        """Charge expired claims in full, and return the time in seconds."""
+        """Charge expired reservations in full, and return the time in seconds."""
         now_s = self._clock()
         for request_id in self._expiries.pop_due(now_s):
             self._ledger.charge(request_id, now_s)

@@ -17,7 +17,7 @@ from draftgate.gateway.state.store import (
     StoreError,
     WorkerReport,
 )
-from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
+from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 
 class FlakyStore:
@@ -100,13 +100,13 @@ class FlakyQuotas:
     def _inner(self) -> QuotaStore:
         return self._store.inner.quotas
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         await self._store.trouble("reserve_quota")
-        return await self._inner.reserve(claim, ttl_s)
+        return await self._inner.reserve(reservation, ttl_s)
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
         await self._store.trouble("renew_quota")
-        await self._inner.renew(claims, ttl_s)
+        await self._inner.renew(reservations, ttl_s)
         return self._store.gateways
 
     async def settle(self, settlements: Collection[Settlement]) -> None:

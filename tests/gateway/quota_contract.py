@@ -8,7 +8,7 @@ from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.quotas import (
     Limit,
     Quota,
-    QuotaClaim,
+    QuotaReservation,
     Settlement,
     Shortage,
     Totals,
@@ -21,14 +21,16 @@ TOKENS = Quota(tokens_per_minute=600)
 TTL_S = 30.0
 
 
-def claim(name: str, tokens: int = 1, quota: Quota = SIXTY, tenant: str = "t") -> QuotaClaim:
-    return QuotaClaim(name, tenant, tokens, quota)
+def reservation(
+    name: str, tokens: int = 1, quota: Quota = SIXTY, tenant: str = "t"
+) -> QuotaReservation:
+    return QuotaReservation(name, tenant, tokens, quota)
 
 
 async def granted(quotas: QuotaStore, count: int, begin: int = 0, quota: Quota = SIXTY) -> int:
     """Send requests of one tenant, and return the number of granted requests."""
     found = [
-        await quotas.reserve(claim(f"r{begin + index}", quota=quota), TTL_S)
+        await quotas.reserve(reservation(f"r{begin + index}", quota=quota), TTL_S)
         for index in range(count)
     ]
     return found.count(None)
@@ -50,7 +52,7 @@ class QuotaContract:
     async def test_exactly_the_burst_fits_at_one_time(self, quotas: QuotaStore) -> None:
         """The store grants exactly 60 requests at one time, and names the wait for the next."""
         assert await granted(quotas, 100) == 60
-        short = await quotas.reserve(claim("more"), TTL_S)
+        short = await quotas.reserve(reservation("more"), TTL_S)
         assert short == Shortage(Limit.REQUESTS, pytest.approx(1.001), 1, 60)
 
     async def test_the_rate_refills_the_burst(self, timed: Timed, quotas: QuotaStore) -> None:
@@ -62,40 +64,40 @@ class QuotaContract:
             await timed.pass_time(0.000001)
             assert await granted(quotas, 5, 100 * second + 110) == 1
 
-    async def test_a_claim_beyond_the_burst_never_fits(self, quotas: QuotaStore) -> None:
-        """The shortage of a claim that never fits has no time, and the totals stay zero."""
-        short = await quotas.reserve(claim("r", 601, TOKENS), TTL_S)
+    async def test_a_reservation_beyond_the_burst_never_fits(self, quotas: QuotaStore) -> None:
+        """The shortage of a reservation that never fits has no time, and the totals stay zero."""
+        short = await quotas.reserve(reservation("r", 601, TOKENS), TTL_S)
         assert short == Shortage(Limit.TOKENS, None, 601, 600)
         assert await quotas.totals("t") == Totals()
 
     async def test_unused_tokens_return_at_once(self, quotas: QuotaStore) -> None:
-        """A settled claim returns its unused tokens, and the excess of another claim counts."""
-        assert await quotas.reserve(claim("a", 600, TOKENS), TTL_S) is None
-        assert await quotas.reserve(claim("b", 1, TOKENS), TTL_S) is not None
+        """A settled reservation returns its unused tokens, and excess tokens of another count."""
+        assert await quotas.reserve(reservation("a", 600, TOKENS), TTL_S) is None
+        assert await quotas.reserve(reservation("b", 1, TOKENS), TTL_S) is not None
         await quotas.settle([Settlement("a", 100)])
-        assert await quotas.reserve(claim("b", 500, TOKENS), TTL_S) is None
+        assert await quotas.reserve(reservation("b", 500, TOKENS), TTL_S) is None
         await quotas.settle([Settlement("b", 700)])
-        short = await quotas.reserve(claim("c", 1, TOKENS), TTL_S)
+        short = await quotas.reserve(reservation("c", 1, TOKENS), TTL_S)
         assert short is not None
         assert short.retry_after_s == pytest.approx(20.101)
         assert await quotas.totals("t") == Totals(1300, 800, 500, 0)
 
-    async def test_a_refund_takes_nothing_that_later_claims_use(
+    async def test_a_refund_takes_nothing_that_later_reservations_use(
         self, timed: Timed, quotas: QuotaStore
     ) -> None:
-        """A refund of units that time has drained does not return the units of later claims."""
-        assert await quotas.reserve(claim("a", 600, TOKENS), TTL_S) is None
+        """A refund of units that time has drained returns no units of later reservations."""
+        assert await quotas.reserve(reservation("a", 600, TOKENS), TTL_S) is None
         await timed.pass_time(20.0)
-        assert await quotas.reserve(claim("b", 200, TOKENS), TTL_S) is None
+        assert await quotas.reserve(reservation("b", 200, TOKENS), TTL_S) is None
         await quotas.settle([Settlement("a", 0)])
-        assert await quotas.reserve(claim("c", 401, TOKENS), TTL_S) is not None
-        assert await quotas.reserve(claim("c", 400, TOKENS), TTL_S) is None
+        assert await quotas.reserve(reservation("c", 401, TOKENS), TTL_S) is not None
+        assert await quotas.reserve(reservation("c", 400, TOKENS), TTL_S) is None
 
     async def test_repeated_calls_have_no_further_effect(self, quotas: QuotaStore) -> None:
         """A repeated reservation, renewal or settlement changes no total."""
         for _ in range(2):
-            assert await quotas.reserve(claim("a", 10, TOKENS), TTL_S) is None
-            await quotas.renew([claim("a", 10, TOKENS)], TTL_S)
+            assert await quotas.reserve(reservation("a", 10, TOKENS), TTL_S) is None
+            await quotas.renew([reservation("a", 10, TOKENS)], TTL_S)
         assert await quotas.totals("t") == Totals(10, 0, 0, 10)
         for _ in range(2):
             await quotas.settle([Settlement("a", 4), Settlement("unknown", 9)])
@@ -107,28 +109,28 @@ class QuotaContract:
         await quotas.settle([release_of("r7")])
         assert await granted(quotas, 5, 100) == 1
 
-    async def test_an_expired_claim_is_charged_in_full(
+    async def test_an_expired_reservation_is_charged_in_full(
         self, timed: Timed, quotas: QuotaStore
     ) -> None:
-        """A claim without renewal is charged in full after its time, and a renewed claim is not."""
+        """An expired reservation is charged in full, and a renewed reservation is not."""
         for name in ("dead", "live"):
-            assert await quotas.reserve(claim(name, 200, TOKENS), TTL_S) is None
+            assert await quotas.reserve(reservation(name, 200, TOKENS), TTL_S) is None
         await timed.pass_time(TTL_S - 1)
-        await quotas.renew([claim("live", 200, TOKENS)], TTL_S)
+        await quotas.renew([reservation("live", 200, TOKENS)], TTL_S)
         await timed.pass_time(1.0)
         assert await quotas.totals("t") == Totals(400, 200, 0, 200)
         await quotas.settle([Settlement("dead", 0), Settlement("live", 50)])
         assert await quotas.totals("t") == Totals(400, 250, 150, 0)
 
-    async def test_a_lost_claim_is_restored(self, timed: Timed) -> None:
-        """A renewal restores a lost claim, even beyond the quota."""
-        held = [claim(name, 400, TOKENS) for name in "ab"]
+    async def test_a_lost_reservation_is_restored(self, timed: Timed) -> None:
+        """A renewal restores a lost reservation, even beyond the quota."""
+        held = [reservation(name, 400, TOKENS) for name in "ab"]
         await timed.store.quotas.reserve(held[0], TTL_S)
         await timed.flush()
         quotas = timed.store.quotas
         await quotas.renew(held, TTL_S)
         assert await quotas.totals("t") == Totals(800, 0, 0, 800)
-        short = await quotas.reserve(claim("c", 1, TOKENS), TTL_S)
+        short = await quotas.reserve(reservation("c", 1, TOKENS), TTL_S)
         assert short is not None
         assert short.retry_after_s == pytest.approx(20.101)
 
@@ -145,8 +147,10 @@ class QuotaContract:
         """The use of one tenant does not count against another, whatever their names are."""
         names = ["t", "", "t:requests", "a b\nc", "ä 1 2"]
         for name in names:
-            assert await quotas.reserve(claim(f"{name}-1", 600, TOKENS, name), TTL_S) is None
-            assert await quotas.reserve(claim(f"{name}-2", 1, TOKENS, name), TTL_S) is not None
+            assert await quotas.reserve(reservation(f"{name}-1", 600, TOKENS, name), TTL_S) is None
+            assert (
+                await quotas.reserve(reservation(f"{name}-2", 1, TOKENS, name), TTL_S) is not None
+            )
             await quotas.settle([Settlement(f"{name}-1", 9)])
             assert await quotas.totals(name) == Totals(600, 9, 591, 0)
 

@@ -94,7 +94,7 @@ async def test_two_nodes_grant_exactly_one_quota(
 async def test_a_disconnected_client_returns_its_tokens(
     timed: TimedRedis, redis_server: RedisServer, keys: Path
 ) -> None:
-    """The store has no open claim after clients disconnect, and charges no unused token."""
+    """The store has no open reservation after clients disconnect, and charges no unused token."""
     async with member(redis_server, "g1", keys) as gateway, client(gateway) as http:
         body = {**BODY, "max_tokens": 400, "stream": True}
         for _ in range(3):

@@ -42,7 +42,7 @@ class Gateway:
         self.sent = 0
 
     async def reserve(self, tokens: int = 1, tenant: str = "t") -> str | None:
-        """Return the id of a new request if its claim is granted."""
+        """Return the id of a new request if its reservation is granted."""
         self.sent += 1
         request_id = f"{self.name}{self.sent}"
         shortage = await self.quotas.reserve(tenant, request_id, tokens)
@@ -189,7 +189,7 @@ async def test_a_request_larger_than_the_share_fits_alone() -> None:
 
 @in_virtual_time
 async def test_an_outage_is_put_back_into_the_store() -> None:
-    """After an outage, the store knows open claims and what ended requests still use."""
+    """After an outage, the store knows open reservations and what ended requests still use."""
     async with pool(quota=TOKENS) as (first, second):
         for gateway in (first, second):
             await gateway.lose_store()
@@ -215,8 +215,8 @@ async def test_an_outage_is_put_back_into_the_store() -> None:
 
 
 @in_virtual_time
-async def test_claims_are_restored_after_a_flush() -> None:
-    """The store has every open claim again after the next heartbeat."""
+async def test_reservations_are_restored_after_a_flush() -> None:
+    """The store has every open reservation again after the next heartbeat."""
     async with pool(quota=TOKENS) as gateways:
         for gateway in gateways:
             assert await gateway.reserve(100) is not None
@@ -229,8 +229,8 @@ async def test_claims_are_restored_after_a_flush() -> None:
 
 
 @in_virtual_time
-async def test_claims_of_a_killed_gateway_are_charged_in_full() -> None:
-    """The store charges the claims of a dead gateway in full after 30 s."""
+async def test_reservations_of_a_killed_gateway_are_charged_in_full() -> None:
+    """The store charges the reservations of a dead gateway in full after 30 s."""
     async with pool(quota=TOKENS) as (first, second):
         assert await first.reserve(100) is not None
         alive = await second.reserve(50)
@@ -243,8 +243,8 @@ async def test_claims_of_a_killed_gateway_are_charged_in_full() -> None:
 
 
 @in_virtual_time
-async def test_a_cancelled_reservation_leaves_no_claim() -> None:
-    """A client that disconnects during a reservation leaves no claim."""
+async def test_a_cancelled_reservation_leaves_nothing_open() -> None:
+    """A client that disconnects during a reservation leaves nothing reserved."""
     async with pool() as (gateway, _):
         for ticks in range(12):
             gateway.remote.delay_s = (0.0, 0.01, 0.1)[ticks % 3]
@@ -264,7 +264,7 @@ async def test_a_cancelled_reservation_leaves_no_claim() -> None:
 
 @in_virtual_time
 async def test_a_late_grant_of_a_refused_request_is_released() -> None:
-    """The store keeps no claim that it granted after the gateway had refused the request."""
+    """The store keeps no reservation that it granted after the gateway had refused the request."""
     async with pool() as (gateway, _):
         assert await gateway.grants(30) == 30
         gateway.remote.delay_s = 0.5
@@ -276,7 +276,7 @@ async def test_a_late_grant_of_a_refused_request_is_released() -> None:
 @in_virtual_time
 @pytest.mark.parametrize("ended_s", [0.0, 1.0])
 async def test_a_late_grant_is_charged_once(ended_s: float) -> None:
-    """A claim that the store granted late is charged once, whenever its request ends."""
+    """A reservation that the store granted late is charged once, whenever its request ends."""
     async with pool(quota=TOKENS) as gateways:
         gateway = gateways[0]
         gateway.remote.delay_s = 0.5
@@ -304,7 +304,7 @@ async def test_close_sends_pending_settlements() -> None:
 
 @in_virtual_time
 async def test_settlements_of_a_long_outage_are_bounded() -> None:
-    """The gateway forgets settlements whose claims have expired in the store."""
+    """The gateway forgets settlements whose reservations have expired in the store."""
     async with pool() as (gateway, _):
         await gateway.lose_store()
         for _ in range(500):

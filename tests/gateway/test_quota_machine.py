@@ -217,12 +217,12 @@ class SharedQuotas(RuleBasedStateMachine):
 
     @rule()
     def recover(self) -> None:
-        """After a recovery, the store has exactly the claims of the living gateways."""
+        """After a recovery, the store has exactly the reservations of the living gateways."""
 
         async def recovered() -> None:
             for gateway in self.gateways:
                 gateway.remote.failure, gateway.remote.delay_s = None, 0.0
-            expiry_s = self.killed_s + LEASE_S  # of the claims of a killed gateway
+            expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
             await self._pass_time(BACK_S + max(2.0, expiry_s - self.now_s))
 
         self.runner.run(recovered())

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.policies.quotas import Quota, QuotaClaim, Settlement
-from tests.gateway.quota_contract import QuotaContract, claim
+from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
+from tests.gateway.quota_contract import QuotaContract, reservation
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
 
@@ -70,7 +70,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.timed = self.runner.run(self._open(opened))
         self.quotas = dict.fromkeys(TENANTS, Quota(60, 300))
-        self.held: dict[str, QuotaClaim] = {}
+        self.held: dict[str, QuotaReservation] = {}
 
     async def _open(self, opened: Callable[[], list[Timed]]) -> list[Timed]:
         found = opened()
@@ -107,7 +107,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(request=requests, tenant=tenants, tokens=st.integers(0, 150))
     def reserve(self, request: str, tenant: str, tokens: int) -> None:
-        made = QuotaClaim(request, tenant, tokens, self.quotas[tenant])
+        made = QuotaReservation(request, tenant, tokens, self.quotas[tenant])
         if self.run_on_all(lambda quotas: quotas.reserve(made, TTL_S)) is None:
             self.held.setdefault(request, made)
 
@@ -158,27 +158,27 @@ async def pool(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 
 async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
     """Each reservation of quota is exactly one Redis command."""
-    assert await pool.quotas.reserve(claim("before"), 30.0) is None
+    assert await pool.quotas.reserve(reservation("before"), 30.0) is None
     redis_server.command("CONFIG", "RESETSTAT")
     for index in range(5):
-        assert await pool.quotas.reserve(claim(f"r{index}"), 30.0) is None
+        assert await pool.quotas.reserve(reservation(f"r{index}"), 30.0) is None
     stats = redis_server.command("INFO", "commandstats")
     assert stats["cmdstat_evalsha"]["calls"] == 5
     assert not {"cmdstat_eval", "cmdstat_script|load", "cmdstat_ping"} & set(stats)
 
 
-async def test_settled_claims_leave_only_the_account(
+async def test_settled_reservations_leave_only_the_account(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """The store keeps only the account of a tenant that has released all claims."""
+    """The store keeps only the account of a tenant that has released all reservations."""
     quota = Quota(60, 600)
     for index in range(3):
-        assert await pool.quotas.reserve(claim(f"r{index}", 9, quota), 30.0) is None
+        assert await pool.quotas.reserve(reservation(f"r{index}", 9, quota), 30.0) is None
     keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
     assert keys == {
-        "claims",
-        "claim-ends",
-        "open-claims:t",
+        "quota-reservations",
+        "quota-reservation-ends",
+        "open-reservations:t",
         "quota:t",
         "used-requests:t",
         "used-tokens:t",
@@ -199,10 +199,12 @@ async def test_gateways_that_renew_leases_share_the_quotas(
     await other.close()
 
 
-async def test_only_open_claims_use_memory(pool: RedisStore, redis_server: RedisServer) -> None:
-    """The stack of a busy tenant has one entry more than the tenant has open claims."""
+async def test_only_open_reservations_use_memory(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """The stack of a busy tenant has one entry more than the tenant has open reservations."""
     quota = Quota(tokens_per_minute=60, burst_tokens=10_000)
     for index in range(100):
-        assert await pool.quotas.reserve(claim(f"r{index}", 10, quota), 30.0) is None
+        assert await pool.quotas.reserve(reservation(f"r{index}", 10, quota), 30.0) is None
         await pool.quotas.settle([Settlement(f"r{index - 3}", 3)])
         assert redis_server.command("ZCARD", "draftgate:{p}:used-tokens:t") <= 4

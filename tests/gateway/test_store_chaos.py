@@ -252,7 +252,7 @@ async def test_a_node_serves_without_its_redis(own_redis: RedisServer) -> None:
 
 
 class Tenant:
-    """A gateway whose tenant holds claims on a quota in Redis."""
+    """A gateway whose tenant holds reservations on a quota in Redis."""
 
     def __init__(self, redis: RedisServer, name: str) -> None:
         self.store = guard(redis, name, PATIENCE_S)
@@ -275,8 +275,8 @@ class Tenant:
         await self.quotas.settle(request_id, used_tokens)
 
 
-async def wait_for_claims(redis: RedisServer, tenants: list[Tenant]) -> Totals:
-    """Wait until the server has exactly the open claims of all gateways, and return the totals."""
+async def wait_for_reservations(redis: RedisServer, tenants: list[Tenant]) -> Totals:
+    """Wait until the server has the open reservations of all gateways, and return the totals."""
     reader = RedisStore.at(redis.url, "p", "reader")
 
     async def same() -> bool:
@@ -295,17 +295,17 @@ async def wait_for_claims(redis: RedisServer, tenants: list[Tenant]) -> Totals:
 
 
 async def test_quotas_after_a_flush_and_a_restart(own_redis: RedisServer) -> None:
-    """The server has the open claims of all gateways, and the use of an outage, after a flush and
-    after a restart without data."""
+    """The server has the open reservations of all gateways, and the use of an outage, after a flush
+    and after a restart without data."""
     tenants = [Tenant(own_redis, name) for name in ("one", "two")]
     for tenant in tenants:
         await tenant.reserve("long", 500)
         await tenant.reserve("ended", 100)
         await tenant.end("ended", 40)
-    assert (await wait_for_claims(own_redis, tenants)).settled == 80
+    assert (await wait_for_reservations(own_redis, tenants)).settled == 80
     own_redis.command("FLUSHALL")
     await tenants[0].reserve("in the moment", 7)
-    await wait_for_claims(own_redis, tenants)
+    await wait_for_reservations(own_redis, tenants)
     own_redis.kill()
     for tenant in tenants:
         async with asyncio.timeout(PATIENCE_S):
@@ -315,12 +315,12 @@ async def test_quotas_after_a_flush_and_a_restart(own_redis: RedisServer) -> Non
         await tenant.reserve("open", 11)
         await tenant.end("alone", 10**6)
     own_redis.start()
-    totals = await wait_for_claims(own_redis, tenants)
+    totals = await wait_for_reservations(own_redis, tenants)
     assert totals.open == 2 * 511 + 7
     assert 1_999_000 < totals.settled <= 2 * 10**6  # a token drains in two seconds
     for tenant in tenants:
         for name in [name.partition("-")[2] for name in tenant.held]:
             await tenant.end(name, 1)
-    assert (await wait_for_claims(own_redis, tenants)).open == 0
+    assert (await wait_for_reservations(own_redis, tenants)).open == 0
     for tenant in tenants:
         await tenant.store.close()

@@ -11,8 +11,8 @@ from draftgate.policies.quotas import (
     UNLIMITED,
     Limit,
     Quota,
-    QuotaClaim,
     QuotaLedger,
+    QuotaReservation,
     Settlement,
     Shortage,
     Totals,
@@ -42,8 +42,8 @@ class Ledger(QuotaLedger):
 
     def reserve(self, tenant: str, name: str, tokens: int, now_s: float) -> Shortage | None:
         self.now_s = now_s
-        claim = QuotaClaim(name, tenant, tokens, self.quotas.get(tenant, self.default))
-        return super().reserve(claim, now_s)
+        reservation = QuotaReservation(name, tenant, tokens, self.quotas.get(tenant, self.default))
+        return super().reserve(reservation, now_s)
 
     def settle(self, name: str, tokens: int) -> None:
         super().settle(Settlement(name, tokens), self.now_s)
@@ -311,30 +311,32 @@ def test_added_quota_ignores_earlier_requests() -> None:
     )
 )
 @example([(0, 0, 1, 0), (0, 1, 2, 0), (0, 1, 3, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0)])
-def test_usage_is_the_longest_backlog_of_any_claim(moves) -> None:
-    """The usage equals the formula of Reich over all claims, whenever and however they end."""
+def test_usage_is_the_longest_backlog_of_any_reservation(moves) -> None:
+    """The usage equals the formula of Reich over all reservations, however they end."""
     rate, ledger, now_s = 60, Ledger({"a": Quota(tokens_per_minute=60)}), 0
-    claims = []  # [second, tokens]
+    reservations = []  # [second, tokens]
     for index, (wait_s, tokens, which, used) in enumerate(moves):
         now_s += wait_s
         name = str(index)
         if ledger.reserve("a", name, tokens, now_s) is None:
-            claims.append([name, now_s, tokens])
-        open_claims = [claim for claim in claims if ledger.holds(claim[0])]
-        if which < len(open_claims):
-            ended = open_claims[which]
+            reservations.append([name, now_s, tokens])
+        open_reservations = [
+            reservation for reservation in reservations if ledger.holds(reservation[0])
+        ]
+        if which < len(open_reservations):
+            ended = open_reservations[which]
             ended[2] = min(used, ended[2])
             ledger.settle(ended[0], ended[2])
         backlogs = [
-            sum(later for _, _, later in claims[first:]) - rate // 60 * (now_s - begin_s)
-            for first, (_, begin_s, _) in enumerate(claims)
+            sum(later for _, _, later in reservations[first:]) - rate // 60 * (now_s - begin_s)
+            for first, (_, begin_s, _) in enumerate(reservations)
         ]
         ((_, usage),) = ledger.usage(now_s)
         assert usage[Limit.TOKENS] == max(0, *backlogs, 0)
 
 
-def test_only_open_claims_use_memory() -> None:
-    """A bucket that never becomes empty has one entry more than the tenant has open claims."""
+def test_only_open_reservations_use_memory() -> None:
+    """A bucket that is never empty has one entry more than the tenant has open reservations."""
     ledger = Ledger({"a": Quota(tokens_per_minute=60)})
     for index in range(1000):
         ledger.reserve("a", str(index), 7, index * 0.1)

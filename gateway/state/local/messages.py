@@ -21,7 +21,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
 )
 from draftgate.gateway.telemetry.metric_snapshots import Row
-from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
+from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 _LENGTH: Final = struct.Struct("!I")
 
@@ -73,8 +73,8 @@ METHODS: Final = {
     "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
     "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
     "leases.release": _method(tuple[tuple[str, ...]], None),
-    "quotas.reserve": _method(tuple[QuotaClaim, float], Shortage | None),
-    "quotas.renew": _method(tuple[tuple[QuotaClaim, ...], float], int),
+    "quotas.reserve": _method(tuple[QuotaReservation, float], Shortage | None),
+    "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),
     "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),
     "quotas.totals": _method(tuple[str], Totals),
     "responses.put_counted": _method(tuple[str, str, bytes], tuple[bool, int]),

@@ -15,7 +15,7 @@ from draftgate.gateway.state.store import (
     Snapshot,
     WorkerReport,
 )
-from draftgate.policies.quotas import QuotaClaim, Settlement, Shortage, Totals
+from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 SCHEME: Final = "local://"
 """The scheme of the address of shared stores, which the path of their socket follows."""
@@ -87,16 +87,16 @@ class LocalQuotas:
         """Use a client, which the owner of these quotas closes."""
         self._client = client
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
-        return cast(Shortage | None, await self._client.call("quotas.reserve", claim, ttl_s))
+        return cast(Shortage | None, await self._client.call("quotas.reserve", reservation, ttl_s))
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
-        """Extend claims, as `QuotaStore.renew` describes."""
-        return int(await self._client.call("quotas.renew", tuple(claims), ttl_s))
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
+        """Extend reservations, as `QuotaStore.renew` describes."""
+        return int(await self._client.call("quotas.renew", tuple(reservations), ttl_s))
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End claims, as `QuotaStore.settle` describes."""
+        """End reservations, as `QuotaStore.settle` describes."""
         await self._client.call("quotas.settle", tuple(settlements))
 
     async def totals(self, tenant: str) -> Totals:

@@ -13,7 +13,7 @@ from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import STALE_S
 from draftgate.policies.quotas import (
     Limit,
-    QuotaClaim,
+    QuotaReservation,
     Settlement,
     Shortage,
     Totals,
@@ -36,30 +36,30 @@ class RedisQuotas:
         """
         self._scripts = Scripts(connected, pool, _SCRIPTS, "quotas", clock=clock)
 
-    async def reserve(self, claim: QuotaClaim, ttl_s: float) -> Shortage | None:
+    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
-        limits = claim.quota.limits()
-        args: list[object] = [round(ttl_s * 1e6), *_fields(claim)]
+        limits = reservation.quota.limits()
+        args: list[object] = [round(ttl_s * 1e6), *_fields(reservation)]
         for limit in _LIMITS:
             args += limits.get(limit, (0, 0))
         found = await self._scripts.run("reserve_quota", args)
         if not found:
             return None
         index, wait_us = found
-        return shortage_of(claim, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
+        return shortage_of(reservation, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
 
-    async def renew(self, claims: Collection[QuotaClaim], ttl_s: float) -> int:
-        """Extend claims, as `QuotaStore.renew` describes."""
+    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
+        """Extend reservations, as `QuotaStore.renew` describes."""
         args: list[object] = [round(ttl_s * 1e6), round(STALE_S * 1e6)]
-        for claim in claims:
-            quota = claim.quota
-            args += _fields(claim)
+        for reservation in reservations:
+            quota = reservation.quota
+            args += _fields(reservation)
             args += (quota.requests_per_minute or 0, quota.tokens_per_minute or 0)
         gateways: int = await self._scripts.run("renew_quota", args)
         return max(1, gateways)
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End claims, as `QuotaStore.settle` describes."""
+        """End reservations, as `QuotaStore.settle` describes."""
         if settlements:
             await self._scripts.run("settle_quota", [one for used in settlements for one in used])
 
@@ -69,5 +69,5 @@ class RedisQuotas:
         return Totals(reserved, settled, released, reserved - settled - released)
 
 
-def _fields(claim: QuotaClaim) -> tuple[str, str, int, int]:
-    return claim.request_id, claim.tenant, claim.requests, claim.tokens
+def _fields(reservation: QuotaReservation) -> tuple[str, str, int, int]:
+    return reservation.request_id, reservation.tenant, reservation.requests, reservation.tokens

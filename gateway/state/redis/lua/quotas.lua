@@ -6,8 +6,10 @@
 -- 1 / UNITS of a request or token. A Lua number represents levels up to 150 million tokens exactly.
 
 local POOL = KEYS[1]
-local CLAIMS = POOL .. 'claims'         -- hash: request -> 'NUMBER REQUESTS TOKENS TENANT'
-local ENDS = POOL .. 'claim-ends'       -- sorted set: request -> time at which its claim expires
+-- Hash: request -> 'NUMBER REQUESTS TOKENS TENANT'.
+local RESERVATIONS = POOL .. 'quota-reservations'
+-- Sorted set: request -> time at which its reservation expires.
+local ENDS = POOL .. 'quota-reservation-ends'
 local GATEWAYS = POOL .. 'gateways'     -- sorted set: gateway -> time of its last renewal
 
 local UNITS = 60000000
@@ -15,25 +17,25 @@ local LIMITS = { 'requests', 'tokens' }
 local FIELDS = { 'at', 'number', 'requests_rate', 'requests', 'tokens_rate', 'tokens',
   'reserved', 'settled', 'released' }
 
--- Maximum claims that one call ends because of their age, to bound the time of the call.
+-- Maximum reservations that one call ends because of their age, to bound the time of the call.
 local MOST_PRUNED = 1000
 
 -- Hash of a tenant: the FIELDS. `tokens` are units in use, and a rate of 0 means no limit. `at` is
--- the time of these levels, and `number` belongs to the last claim.
+-- the time of these levels, and `number` belongs to the last reservation.
 local function account_key(tenant) return POOL .. 'quota:' .. tenant end
 
--- Sorted set of a tenant: numbers of its open claims.
-local function open_key(tenant) return POOL .. 'open-claims:' .. tenant end
+-- Sorted set of a tenant: numbers of its open reservations.
+local function open_key(tenant) return POOL .. 'open-reservations:' .. tenant end
 
--- Sorted set of a limit of a tenant, its stack: 'UNITS NUMBER' -> number of the claim.
+-- Sorted set of a limit of a tenant, its stack: 'UNITS NUMBER' -> number of the reservation.
 local function stack_key(limit, tenant) return POOL .. 'used-' .. limit .. ':' .. tenant end
 
 local accounts = {} -- tenant -> its account, read once
 
 local function digits(number) return ('%.0f'):format(number) end
 
--- Remove the units of the lowest claim from a number to another, and return the units and the claim's
--- number, or 0 and nothing. O(log claims)
+-- Remove the units of the lowest reservation from a number to another, and return the units and the
+-- reservation's number, or 0 and nothing. O(log reservations)
 local function lift(stack, from, to)
   local found = redis.call('ZRANGEBYSCORE', stack, from, to, 'LIMIT', 0, 1)[1]
   if not found then return 0 end
@@ -46,8 +48,8 @@ local function put(stack, number, units)
   redis.call('ZADD', stack, number, digits(units) .. ' ' .. number)
 end
 
--- Take units of the claims up to a number, the highest first, and return the number of units taken.
--- O(log claims) for each claim whose units are taken
+-- Take units of the reservations up to a number, the highest first, and return how many were taken.
+-- O(log reservations) for each reservation whose units are taken
 local function take(stack, number, units)
   local left = units
   while left > 0 do
@@ -118,7 +120,7 @@ local function add(account, limit, number, units)
   account[limit] = account[limit] + units
 end
 
--- Add the claim of a request.
+-- Add the reservation of a request.
 local function open(account, request, requests, tokens, expires)
   account.number = account.number + 1
   account.reserved = account.reserved + tokens
@@ -126,12 +128,13 @@ local function open(account, request, requests, tokens, expires)
   add(account, 'tokens', account.number, tokens * UNITS)
   local number = digits(account.number)
   redis.call('ZADD', open_key(account.tenant), number, number)
-  local claim = number .. ' ' .. requests .. ' ' .. tokens .. ' ' .. account.tenant
-  redis.call('HSET', CLAIMS, request, claim)
+  local reservation = number .. ' ' .. requests .. ' ' .. tokens .. ' ' .. account.tenant
+  redis.call('HSET', RESERVATIONS, request, reservation)
   redis.call('ZADD', ENDS, expires, request)
 end
 
--- End a claim in the stack of a limit, and release some of its units. The rest joins the claim above.
+-- End a reservation in the stack of a limit, and release some of its units. The rest joins the
+-- reservation above.
 local function close(account, limit, number, released, above)
   local stack = stack_key(limit, account.tenant)
   local kept = lift(stack, number, number) - released
@@ -143,13 +146,13 @@ local function close(account, limit, number, released, above)
   end
 end
 
--- End the claim of a request, if it has one. Without `tokens`, charge the claim in full.
+-- End the reservation of a request, if it has one. Without `tokens`, charge it in full.
 local function settle(request, now, used_tokens, used_requests)
-  local claim = redis.call('HGET', CLAIMS, request)
-  if not claim then return end
-  redis.call('HDEL', CLAIMS, request)
+  local reservation = redis.call('HGET', RESERVATIONS, request)
+  if not reservation then return end
+  redis.call('HDEL', RESERVATIONS, request)
   redis.call('ZREM', ENDS, request)
-  local number, requests, tokens, tenant = claim:match('^(%d+) (%d+) (%d+) (.*)$')
+  local number, requests, tokens, tenant = reservation:match('^(%d+) (%d+) (%d+) (.*)$')
   local account = account_at(tenant, now)
   local used = tonumber(used_tokens or tokens)
   local excess = math.max(used - tokens, 0)
@@ -165,7 +168,7 @@ local function settle(request, now, used_tokens, used_requests)
   add(account, 'tokens', account.number + 1, excess * UNITS)
 end
 
--- Charge expired claims in full. O(log claims) for each
+-- Charge expired reservations in full. O(log reservations) for each
 local function prune(now)
   local over = redis.call('ZRANGEBYSCORE', ENDS, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
   for _, request in ipairs(over) do settle(request, now) end

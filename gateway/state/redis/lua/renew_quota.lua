@@ -1,5 +1,6 @@
--- Extend the claims that a gateway holds, and restore lost claims. O(claims given x log claims)
--- ARGV: ttl in us, maximum age of a gateway's renewal in us, then for each claim:
+-- Extend the reservations that a gateway holds, and restore lost reservations.
+-- O(reservations given x log reservations)
+-- ARGV: ttl in us, maximum age of a gateway's renewal in us, then for each reservation:
 --       request, tenant, requests, tokens, requests per minute, tokens per minute (0 without a limit)
 -- Returns the number of gateways.
 
@@ -8,7 +9,7 @@ local now = now_us()
 prune(now)
 for at = 3, #ARGV, 6 do
   local request = ARGV[at]
-  if redis.call('HEXISTS', CLAIMS, request) == 1 then
+  if redis.call('HEXISTS', RESERVATIONS, request) == 1 then
     redis.call('ZADD', ENDS, now + ttl_us, request)
   else
     local account = account_at(ARGV[at + 1], now)

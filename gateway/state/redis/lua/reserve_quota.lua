@@ -1,4 +1,4 @@
--- Reserve what a request may use of its tenant's quota. O(log claims)
+-- Reserve what a request may use of its tenant's quota. O(log reservations)
 -- ARGV: ttl in us, request, tenant, requests, tokens,
 --       then for requests and for tokens: rate per minute (0 without a limit), burst
 -- Returns nothing if the request fits, otherwise the index of the limit (1 for requests, 2 for tokens)
@@ -15,7 +15,7 @@ end
 
 local now = now_us()
 prune(now)
-if redis.call('HEXISTS', CLAIMS, request) == 1 then -- a repeated call
+if redis.call('HEXISTS', RESERVATIONS, request) == 1 then -- a repeated call
   redis.call('ZADD', ENDS, now + ttl_us, request)
   save_accounts()
   return {}

@@ -1,4 +1,4 @@
--- End claims and charge what their requests have used. O(requests x log claims)
+-- End reservations and charge what their requests have used. O(requests x log reservations)
 -- ARGV: for each request: request, used tokens, used requests
 
 local now = now_us()
