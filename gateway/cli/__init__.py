@@ -113,6 +113,7 @@ BENCHES: Final = {
     "host": "bench.engine.host",
     "streams": "bench.engine.streams",
     "kernels": "bench.engine.kernels",
+    "kv": "bench.engine.kv",
     "simulator": "bench.simulation.prediction",
     "policies": "bench.simulation.policies",
     "evidence": "bench.simulation.evidence",
