@@ -24,6 +24,7 @@ from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
+from tests.gateway.harness import until
 
 CONFIG = WorkerConfig(device="cpu", max_model_len=1024, kv_bytes=16 << 20, threads=1)
 TARGET = read_model_config(SHIPPED_MODEL)
@@ -73,14 +74,9 @@ async def drain(chunks: AsyncIterator[KvChunk]) -> None:
         pass
 
 
-async def is_free(engine: EngineBackend) -> bool:
-    await engine.held_blocks([])  # the report after this operation shows the idle engine
-    for _ in range(100):
-        load = engine.load()
-        if load.kv_blocks_free == load.kv_blocks_total:
-            return True
-        await asyncio.sleep(0)
-    return False
+def is_free(engine: EngineBackend) -> bool:
+    load = engine.load()
+    return load.kv_blocks_free == load.kv_blocks_total
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -119,7 +115,7 @@ async def test_imported_blocks_equal_computed_blocks(dtype: str) -> None:
         tokens, cached = await run(sink, resumed)
         assert tokens == expected[30:]
         assert cached == len(request.prompt_ids)
-        assert await is_free(sink)
+        await until(lambda: is_free(sink))
 
 
 @pytest.mark.parametrize("own", [(True, False), (False, True)], ids=["to_own", "from_own"])
@@ -200,7 +196,7 @@ async def test_transfer_stops_where_the_source_or_the_memory_ends() -> None:
         full = Transfer(source, sink, known)
         assert await full.run() is TransferEnd.FULL
         assert full.blocks == sink.load().kv_blocks_total < len(known)
-        assert await is_free(sink)
+        await until(lambda: is_free(sink))
 
 
 async def test_worker_of_another_tenant_cannot_name_the_blocks() -> None:
