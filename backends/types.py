@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 from itertools import zip_longest
@@ -14,6 +14,7 @@ from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
+from draftgate.policies.values import immutable
 
 
 class Task(StrEnum):
@@ -35,7 +36,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SamplingParams:
     """The sampling parameters of a request.
 
@@ -121,7 +122,7 @@ class GrammarKind(StrEnum):
     CALLS = "calls"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class GrammarSpec:
     """A grammar for the whole output, up to the end-of-sequence token.
 
@@ -136,7 +137,7 @@ class GrammarSpec:
     param: str = "response_format"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ResumedChoice:
     """A choice that another worker began.
 
@@ -157,7 +158,7 @@ def _new_choices(n: int) -> tuple[ResumedChoice, ...]:
     return tuple(ResumedChoice(index, ()) for index in range(n))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class GenerationRequest:
     """A validated request for `n` continuations of one prompt, or for its embedding.
 
@@ -206,7 +207,7 @@ class GenerationRequest:
         return (len(self.prompt_ids) + self.sampling.max_tokens) * len(self.choices)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TokenLogprob:
     """A token's log probability, before temperature and filters, with the best alternatives."""
 
@@ -215,7 +216,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SpeculationOutcome:
     """The result of speculation for one choice.
 
@@ -331,7 +332,7 @@ class Delta(NamedTuple):
     stop_text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Capabilities:
     """The abilities of a backend beyond plain text.
 
@@ -355,7 +356,7 @@ class Capabilities:
     formats: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ModelCard:
     """The model that a backend serves.
 

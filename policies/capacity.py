@@ -9,10 +9,11 @@ prompt. The prompt tokens ahead must also fit into its next steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from draftgate.policies.types import WorkerLoad
+from draftgate.policies.values import immutable
 
 STEPS_AHEAD: Final = 2
 """Prompt tokens that a worker holds, in steps: the running step and the next one. With one step,
@@ -25,7 +26,7 @@ run: 4 for 64, and none below 16. A spare sequence waits on the worker and start
 step in which another one ends."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class WorkerUsage:
     """The load of a worker, and the requests that this gateway sent to it.
 
@@ -48,7 +49,7 @@ class WorkerUsage:
     gateways: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class CapacityNeed:
     """The capacity that a request takes.
 

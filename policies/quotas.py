@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from draftgate.policies.leaky_bucket import UNITS, LeakyBucket
+from draftgate.policies.values import immutable
 
 RETRY_GRACE_S: Final = 1e-3
 """Seconds added to the time until a request fits, so that it still fits if clocks are floats."""
@@ -40,7 +41,7 @@ class Limit(StrEnum):
     TOKENS = "tokens"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Quota:
     """The limits of a tenant.
 
@@ -147,7 +148,7 @@ def release_of(request_id: str) -> Settlement:
     return Settlement(request_id, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Shortage:
     """The quota that is too small for a request.
 

@@ -5,13 +5,13 @@ All values are immutable. Names end with their units: `_s` for seconds, `_tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 from msgspec import Struct
 
 from draftgate.policies.speculation.plan_reason import NO_FIGURES, PlanCause, PlanFigures
+from draftgate.policies.values import immutable
 
 
 class SpeculationMode(StrEnum):
@@ -30,7 +30,7 @@ PROPOSER_MODES: Final = frozenset(
 """Modes that name a proposer."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ServiceLevel:
     """The targets and the priority of a request.
 
@@ -71,7 +71,7 @@ UNTESTED: Final = DraftCounts()
 """Counts without any verified draft."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RequestView:
     """The facts about a request that are known before it runs.
 
@@ -115,7 +115,7 @@ class Pace(IntEnum):
     memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class WorkerSpeed:
     """The speed of a worker, by its last steps (running means) and its step costs, or 0.
 
@@ -190,7 +190,7 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     age_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SpeculationPlan:
     """The gateway's speculation decision for one request.
 
@@ -249,7 +249,7 @@ class DraftCandidate(NamedTuple):
         return len(self.survivals)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class StepView:
     """A step before drafts join it.
 
@@ -284,7 +284,7 @@ class StepView:
         return float(self.sequences) if self.weight is None else self.weight
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class BatchView:
     """A step with its decodes and drafts, before prompts join it.
 
@@ -307,7 +307,7 @@ class BatchView:
     cost_error: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Ticket:
     """The place of a request in the queue, and the values that determine its order.
 

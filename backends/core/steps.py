@@ -15,6 +15,7 @@ from draftgate.backends.types import StepTrace, TokenLogprob
 from draftgate.policies.batching import longest_wait_s
 from draftgate.policies.costs.step_cost import StepSize
 from draftgate.policies.types import BatchView
+from draftgate.policies.values import immutable
 
 PENDING: Final = -1
 """Placeholder for a token that a launched step is about to sample and only the device knows so far.
@@ -237,7 +238,7 @@ class StepBuilder:
         return StepPlan(work, self._chunks, self._prompt_tokens, self.traces, pooled, scored)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class StepResult:
     """The outcome of a step, with one entry per `StepPlan.work`.
 

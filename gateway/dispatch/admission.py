@@ -25,9 +25,10 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
+from draftgate.policies.values import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class AdmissionRequest:
     """The properties of a client's request that admission and queue need.
 
@@ -76,7 +77,7 @@ class Entry:
     ticket_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Bounds:
     """Bounds of the queue.
 

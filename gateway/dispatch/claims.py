@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Store
 from draftgate.policies.capacity import CapacityNeed, missing_tokens
+from draftgate.policies.values import immutable
 
 CLAIM_S: Final = 2.0
 """A claim expires after this time without a renewal.
@@ -29,7 +29,7 @@ RENEW_S: Final = 0.5
 """Interval of renewals, of which three may fail before a claim expires."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Claimant:
     """A request that may claim a worker.
 

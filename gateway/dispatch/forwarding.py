@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -38,6 +38,7 @@ from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
+from draftgate.policies.values import immutable
 
 MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during
@@ -50,7 +51,7 @@ connection."""
 _UNAVAILABLE: Final = 503
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ForwardJob:
     """A client's request for an upstream.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from draftgate.backends.token_ids import TokenIds
 from draftgate.backends.types import GrammarSpec, SamplingParams, Task
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
+from draftgate.policies.values import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Job:
     """One client request.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.core.prefix_cache import extend_chain
@@ -28,6 +28,7 @@ from draftgate.policies.types import (
     SpeculationPlan,
     WorkerLoad,
 )
+from draftgate.policies.values import immutable
 
 UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
 """The plan of a request without a worker."""
@@ -45,7 +46,7 @@ which takes 1.8 us per block. Shorter prompts are hashed only if the routing pol
 core, AMD Zen 4, 2026-11-21)."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Placement:
     """A request with its speculation plan and its worker.
 

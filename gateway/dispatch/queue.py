@@ -24,6 +24,7 @@ from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
+from draftgate.policies.values import immutable
 
 RECONSIDER_S: Final = 4.5
 """Wait in seconds after which admission decides again about a request.
@@ -40,7 +41,7 @@ def _keep(ticket: Ticket, waited_s: float) -> None:
     """Keep a request, without a forecast."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Waiting:
     """A queued request.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
@@ -15,9 +15,10 @@ from draftgate.gateway.telemetry.tracing import Span
 from draftgate.policies.kv_transfer import PullDecision
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
+from draftgate.policies.values import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Resume:
     """The continuation of a prompt on another worker.
 
@@ -48,7 +49,7 @@ class Resume:
         return known and lost.numerics_class == placed.numerics_class
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class KvFetch:
     """The decision whether to fetch the KV blocks of a prefix, and the result.
 

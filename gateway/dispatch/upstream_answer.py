@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -14,6 +13,7 @@ from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.types import SpeculationPlan
+from draftgate.policies.values import immutable
 
 NO_TOKENS: Final = TokenUsage(0, 0, 0)
 
@@ -25,7 +25,7 @@ _UNAVAILABLE: Final = 503
 _MOST_REASON_BYTES: Final = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class UpstreamAnswer:
     """A response whose first bytes have arrived.
 
@@ -67,7 +67,7 @@ class UpstreamAnswer:
         return self.limits._replace(output=usage.output) if counted else self.limits
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class UpstreamRefusal:
     """A response with status 429, 502 or 503, after which another upstream may succeed."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.admission import AdmissionRequest
@@ -16,6 +15,7 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.upstream_speculation import PoolState, ReplicaPool, choose_pool
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.values import immutable
 
 POOL_HEADER: Final = "X-Speculation-Pool"
 REASON_HEADER: Final = "X-Speculation-Reason"
@@ -23,7 +23,7 @@ REASON_HEADER: Final = "X-Speculation-Reason"
 _HasCapacity: TypeAlias = Callable[[WorkerUsage], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class PoolDecision:
     """The decision for one request.
 

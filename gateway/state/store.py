@@ -13,11 +13,11 @@ worker, and are added to the values of the report.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
 from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.policies.values import immutable
 
 STALE_S: Final = 3.0
 """A worker without a report for this time gets no leases, because it missed three heartbeats.
@@ -31,7 +31,7 @@ FORGET_S: Final = 60.0
 The time is also the longest lease, and twice the life of a lease without a renewal."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class WorkerReport:
     """A report that a worker publishes about itself.
 
@@ -58,7 +58,7 @@ class WorkerReport:
     max_model_len: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class WorkerView:
     """A worker as the store knows it.
 
@@ -82,7 +82,7 @@ class WorkerView:
         return self.report.worker_id
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Snapshot:
     """All workers of a pool at one time.
 
@@ -98,7 +98,7 @@ class Snapshot:
     degraded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class LeaseCandidate:
     """A worker that may get a request, with the score of a routing policy.
 
@@ -116,7 +116,7 @@ class LeaseCandidate:
     watermark: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Lease:
     """A claim on a worker's capacity for one request, with all data needed to rebuild it."""
 
@@ -146,7 +146,7 @@ class Refusal(StrEnum):
     """The worker has left the pool."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Reservation:
     """The result of `Store.reserve`.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from draftgate.policies.ordering.fair import OVERDUE_EVERY
+from draftgate.policies.values import immutable
 
 FLOW_S: Final = 20.0
 """Time constant of the rate of a flow, in seconds. If each request takes a tenth of a second of the
@@ -82,7 +83,7 @@ class _Flow:
         return left_s / (FLOW_S * -math.expm1(-seen_s / FLOW_S))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Drain:
     """The speed at which the queue of a class drains, as shares of the pool.
 

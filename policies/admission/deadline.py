@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -20,6 +20,7 @@ from draftgate.policies.admission.wait_forecast import (
     drained_s,
     forecast_wait,
 )
+from draftgate.policies.values import immutable
 
 TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
@@ -44,7 +45,7 @@ LEAST_RETRY_S: Final = 0.05
 """Minimum delay of a client, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Outlook:
     """The predicted state of the pool for one request.
 

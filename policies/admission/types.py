@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from draftgate.policies.types import ANYTIME, UNKNOWN_SPEED, ServiceLevel, WorkerSpeed
+from draftgate.policies.values import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class PoolView:
     """The workers that a request may use, as one pool (`wait_forecast.pool_of`).
 
@@ -28,7 +28,7 @@ class PoolView:
     speed: WorkerSpeed = UNKNOWN_SPEED
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class QueueView:
     """The queue at the arrival of a request.
 
@@ -52,7 +52,7 @@ class QueueView:
     class_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class AdmissionView:
     """A request that needs admission, with the pool and the queue.
 
@@ -83,7 +83,7 @@ class AdmissionView:
     queue: QueueView = QueueView()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Admitted:
     """A request that may wait.
 
@@ -115,7 +115,7 @@ class RefusalKind(StrEnum):
     """The request is sheddable, and other requests wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Refused:
     """A request that may not wait now, but may return.
 

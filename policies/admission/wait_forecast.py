@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from draftgate.policies.admission.class_drain import WHOLE, Drain
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView
 from draftgate.policies.ordering.fair import PRESSING_SHARE
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.values import immutable
 
 Z_SURE: Final = 1.645
 """Certainty of the deadline of a new request: one wait in twenty is longer than predicted (95th
@@ -45,7 +45,7 @@ _MOST_CORRECTION: Final = 20.0
 """Largest correction factor, in either direction."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class WaitForecast:
     """The predicted wait of a request.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from draftgate.policies.values import immutable
 
 
 class StepSize(NamedTuple):
@@ -28,7 +30,7 @@ class StepSize(NamedTuple):
     pairs: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class StepCost:
     """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from draftgate.policies.capacity import WorkerUsage, active_sequences
 from draftgate.policies.types import RequestView, WorkerLoad
+from draftgate.policies.values import immutable
 
 Draw = Callable[[], float]
 """A source of random numbers, uniform in [0, 1) and independent from call to call."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RouteView:
     """A request that needs a worker.
 
@@ -37,7 +37,7 @@ class RouteView:
     block_tokens: int = 16
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Candidate:
     """A worker with capacity for the request.
 
@@ -87,7 +87,7 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Candidates:
     """The workers that can run the request.
 
@@ -101,7 +101,7 @@ class Candidates:
     rivals: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ScoredWorker:
     """The cost of placing the request on a worker, in the policy's unit.
 
@@ -125,7 +125,7 @@ class ScoredWorker:
         return self.score + self.score_per_token * self.leased_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Route:
     """A routing decision.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +12,7 @@ from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
 from draftgate.policies.types import ServiceLevel, SpeculationMode
+from draftgate.policies.values import immutable
 
 DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Maximum output tokens of a request that does not set them. The gateway learns actual lengths as a
@@ -38,7 +38,7 @@ class _Fields(msgspec.Struct):
 _fields: Final = msgspec.json.Decoder(_Fields)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ForwardedFields:
     """The fields of a body.
 

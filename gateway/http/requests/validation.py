@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -56,6 +56,7 @@ from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
+from draftgate.policies.values import immutable
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions. Chats continue until the model ends or the context is full."""
@@ -67,7 +68,7 @@ _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ParsedRequest:
     """A job, and the way to send its response.
 
