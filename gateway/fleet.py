@@ -274,7 +274,9 @@ class Fleet:
         serve running requests, but this node should restart.
         """
         own = self.own
-        return None if any(worker.backend.recovers for worker in own) else _outage(own)
+        outage = _outage(own)
+        recovers = outage is not None and any(worker.backend.recovers for worker in own)
+        return None if recovers else outage
 
     @property
     def forwards(self) -> bool:

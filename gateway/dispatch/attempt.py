@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator
 from functools import partial
+from types import TracebackType
 from typing import NamedTuple
 
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed
@@ -22,127 +24,124 @@ from draftgate.gateway.telemetry.span_attributes import (
     describe_reservation,
     record_route,
 )
-from draftgate.gateway.telemetry.worker_spans import WorkerSpans, dispatch_span
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.worker_spans import WorkerSpans, open_dispatch
 from draftgate.policies.routing.types import RouteView
 
 
-class _Reserved(NamedTuple):
-    """A prompt's worker after the reservation."""
+class Parts(NamedTuple):
+    """The parts of a dispatcher that all attempts use."""
 
-    routed: Routed
-    reservation: Reservation
-
-
-class Attempt:
-    """A prompt that runs on a worker.
-
-    The reader of `deltas` calls `waits` before each delta and `observe` after it.
-
-    Attributes:
-        placed: the worker and the speculation plan.
-        deltas: the output of the worker.
-        waits: informs the watchdog that the reader waits for the next delta.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        placed: Placement,
-        deltas: AsyncGenerator[Delta, None],
-        reading: Reading,
-        spans: WorkerSpans | None,
-        placer: Placer,
-        on_first: Callable[[], None],
-    ) -> None:
-        self.placed = placed
-        self.deltas = deltas
-        self.waits = reading.waits
-        self._reading = reading
-        self._spans = spans
-        self._entry = run.entry
-        self._placer = placer
-        self._on_first: Callable[[], None] | None = on_first
-
-    def observe(self, delta: Delta) -> None:
-        """Pass a delta to watchdog, queue, trace, account and acceptance history."""
-        reading = self._reading
-        reading.reader = None
-        reading.deltas += 1
-        if delta.phases is not None:
-            reading.decodes = True
-        if self._on_first is not None:
-            self._on_first()
-            self._on_first = None
-        if self._spans is not None:
-            self._spans.observe(delta)
-        entry = self._entry
-        entry.output_tokens += len(delta.token_ids)
-        if delta.outcome is not None:
-            entry.ended += 1
-            self._placer.record_outcome(self.placed, delta.outcome)
-
-
-class Attempts:
-    """The attempts to run prompts on the workers of a fleet."""
-
-    def __init__(
-        self,
-        queue: CentralQueue,
-        admission: AdmissionController,
-        placer: Placer,
-        leases: Leases,
-        watchdog: Watchdog,
-        kv: KvFetcher,
-    ) -> None:
-        self._queue = queue
-        self._admission = admission
-        self._placer = placer
-        self._leases = leases
-        self._watchdog = watchdog
-        self._kv = kv
-
-    @asynccontextmanager
-    async def start(
-        self, routed: Routed, run: Run, index: int, request: GenerationRequest
-    ) -> AsyncIterator[Attempt]:
-        """Run a prompt on the worker that was reserved for it (`CentralQueue.turn`).
-
-        The end of the block cancels the request and releases its capacity.
-
-        Args:
-            request: the request for the prompt, or for the rest of the prompt.
-
-        Raises:
-            NoCapacity: other gateways have filled the workers. The request was not sent.
-            BackendFailed: the worker failed or stalled.
-        """
-        async with self._reserved(routed, run, index, request) as reserved:
-            worker = reserved.routed.worker
-
-            def first() -> None:
-                worker.started(request.request_id)
-                self._admission.answered(run.entry)
-                self._queue.pump()
-
-            placed = self._decide(reserved, run, index, request)
-            if request.resumed:
-                await self._kv.fetch(run, placed)
-            with self._watchdog.watching(worker, run) as reading:
-                async with self._sent(run, placed, reserved.reservation) as (deltas, spans):
-                    if run.pace is not Pace.FULL:
-                        worker.generating.set_pace(request.request_id, run.pace)
-                    reading.waits()
-                    yield Attempt(run, placed, deltas, reading, spans, self._placer, first)
+    queue: CentralQueue
+    admission: AdmissionController
+    placer: Placer
+    leases: Leases
+    watchdog: Watchdog
+    kv: KvFetcher
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
         """Return the routing policy's view of a prompt, or of the rest of a prompt."""
-        return self._placer.route_view(run.job, index, request, run.entry.expected_tokens)
+        return self.placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
-    @asynccontextmanager
-    async def _reserved(
-        self, routed: Routed, run: Run, index: int, request: GenerationRequest
-    ) -> AsyncIterator[_Reserved]:
-        """Hold a lease on a worker until the block ends.
+
+class Attempt:
+    """A context in which a prompt runs on the worker that was reserved for it.
+
+    The context yields the deltas of the worker. Their reader sets `reading.waiting` before each
+    delta and calls `observe` after it. The end of the context cancels the request and releases its
+    capacity.
+
+    Attributes:
+        placed: the worker and the speculation plan.
+        reading: the state of reading the deltas, for the watchdog.
+
+    Raises:
+        NoCapacity: other gateways have filled the workers. The request was not sent.
+        BackendFailed: the worker failed or stalled.
+    """
+
+    placed: Placement
+    reading: Reading
+
+    def __init__(
+        self,
+        parts: Parts,
+        run: Run,
+        index: int,
+        request: GenerationRequest,
+        routed: Routed,
+        output: PartialOutput,
+    ) -> None:
+        """Prepare an attempt.
+
+        Args:
+            request: the request for the prompt, or for the rest of the prompt.
+            routed: the reserved worker (`CentralQueue.turn`).
+            output: the output of the prompt, to which `observe` adds.
+        """
+        self._parts = parts
+        self._run = run
+        self._index = index
+        self._request = request
+        self._routed = routed
+        self._worker = routed.worker
+        self._output = output
+        self._entry = run.entry
+        self._deltas: AsyncGenerator[Delta, None] | None = None  # once sent
+        self._span: Span = NO_SPAN
+        self._spans: WorkerSpans | None = None  # if recorded
+        self._begun = False
+
+    async def __aenter__(self) -> AsyncGenerator[Delta, None]:
+        try:
+            reservation = await self._reserve()
+            self._place(reservation)
+            if self._request.resumed:
+                await self._parts.kv.fetch(self._run, self.placed)
+            return self._send(reservation)
+        except BaseException as error:
+            await self._end(error)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._parts.watchdog.unwatch(self.reading)
+        stalled = None
+        if isinstance(error, asyncio.CancelledError):
+            stalled = self.reading.stalled()
+        await self._end(error)
+        if stalled is not None:
+            raise stalled from None
+
+    def observe(self, delta: Delta) -> None:
+        """Pass a delta to output, account, watchdog, queue, trace and acceptance history."""
+        self._output.add(delta)
+        self._entry.output_tokens += len(delta.token_ids)
+        self.reading.waiting = False
+        self.reading.deltas += 1
+        if delta.phases is not None:
+            self.reading.decodes = True
+        if not self._begun:
+            self._begin()
+        if self._spans is not None:
+            self._spans.observe(delta)
+        if delta.outcome is not None:
+            self._entry.ended += 1
+            self._parts.placer.record_outcome(self.placed, delta.outcome)
+
+    def _begin(self) -> None:
+        """Report the first delta to worker, admission and queue."""
+        self._begun = True
+        self._worker.started(self._request.request_id)
+        self._parts.admission.answered(self._entry)
+        self._parts.queue.pump()
+
+    async def _reserve(self) -> Reservation:
+        """Lease capacity of a worker.
 
         The reservation may choose another worker than the router did, if other gateways have leased
         the first choice in the meantime.
@@ -150,53 +149,73 @@ class Attempts:
         Raises:
             NoCapacity: other gateways have filled the workers.
         """
-        worker, request_id, waits = routed.worker, request.request_id, False
-        try:
-            record_route(run.span, routed)
-            with run.span.child("reserve") as span:
-                tokens = lease_tokens(request, run.entry.expected_tokens)
-                found = await self._leases.reserve(request_id, tokens, routed)
-                await self._queue.claims.end(request_id, leased=found.lease is not None)
-                describe_reservation(span, found)
-            chosen = found.lease and found.lease.worker_id
-            if chosen not in {None, worker.worker_id}:
-                worker.release(request_id)
-                worker = next(one for one in routed.choices if one.worker_id == chosen)
-                worker.reserve(request_id, need_of(request))
-                view = partial(self.route_view, run, index, request)
-                self._queue.router.moved(view, worker)
-            yield _Reserved(routed._replace(worker=worker), found)
-        except NoCapacity:
-            waits = True
-            raise
-        finally:
-            worker.release(request_id)
-            if not (waits and request_id in self._queue.claims):  # a claim outlives the refusal
-                await self._queue.claims.end(request_id, leased=True)
-                await self._leases.release(request_id)
-            self._queue.pump()
+        request_id, claims = self._request.request_id, self._parts.queue.claims
+        record_route(self._run.span, self._routed)
+        with self._run.span.child("reserve") as span:
+            tokens = lease_tokens(self._request, self._entry.expected_tokens)
+            found = await self._parts.leases.reserve(request_id, tokens, self._routed)
+            if request_id in claims:
+                await claims.end(request_id, leased=found.lease is not None)
+            describe_reservation(span, found)
+        if found.lease is not None and found.lease.worker_id != self._worker.worker_id:
+            self._move_to(found.lease.worker_id)
+        return found
 
-    def _decide(
-        self, reserved: _Reserved, run: Run, index: int, request: GenerationRequest
-    ) -> Placement:
-        """Decide how far a prompt may speculate on its worker, and record the placement."""
+    def _move_to(self, worker_id: str) -> None:
+        """Reserve another worker that the router offered."""
+        request = self._request
+        self._worker.release(request.request_id)
+        self._worker = next(one for one in self._routed.choices if one.worker_id == worker_id)
+        self._worker.reserve(request.request_id, need_of(request))
+        self._routed = self._routed._replace(worker=self._worker)
+        view = partial(self._parts.route_view, self._run, self._index, request)
+        self._parts.queue.router.moved(view, self._worker)
+
+    def _place(self, reservation: Reservation) -> None:
+        """Decide how far the prompt may speculate on its worker, and record the placement."""
+        run = self._run
         with run.span.child("decide") as span:
-            placed = self._placer.place(
-                run.job, index, request, reserved.routed, reserved.reservation
+            placed = self._parts.placer.place(
+                run.job, self._index, self._request, self._routed, reservation
             )
             describe_decision(span, placed.view, placed.load)
-        run.place(index, placed)
-        return placed
+        self.placed = placed
+        run.place(self._index, placed)
 
-    @asynccontextmanager
-    async def _sent(
-        self, run: Run, placed: Placement, reservation: Reservation
-    ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerSpans | None]]:
-        """Run a request on its worker until the block ends."""
-        request, lease = placed.request, reservation.lease
-        with dispatch_span(run.span, placed.worker.server) as spans:
-            if spans is not None:
-                request = spans.carried(request)
-            number = 0 if lease is None else lease.number
-            async with aclosing(placed.worker.run(request, number)) as deltas:
-                yield deltas, spans
+    def _send(self, reservation: Reservation) -> AsyncGenerator[Delta, None]:
+        """Send the request to its worker, and return its deltas."""
+        run, worker, request = self._run, self._worker, self.placed.request
+        self._span = open_dispatch(run.span, worker.server)
+        if self._span.recording:
+            self._spans = WorkerSpans(self._span)
+            request = self._spans.carried(request)
+        lease = reservation.lease
+        self._deltas = deltas = worker.run(request, 0 if lease is None else lease.number)
+        if run.pace is not Pace.FULL:
+            worker.generating.set_pace(request.request_id, run.pace)
+        self.reading = self._parts.watchdog.watch(worker, run)
+        return deltas
+
+    async def _end(self, error: BaseException | None) -> None:
+        """End the stream, the spans and the lease, and dispatch the next request."""
+        try:
+            if self._deltas is not None:
+                await self._deltas.aclose()
+        finally:
+            if self._spans is not None:
+                self._spans.end()
+            if error is not None:
+                self._span.fail(error)
+            self._span.end()
+            await self._release(error)
+
+    async def _release(self, error: BaseException | None) -> None:
+        """Release the capacity of the worker, and dispatch the next request."""
+        request_id, claims = self._request.request_id, self._parts.queue.claims
+        self._worker.release(request_id)
+        claimed = request_id in claims
+        if not (claimed and isinstance(error, NoCapacity)):  # a claim outlives the refusal
+            if claimed:
+                await claims.end(request_id, leased=True)
+            await self._parts.leases.release(request_id)
+        self._parts.queue.pump()

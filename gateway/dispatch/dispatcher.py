@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest
-from draftgate.gateway.dispatch.attempt import Attempts
+from draftgate.gateway.dispatch.attempt import Parts
 from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
@@ -22,6 +22,36 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.telemetry.span_attributes import admission_attributes
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+
+
+class InFlight:
+    """The number of client requests that have arrived and not ended.
+
+    The object is a context manager that counts a request until the block ends. It raises
+    `Unavailable` if the node accepts no requests at present.
+    """
+
+    def __init__(self, fleet: Fleet, lifecycle: Lifecycle) -> None:
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+        self.requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self._lifecycle.note_failure(self._fleet.failure)
+        self._lifecycle.require_ready()
+        self.requests += 1
+        self._idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.requests -= 1
+        if self.requests == 0:
+            self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
 
 
 class Dispatcher:
@@ -45,78 +75,95 @@ class Dispatcher:
         self.queue = queue
         self.admission = admission
         self.leases = leases
-        self._fleet = fleet
         self._placer = placer
         kv = KvFetcher(fleet, queue.now_s)
-        attempts = Attempts(queue, admission, placer, leases, Watchdog(), kv)
-        self._failover = Failover(fleet, queue, admission, attempts, most_resumes)
-        self._lifecycle = lifecycle
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        parts = Parts(queue, admission, placer, leases, Watchdog(), kv)
+        self._failover = Failover(fleet, parts, most_resumes)
+        self._counted = InFlight(fleet, lifecycle)
 
     @property
     def in_flight(self) -> int:
         """Number of client requests that have arrived and not ended."""
-        return self._in_flight
+        return self._counted.requests
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a client request as in flight until the block ends.
+    def counted(self) -> InFlight:
+        """Return a context that counts a client request as in flight until its block ends.
 
         Raises:
-            Unavailable: the node accepts no requests at present.
+            Unavailable: the node accepts no requests at present. The context raises the error.
         """
-        self._lifecycle.note_failure(self._fleet.failure)
-        self._lifecycle.require_ready()
-        self._in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._idle.set()
+        return self._counted
 
     async def drained(self) -> None:
         """Wait until no request is in flight."""
-        await self._idle.wait()
+        await self._counted.drained()
 
-    @asynccontextmanager
-    async def run(
-        self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED
-    ) -> AsyncIterator[Run]:
-        """Admit a job when the block begins, and cancel its remaining work when the block ends.
+    def run(self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED) -> RunningJob:
+        """Return a context in which a job runs.
 
         Args:
             span: the parent of the spans of its stages.
             watch: an observer of the placements of its prompts.
-
-        Raises:
-            InvalidRequest, RequestRejected: the job can never run on this node.
-            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
-            BackendFailed: no worker is left.
         """
-        with span.child("admit") as admit:
+        return RunningJob(self._placer, self.admission, self._failover, job, span, watch)
+
+
+class RunningJob:
+    """A context that admits a job when it begins, and cancels its remaining work when it ends.
+
+    Raises:
+        InvalidRequest, RequestRejected: the job can never run on this node.
+        Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
+        BackendFailed: no worker is left.
+    """
+
+    _run: Run
+
+    def __init__(
+        self,
+        placer: Placer,
+        admission: AdmissionController,
+        failover: Failover,
+        job: Job,
+        span: Span,
+        watch: Watch,
+    ) -> None:
+        self._placer = placer
+        self._admission = admission
+        self._failover = failover
+        self._job = job
+        self._span = span
+        self._watch = watch
+
+    async def __aenter__(self) -> Run:
+        job, prompt = self._job, self._failover.deltas
+        with self._span.child("admit") as admit:
             requests = await self._placer.size(job)
-            entry = await self.admission.admit(_admission_request(job, requests))
+            entry = await self._admission.admit(_admission_request(job, requests))
             if admit.recording:
                 admit.set(admission_attributes(entry))
+        self._run = run = Run(job, requests, entry, self._span, self._watch)
+        run.deltas = prompt(run, 0) if len(requests) == 1 else merged(run, prompt)
+        return run
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
-            run, prompt = Run(job, requests, entry, span, watch), self._failover.deltas
-            run.deltas = prompt(run, 0) if len(requests) == 1 else merged(run, prompt)
-            async with aclosing(run.deltas):
-                yield run
+            await self._run.deltas.aclose()
         finally:
-            await self.admission.settle(entry)
+            await self._admission.settle(self._run.entry)
 
 
 def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:
     """Return the properties of a job that admission needs."""
     return AdmissionRequest(
         job.request_id,
-        tuple(map(need_of, requests)),
-        max(request.sampling.max_tokens for request in requests),
+        tuple([need_of(request) for request in requests]),
+        max([request.sampling.max_tokens for request in requests]),
         job.service,
         job.tenant,
         job.share,

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed, WorkerLeft, WorkerStalled
-from draftgate.backends.token_ids import compact
-from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
-from draftgate.gateway.dispatch.admission import AdmissionController
-from draftgate.gateway.dispatch.attempt import Attempts
+from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, need_of
-from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.errors import QueueTimeout
@@ -42,47 +41,6 @@ CHECK_INTERVAL_S: Final = 0.1
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
 
-class PartialOutput:
-    """The output of a prompt's choices so far, from all workers that ran them."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        """Start with the output that the request resumes from."""
-        self._request = request
-        self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
-        self._ended_tokens = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every choice has ended."""
-        return not self._open
-
-    @property
-    def tokens(self) -> int:
-        """Number of output tokens of all choices."""
-        return self._ended_tokens + sum(map(len, self._open.values()))
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta.
-
-        The caller must pass every delta, in order.
-        """
-        if delta.finish_reason is None:
-            self._open[delta.choice].extend(delta.token_ids)
-        else:
-            self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
-
-    def rest(self, request_id: str) -> GenerationRequest:
-        """Return the request for the rest of an incomplete output.
-
-        Args:
-            request_id: a new id, because the old request may still exist on a worker.
-        """
-        begun = tuple(ResumedChoice(choice, tuple(ids)) for choice, ids in self._open.items())
-        untouched = len(begun) == self._request.n and not any(one.output_ids for one in begun)
-        resumed = () if untouched else begun
-        return replace(self._request, request_id=request_id, resumed=resumed)
-
-
 @dataclass(frozen=True, slots=True)
 class _Lost:
     """The placement that a prompt has just lost, and the error."""
@@ -100,23 +58,15 @@ class _Lost:
 class Failover:
     """A runner of prompts, which uses several workers if necessary."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        queue: CentralQueue,
-        admission: AdmissionController,
-        attempts: Attempts,
-        most_resumes: int,
-    ) -> None:
+    def __init__(self, fleet: Fleet, parts: Parts, most_resumes: int) -> None:
         """Serve a fleet, which may start later.
 
         Args:
             most_resumes: maximum number of times that a prompt may resume on another worker.
         """
         self._fleet = fleet
-        self._queue = queue
-        self._admission = admission
-        self._attempts = attempts
+        self._parts = parts
+        self._queue = parts.queue
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
@@ -126,22 +76,24 @@ class Failover:
             QueueTimeout: the prompt waited too long for its first worker.
             BackendFailed: the prompt has no worker and cannot continue.
         """
-        request, waiting = run.requests[index], self._admission.waiting(run.entry, index)
+        request, waiting = run.requests[index], self._parts.admission.waiting(run.entry, index)
         output, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
         lost: _Lost | None = None
         for number in count(1):
             since_s = self._queue.now_s()
             routed = await self._turn(run, index, request, waiting, lost)
+            attempt = Attempt(self._parts, run, index, request, routed, output)
             before = output.tokens
             try:
-                async with self._attempts.start(routed, run, index, request) as attempt:
+                async with attempt as deltas:
                     if lost is not None:
                         _record_resume(run, index, lost, attempt.placed)
-                    async for delta in attempt.deltas:
+                    reading = attempt.reading
+                    reading.waiting = True
+                    async for delta in deltas:
                         attempt.observe(delta)
-                        output.add(delta)
                         yield delta
-                        attempt.waits()
+                        reading.waiting = True
                 if not output.is_complete:
                     raise BackendFailed("the worker ended the stream before its choices had ended")
                 return
@@ -178,7 +130,7 @@ class Failover:
                 prompt that has lost a worker always ends with `BackendFailed`.
         """
         with run.span.child("queue") as span:
-            view = partial(self._attempts.route_view, run, index, request)
+            view = partial(self._parts.route_view, run, index, request)
             while True:
                 try:
                     routed = await self._queue.turn(waiting, view)

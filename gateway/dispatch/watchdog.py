@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import Context
-from typing import Any, Final
+from typing import Final
 
 from draftgate.backends.errors import WorkerStalled
 from draftgate.backends.types import Pace
@@ -33,33 +31,37 @@ class Reading:
     """The state of reading one prompt's deltas from a worker.
 
     Attributes:
+        waiting: whether the reader waits for the next delta.
         deltas: number of deltas so far.
         decodes: whether a choice has its first token from this worker.
-        reader: the task that waits for the next delta, or None.
     """
 
-    __slots__ = ("_run", "_silence", "_stalled", "decodes", "deltas", "reader")
+    __slots__ = (
+        "_reader",
+        "_run",
+        "_silence",
+        "_stalled",
+        "decodes",
+        "deltas",
+        "waiting",
+        "worker",
+    )
 
-    def __init__(self, run: Run) -> None:
-        """Start before the first delta."""
-        self._run = run
+    def __init__(self, worker: FleetWorker, run: Run) -> None:
+        """Start before the first delta. The current task reads the deltas."""
+        self.worker = worker
+        self.waiting = False
         self.deltas = 0
         self.decodes = False
-        self.reader: asyncio.Task[Any] | None = None
+        self._run = run
+        self._reader = asyncio.current_task()
         self._stalled: str | None = None
         self._silence = StreamSilence()
-
-    def waits(self) -> None:
-        """Record that the current task waits for the next delta.
-
-        `Attempt.observe` clears the record.
-        """
-        self.reader = asyncio.current_task()
 
     @property
     def is_owed(self) -> bool:
         """Whether the worker owes a delta."""
-        return self.reader is not None and self._run.pace is not Pace.PAUSED
+        return self.waiting and self._run.pace is not Pace.PAUSED
 
     def check(self, load: WorkerLoad) -> None:
         """Interrupt the reader if its stream is lost although the worker makes progress."""
@@ -69,10 +71,9 @@ class Reading:
 
     def interrupt(self, reason: str) -> None:
         """Make the waiting reader raise `WorkerStalled`."""
-        reader = self.reader
-        if reader is not None:
-            self._stalled, self.reader = reason, None
-            reader.cancel()
+        if self.waiting and self._reader is not None:
+            self._stalled, self.waiting = reason, False
+            self._reader.cancel()
 
     def stalled(self) -> WorkerStalled | None:
         """Return the error for a reader that the watchdog has cancelled, or None.
@@ -130,28 +131,20 @@ class Watchdog:
         self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def watching(self, worker: FleetWorker, run: Run) -> Iterator[Reading]:
-        """Watch a stream of a worker until the block ends.
-
-        Raises:
-            WorkerStalled: the stream is lost.
-        """
+    def watch(self, worker: FleetWorker, run: Run) -> Reading:
+        """Watch a stream of a worker, which the current task reads, until `unwatch`."""
         watched = self._watched.get(worker)
         if watched is None:
             watched = self._watched[worker] = _Watched(worker)
-        reading = Reading(run)
+        reading = Reading(worker, run)
         watched.readings[reading] = None
-        self._schedule()
-        try:
-            yield reading
-        except asyncio.CancelledError:
-            stalled = reading.stalled()
-            if stalled is None:
-                raise
-            raise stalled from None
-        finally:
-            del watched.readings[reading]
+        if self._timer is None:
+            self._schedule()
+        return reading
+
+    def unwatch(self, reading: Reading) -> None:
+        """Stop watching a stream."""
+        del self._watched[reading.worker].readings[reading]
 
     def _check_all(self) -> None:
         self._timer = None

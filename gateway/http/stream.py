@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Final, Self
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.backends.types import Delta
-from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.replies.rendering import COMMENT
@@ -133,13 +133,11 @@ class Heartbeats:
             self._wait()
 
 
-async def stream_answer(
-    events: EventStream, answer: Answer, running: AbstractAsyncContextManager[Run]
-) -> None:
+async def stream_answer(events: EventStream, answer: Answer, running: RunningJob) -> None:
     """Send a response as events.
 
     Args:
-        running: a context manager that runs the job (`Dispatcher.run`).
+        running: the context of the job (`Dispatcher.run`).
 
     Raises:
         ConnectionResetError: the client has disconnected, and the request was cancelled.

@@ -11,8 +11,6 @@ node then creates none (`Phases.recorded`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -44,24 +42,6 @@ def open_dispatch(parent: Span, server: str | None) -> Span:
         "server.port": url.port or 0,
     }
     return parent.child("dispatch", address, client=True)
-
-
-@contextmanager
-def dispatch_span(parent: Span, server: str | None) -> Iterator[WorkerSpans | None]:
-    """Run a block in a `dispatch` span, and yield its child spans, or None if not recorded.
-
-    Args:
-        server: URL of the server that runs the worker, or None for a worker of this process.
-    """
-    with open_dispatch(parent, server) as span:
-        if not span.recording:
-            yield None
-            return
-        spans = WorkerSpans(span)
-        try:
-            yield spans
-        finally:
-            spans.end()
 
 
 class WorkerSpans:

@@ -1,0 +1,49 @@
+"""The output of a prompt that may continue on another worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
+
+
+class PartialOutput:
+    """The output of a prompt's choices so far, from all workers that ran them."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        """Start with the output that the request resumes from."""
+        self._request = request
+        self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
+        self._ended_tokens = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    @property
+    def tokens(self) -> int:
+        """Number of output tokens of all choices."""
+        return self._ended_tokens + sum(map(len, self._open.values()))
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta.
+
+        The caller must pass every delta, in order.
+        """
+        if delta.finish_reason is None:
+            self._open[delta.choice].extend(delta.token_ids)
+        else:
+            self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
+
+    def rest(self, request_id: str) -> GenerationRequest:
+        """Return the request for the rest of an incomplete output.
+
+        Args:
+            request_id: a new id, because the old request may still exist on a worker.
+        """
+        begun = tuple(ResumedChoice(choice, tuple(ids)) for choice, ids in self._open.items())
+        untouched = len(begun) == self._request.n and not any(one.output_ids for one in begun)
+        resumed = () if untouched else begun
+        return replace(self._request, request_id=request_id, resumed=resumed)
