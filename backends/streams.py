@@ -94,6 +94,8 @@ class _Stream(AsyncGenerator[Delta, None]):
     def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
         self._owner = owner
         self._request_id = request_id
+        # asyncio finds the running loop by a system call, which would be paid for each delta.
+        self._loop = asyncio.get_running_loop()
         self._unfinished = choices
         self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
         self._reader: asyncio.Future[None] | None = None  # at most one reader waits
@@ -102,10 +104,15 @@ class _Stream(AsyncGenerator[Delta, None]):
 
     def put(self, delta: Delta) -> bool:
         """Add a delta, and return whether it was the last delta."""
-        self._waiting.setdefault(delta.choice, []).append(delta)
-        self._unfinished -= delta.finish_reason is not None
+        of_choice = self._waiting.get(delta.choice)
+        if of_choice is None:
+            self._waiting[delta.choice] = [delta]
+        else:
+            of_choice.append(delta)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
         self._wake()
-        return self._unfinished == 0
+        return not self._unfinished
 
     @property
     def unread_tokens(self) -> int:
@@ -124,14 +131,15 @@ class _Stream(AsyncGenerator[Delta, None]):
         """Return the next delta, merged from all waiting deltas of one choice."""
         while not self._closed:
             if self._waiting:
-                choice = next(iter(self._waiting))
-                return _merged(self._waiting.pop(choice))
+                # The choice that waits longest is first.
+                deltas = self._waiting.pop(next(iter(self._waiting)))
+                return deltas[0] if len(deltas) == 1 else _merged(deltas)
             if self._failure is not None or self._unfinished == 0:
                 self._close()
                 if self._failure is not None:
                     raise self._failure
                 break
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             except asyncio.CancelledError:
@@ -158,8 +166,9 @@ class _Stream(AsyncGenerator[Delta, None]):
 
     def _wake(self) -> None:
         # A future instead of an event saves 0.35 us per delta (one core, Zen 4, 2026-11-21).
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     def _close(self) -> None:
         if not self._closed:
@@ -171,8 +180,6 @@ class _Stream(AsyncGenerator[Delta, None]):
 
 def _merged(deltas: list[Delta]) -> Delta:
     """Merge consecutive deltas of one choice."""
-    if len(deltas) == 1:
-        return deltas[0]
     return deltas[-1]._replace(
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         text="".join(delta.text for delta in deltas),

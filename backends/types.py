@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.prompt_logprobs import PromptLogprobs
@@ -239,6 +239,8 @@ class SpeculationOutcome:
 
     def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
         """Return the sum of both outcomes."""
+        if self is NO_OUTCOME:
+            return other
         histograms = self.acceptance_histogram, other.acceptance_histogram
         return SpeculationOutcome(
             self.num_spec_steps + other.num_spec_steps,
@@ -249,6 +251,10 @@ class SpeculationOutcome:
             self.accepted_prediction_tokens + other.accepted_prediction_tokens,
             self.rejected_prediction_tokens + other.rejected_prediction_tokens,
         )
+
+
+NO_OUTCOME: Final = SpeculationOutcome()
+"""The outcome before any choice has ended."""
 
 
 class StepTrace(NamedTuple):

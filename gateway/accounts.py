@@ -101,6 +101,8 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def capped(self, wanted: ServiceLevel) -> ServiceLevel:
         """Return a request's service level, limited to the values that the account permits."""
         first = self.first_priority
+        if first is None and self.least_ttft_ms is None and self.least_tpot_ms is None:
+            return wanted
         return ServiceLevel(
             _at_least(wanted.ttft_s, self.least_ttft_ms),
             _at_least(wanted.tpot_s, self.least_tpot_ms),

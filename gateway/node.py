@@ -7,7 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -40,6 +40,7 @@ from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.retry_budget import RetryBudget
@@ -120,6 +121,11 @@ class Node:
         self.live = Live(
             lambda: self._loads(fleet.workers), self.metrics.recent, lambda: len(queue)
         )
+
+    @cached_property
+    def request_series(self) -> RequestSeries:
+        """The series of `metrics` that most requests change."""
+        return RequestSeries(self.metrics)
 
     @property
     def state(self) -> NodeState:

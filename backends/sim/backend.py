@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -24,7 +24,6 @@ from draftgate.backends.kv_transfer.transfer import export_chunks
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.model import SimExecutor
-from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -64,6 +63,7 @@ class SimBackend:
         self._streams = DeltaStreams(self._cancel)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._now_s: Callable[[], float]  # virtual in a simulation
         self._failure: str | None = None
         self._worker: WorkerCore
         self._executor: SimExecutor
@@ -97,6 +97,7 @@ class SimBackend:
             CheckpointError: the tokenizer is missing or damaged.
             ValueError: the profile, the policy or a setting of the simulator is wrong.
         """
+        self._now_s = asyncio.get_running_loop().time
         built = self._build(self._config)
         self._worker, self._executor, self._card = built.worker, built.executor, built.card
         self._exchange = built.exchange
@@ -119,7 +120,7 @@ class SimBackend:
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)
-        self._worker.submit(request, loop_time_s())
+        self._worker.submit(request, self._now_s())
         self._wake.set()
         return stream
 
@@ -148,12 +149,12 @@ class SimBackend:
         """Yield the blocks of a part of a hash chain, each after its time on the link."""
         form = self._card.kv_format
         block_bytes = 0 if form is None else form.block_bytes
-        busy_until_s = loop_time_s()
+        busy_until_s = self._now_s()
 
         async def export(part: tuple[bytes, ...]) -> KvChunk:
             nonlocal busy_until_s
             chunk = self._run_operation(ExportBlocks(part), KvChunk)
-            now_s = loop_time_s()
+            now_s = self._now_s()
             sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
             busy_until_s = max(busy_until_s, now_s) + sent_s
             await self._sleep(busy_until_s + self._link.latency_s - now_s)
@@ -168,7 +169,7 @@ class SimBackend:
     def _run_operation(self, operation: KvOperation, kind: type[Result]) -> Result:
         if self._failure is not None:
             raise BackendFailed(self._failure)
-        result = self._exchange.run(operation, loop_time_s())
+        result = self._exchange.run(operation, self._now_s())
         assert isinstance(result, kind)
         return result
 
@@ -183,27 +184,27 @@ class SimBackend:
             self._streams.fail(self._failure)
 
     async def _step_forever(self) -> None:
-        worker, executor = self._worker, self._executor
-        due_s = loop_time_s()
+        worker, executor, now = self._worker, self._executor, self._now_s
+        due_s = now()
         ahead: StepPlan | None = None  # the next step, planned while the last step ran
         overlapped_s = 0.0  # seconds of the last step, which hide the host's work for `ahead`
         while True:
-            plan = ahead or worker.plan(loop_time_s())
+            plan = ahead or worker.plan(now())
             if plan is None:
                 self._wake.clear()
                 await self._wake.wait()
-                due_s = loop_time_s()
+                due_s = now()
                 continue
             result = executor.execute(plan)
             # Each step is due a step time after the due time of the last step, so late timers do
             # not add up. But no device compensates for a host that delayed it by more than a step.
-            now_s = loop_time_s()
+            now_s = now()
             waited_s = executor.host_s if ahead is None else executor.host_s - overlapped_s
             due_s = max(due_s, now_s - result.step_s) + max(waited_s, 0.0) + result.step_s
             ahead = worker.plan_ahead(plan, now_s) if executor.launches_ahead else None
             overlapped_s = result.step_s
             await self._sleep(due_s - now_s)
-            self._streams.deliver(worker.complete(plan, result, loop_time_s()))
+            self._streams.deliver(worker.complete(plan, result, now()))
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

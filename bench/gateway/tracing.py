@@ -35,6 +35,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
 from draftgate.gateway.telemetry.watch import RequestWatch
@@ -161,7 +162,8 @@ async def _rounds(profile: str, url: str, rounds: int, requests: int) -> list[di
 
 def observe_s(deltas: int = 100_000, repeats: int = 5) -> float:
     """Return the minimum CPU seconds to observe a delta of a stream, including metrics."""
-    watch = RequestWatch(Metrics(list, lambda: "m"), NO_SPAN, "/v1/completions", "text_completion")
+    series = RequestSeries(Metrics(list, lambda: "m"))
+    watch = RequestWatch(series, NO_SPAN, "/v1/completions", "text_completion")
     delta = Delta(0, (1,), "a")
     taken_s = []
     for _ in range(repeats):

@@ -8,7 +8,7 @@ others are released.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -24,7 +24,7 @@ from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Shortage
-from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
+from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket, WorkerLoad
 from draftgate.policies.values import immutable
 
 
@@ -148,7 +148,7 @@ class AdmissionController:
             if isinstance(decision, Refused):
                 refused = _capped(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
-            ticket_s = decision.work_s / self._pool_scale() / len(request.needs)
+            ticket_s = decision.work_s / self._pool_scale(self._loads()) / len(request.needs)
             return Entry(
                 request,
                 decision,
@@ -214,15 +214,14 @@ class AdmissionController:
         Args:
             ticket: the ticket of a request that waits, or None for a new request.
         """
-        bounds = self._bounds
-        loads = [worker.backend.load() for worker in self._fleet.serving]
+        bounds, loads = self._bounds, self._loads()
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
         pool = pool_of(loads, prompt_tokens + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
-            ticket = self._ticket(request, own_s / self._pool_scale(), now_s)
+            ticket = self._ticket(request, own_s / self._pool_scale(loads), now_s)
         return AdmissionView(
             request.fingerprint,
             prompt_tokens,
@@ -235,15 +234,20 @@ class AdmissionController:
             self._is_sheddable(request.service.priority),
             request.retries,
             pool,
-            self._queue_view(ticket, now_s),
+            self._queue_view(ticket, now_s, loads),
         )
 
-    def _queue_view(self, ticket: Ticket | None, now_s: float) -> QueueView:
+    def _loads(self) -> list[WorkerLoad]:
+        return [worker.backend.load() for worker in self._fleet.serving]
+
+    def _queue_view(
+        self, ticket: Ticket | None, now_s: float, loads: Sequence[WorkerLoad]
+    ) -> QueueView:
         """Return the queue as seen by a request, which needs no ticket if the queue is empty."""
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if ticket is None:
             return QueueView(capacity=most)
-        scale = self._pool_scale()
+        scale = self._pool_scale(loads)
         return QueueView(
             length=len(queue),
             capacity=most,
@@ -255,13 +259,13 @@ class AdmissionController:
             class_s=ordering.class_ahead_s(ticket) * scale,
         )
 
-    def _pool_scale(self) -> float:
+    def _pool_scale(self, loads: Sequence[WorkerLoad]) -> float:
         """Return the seconds of the current pool that a second of the tickets' work takes.
 
         Tickets keep the work of their admission. The work takes longer if the pool has lost workers
         since the first waiting request was admitted.
         """
-        sequences = sum(worker.backend.load().max_sequences for worker in self._fleet.serving)
+        sequences = sum([load.max_sequences for load in loads])
         if not (len(self._queue) and self._ticket_sequences and sequences):
             self._ticket_sequences = sequences
             return 1.0

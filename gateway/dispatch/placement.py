@@ -67,7 +67,7 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
 
     Resumed output counts as prompt.
     """
-    kept = sum(len(choice.output_ids) for choice in request.resumed)
+    kept = sum([len(choice.output_ids) for choice in request.resumed])
     prompt_tokens = len(request.prompt_ids) + kept
     return CapacityNeed(
         len(request.choices), prompt_tokens, request.most_tokens, request.service.tpot_s
@@ -154,7 +154,9 @@ class Placer:
             reservation: the reservation of the worker's capacity.
         """
         worker = routed.worker
-        load = project_load(worker.backend.load(), reservation.behind_tokens, self._usual.need)
+        load = worker.backend.load()
+        if reservation.behind_tokens:
+            load = project_load(load, reservation.behind_tokens, self._usual.need)
         self._record_size(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if not request.sampling.max_tokens:
@@ -193,7 +195,7 @@ class Placer:
 
         The output of the shortest choice counts as prompt if the request was resumed.
         """
-        kept = min(len(choice.output_ids) for choice in request.choices)
+        kept = min([len(choice.output_ids) for choice in request.choices])
         temperature = job.sampling.temperature
         of_tenant, of_model = self._history.counts(job.tenant, model, greedy=temperature == 0)
         return RequestView(
@@ -220,11 +222,11 @@ def _all_sized(
     for worker in workers[1:]:
         _sized(job, 0, worker)
     first = workers[0]
-    sized = (_sized(job, index, first) for index in range(len(job.prompts)))
-    return tuple(
-        request if len(request.prompt_ids) <= unhashed else _hashed(request, first)
-        for request in sized
-    )
+    found = []
+    for index in range(len(job.prompts)):
+        request = _sized(job, index, first)
+        found.append(request if len(request.prompt_ids) <= unhashed else _hashed(request, first))
+    return tuple(found)
 
 
 def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationRequest:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import UNSET
 
-from draftgate.backends.types import Delta, SpeculationOutcome
+from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
@@ -50,7 +50,7 @@ class Answer:
         self.run: Run
         self._store = store
         prompts = len(parsed.job.prompts)
-        self._outcomes = [SpeculationOutcome() for _ in range(prompts)]
+        self._outcomes = [NO_OUTCOME] * prompts
         self._open_choices = parsed.job.n * prompts
         self._reasoning: list[ReasoningTokens] = []  # by choice, if the model marks it
         if parsed.reasoning is not None:
@@ -70,7 +70,8 @@ class Answer:
         The caller must pass every delta, in order.
         """
         self.watch.observe(delta)
-        self._open_choices -= delta.finish_reason is not None
+        if delta.finish_reason is not None:
+            self._open_choices -= 1
         if delta.outcome is not None:
             self._outcomes[delta.choice // self.parsed.job.n] += delta.outcome
         if self._reasoning:
@@ -109,9 +110,10 @@ class Answer:
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events of an observed delta, usually one and sometimes none."""
-        last = self.complete and not self.parsed.include_usage
-        usage = self.usage() if self.parsed.continuous_usage else UNSET
-        return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
+        parsed, last = self.parsed, not self._open_choices
+        usage = self.usage() if parsed.continuous_usage else UNSET
+        metrics = self.metrics() if last and not parsed.include_usage else UNSET
+        return self.rendering.chunk(delta, usage, metrics)
 
     async def ending(self) -> bytes:
         """Return the events after the last delta."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from draftgate.gateway.accounts import Account
-from draftgate.gateway.dispatch.admission import AdmissionRequest
-from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import (
     BodyTooLarge,
     ErrorFormat,
@@ -72,29 +69,6 @@ def fingerprint(tenant: str, body: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-AnyRequest = TypeVar("AnyRequest", Job, AdmissionRequest)
-
-
-def for_account(
-    request: AnyRequest, account: Account, body: bytes, retries: int | None
-) -> AnyRequest:
-    """Return a request with the name, share and bounds of its account.
-
-    The function is thread-safe.
-
-    Args:
-        retries: how often the client has sent the request before, or None if unknown.
-    """
-    return replace(
-        request,
-        service=account.capped(request.service),
-        tenant=account.name,
-        share=account.share,
-        fingerprint=fingerprint(account.name, body),
-        retries=retries,
-    )
-
-
 async def read_body(request: web.Request) -> bytes:
     """Return the body.
 
@@ -104,9 +78,10 @@ async def read_body(request: web.Request) -> bytes:
         RequestTimeout: the body did not arrive in time.
     """
     config = request.app[NODE].config
-    arrived = request.content.is_eof()
     try:
-        async with asyncio.timeout(None if arrived else config.body_timeout_s):
+        if request.content.is_eof():
+            return await request.read()
+        async with asyncio.timeout(config.body_timeout_s):
             return await request.read()
     except TimeoutError:
         seconds = f"{config.body_timeout_s:g} s"

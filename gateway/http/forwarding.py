@@ -29,7 +29,7 @@ from draftgate.gateway.http.context import (
     REQUEST_ID_HEADER,
     SLOW_READERS,
     error_format,
-    for_account,
+    fingerprint,
     new_id,
     read_body,
 )
@@ -46,7 +46,7 @@ from draftgate.gateway.http.requests.headers import (
     retry_count,
     service_level,
 )
-from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, ensure_one_ending
+from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
@@ -108,7 +108,7 @@ async def forward(
     running = node.forwarder.run(job, watch.span)
     events = EventStream(request, request.app[SLOW_READERS])
     whole = None
-    async with ensure_one_ending(events, watch, partial(error_event, wanted=error_format(request))):
+    async with OneEnding(events, watch, partial(error_event, wanted=error_format(request))):
         whole = await _send(request, running, events, watch, waits=fields.stream)
     return events.response if whole is None else whole
 
@@ -273,10 +273,14 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJ
     service = account.capped(replace(service_level(request.headers), priority=fields.priority))
     prompt, output = fields.prompt_tokens, fields.max_tokens
     need = CapacityNeed(fields.n, prompt, (prompt + output) * fields.n, service.tpot_s)
-    admission = for_account(
-        AdmissionRequest(new_id(), (need,), output, service),
-        account,
-        body,
+    admission = AdmissionRequest(
+        new_id(),
+        (need,),
+        output,
+        service,
+        account.name,
+        account.share,
+        fingerprint(account.name, body),
         retry_count(request.headers),
     )
     call = _call(request, body, service)._replace(sequences=fields.n)

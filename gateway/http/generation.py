@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from aiohttp import web
@@ -17,15 +17,16 @@ from draftgate.gateway.http.context import (
     NODE,
     REQUEST_ID,
     SLOW_READERS,
-    for_account,
+    fingerprint,
     json_response,
     new_id,
     read_body,
 )
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
-from draftgate.gateway.http.requests.decoding import rename_params
+from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import retry_count, service_level
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.node import Node
@@ -34,7 +35,6 @@ from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.logs import add_about_request
 from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
-from draftgate.policies.types import ServiceLevel
 
 T = TypeVar("T")
 
@@ -42,50 +42,90 @@ INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
 5 ms. Tokenising 1 MB of text takes 0.4 s."""
 
-Parse = Callable[[bytes, ServedModel, str, ServiceLevel], ParsedRequest]
-"""A thread-safe parser of a body, the model, a request id and the latency targets."""
+Parse = Callable[[bytes, ServedModel, Sender], ParsedRequest]
+"""A thread-safe parser of a body, with the model and the sender."""
 
-Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
-"""A function that responds to a request and reports to the watch."""
+NO_PARAMS: Final[Mapping[str, str]] = MappingProxyType({})
 
 CLIENT_GONE: Final = 499
 """nginx's status for a request whose client disconnected, in logs and traces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """An endpoint that generates text.
+class WatchedEndpoint:
+    """An endpoint whose requests need a worker.
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
-        params: the endpoint's names of parameters, if they differ from the names in chats and
-            completions.
     """
 
     path: str
     operation: str
-    parse: Parse
-    rendering: Callable[[ParsedRequest, int], Rendering]
-    params: Mapping[str, str] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Respond to a request."""
-        return await respond_watched(request, self.path, self.operation, self._respond)
+        """Respond to a request, which counts as in flight until its last byte."""
+        node = request.app[NODE]
+        span = _begin_span(node.tracing, request, self.path, self.operation)
+        watch = RequestWatch(node.request_series, span, self.path, self.operation)
+        try:
+            with node.dispatcher.counted():
+                response = await self.respond(request, node, watch)
+        except (asyncio.CancelledError, ConnectionResetError) as error:
+            watch.end(Ending.CANCELLED, CLIENT_GONE, error)
+            raise
+        except Exception as error:
+            shown = as_gateway_error(error)
+            watch.end(_ending(shown), shown.status, error)
+            raise
+        watch.end(Ending.FINISHED, response.status)
+        return response
 
-    async def parsed(self, request: web.Request, node: Node, watch: RequestWatch) -> ParsedRequest:
+    async def respond(
+        self, request: web.Request, node: Node, watch: RequestWatch
+    ) -> web.StreamResponse:
+        """Respond to a request, and report to its watch."""
+        raise NotImplementedError
+
+
+class Endpoint(WatchedEndpoint):
+    """An endpoint that generates text."""
+
+    def __init__(
+        self,
+        path: str,
+        operation: str,
+        parse: Parse,
+        rendering: Callable[[ParsedRequest, int], Rendering],
+        params: Mapping[str, str] = NO_PARAMS,
+    ) -> None:
+        """Define an endpoint.
+
+        Args:
+            params: the endpoint's names of parameters, if they differ from the names in chats and
+                completions.
+        """
+        self.path = path
+        self.operation = operation
+        self.parse = parse
+        self.rendering = rendering
+        self.params = params
+
+    def parsed(
+        self, request: web.Request, node: Node, watch: RequestWatch
+    ) -> Awaitable[ParsedRequest]:
         """Return the parsed request, as `parse_request` does."""
-        return await parse_request(request, node, self.parse, watch)
+        return parse_request(request, node, self.parse, watch)
 
     def store(self, node: Node, parsed: ParsedRequest) -> StoreReply | None:
         """Return the function that stores the response, or None if it is not stored."""
         return None
 
-    async def _respond(
+    async def respond(
         self, request: web.Request, node: Node, watch: RequestWatch
     ) -> web.StreamResponse:
+        """Respond to a request from a worker of this node, or by an upstream."""
         if node.fleet.forwards:
             return await forward(request, node, watch)
-        with rename_params(self.params):
+        with RenamedParams(self.params):
             parsed = await self.parsed(request, node, watch)
             rendering = self.rendering(parsed, int(time.time()))
             answer = Answer(parsed, rendering, watch, self.store(node, parsed))
@@ -97,33 +137,6 @@ class Endpoint:
             async with running as answer.run:
                 body = await answer.whole()
         return await send_json(request, body)
-
-
-async def respond_watched(
-    request: web.Request, path: str, operation: str, respond: Respond
-) -> web.StreamResponse:
-    """Respond to a request that needs a worker.
-
-    The request counts as in flight until its last byte.
-
-    Args:
-        operation: `gen_ai.operation.name` of its spans.
-    """
-    node = request.app[NODE]
-    span = _begin_span(node.tracing, request, path, operation)
-    watch = RequestWatch(node.metrics, span, path, operation)
-    try:
-        with node.dispatcher.counted():
-            response = await respond(request, node, watch)
-    except (asyncio.CancelledError, ConnectionResetError) as error:
-        watch.end(Ending.CANCELLED, CLIENT_GONE, error)
-        raise
-    except Exception as error:
-        shown = as_gateway_error(error)
-        watch.end(_ending(shown), shown.status, error)
-        raise
-    watch.end(Ending.FINISHED, response.status)
-    return response
 
 
 async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
@@ -148,17 +161,17 @@ async def parse_request(
     Raises:
         GatewayError, RequestRejected: the request cannot run.
     """
-    served = node.served
+    served, account = node.served, request[ACCOUNT]
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
     service, retries = service_level(request.headers), retry_count(request.headers)
-    account = request[ACCOUNT]
 
     def work() -> ParsedRequest:
-        parsed = parse(body, served, internal_id, service)
-        return replace(parsed, job=for_account(parsed.job, account, body, retries))
+        hashed = fingerprint(account.name, body)
+        return parse(body, served, Sender(internal_id, account, service, retries, hashed))
 
-    parsed = await offload_if_long(work, len(body) + more_bytes)
+    short = len(body) + more_bytes <= INLINE_BODY_BYTES
+    parsed = work() if short else await offload(work)
     watch.parsed(parsed.job, served.name, stream=parsed.stream)
     return parsed
 

@@ -51,7 +51,7 @@ from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.logs import about_request, log
+from draftgate.gateway.telemetry.logs import AboutRequest, log
 
 CHAT: Final = Endpoint(
     "/v1/chat/completions", "chat", parse_chat, ChatRendering, {"messages": "messages"}
@@ -103,7 +103,7 @@ def _routes() -> list[web.RouteDef]:
         web.get(stored_responses.PATH, stored_responses.get_response),
         web.delete(stored_responses.PATH, stored_responses.delete_response),
         web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
-        web.post(embeddings.PATH, embeddings.embed),
+        web.post(embeddings.PATH, embeddings.EMBEDDINGS.handle),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.get_model),
         web.post("/tokenize", models.tokenize),
@@ -122,34 +122,31 @@ def _routes() -> list[web.RouteDef]:
 @web.middleware
 async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Check a request and respond to it. All its log lines contain its id."""
-    request[REQUEST_ID] = client_request_id(request)
-    status = CLIENT_GONE
-    with about_request(id=request[REQUEST_ID]):
+    request_id = request[REQUEST_ID] = client_request_id(request)
+    response: web.StreamResponse | None = None
+    with AboutRequest(id=request_id):
         try:
-            response = await _response(request, handler)
-            status = response.status
+            response = _check_browser(request)
+            if response is None:
+                _authenticate(request)
+                response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - every exception becomes a response
+            response = _failed(request, error)
         finally:
-            _record_use(request, status)
+            _record_use(request, CLIENT_GONE if response is None else response.status)
     return response
 
 
-async def _response(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the response to a request, or to the error that it caused."""
-    try:
-        preflight = _check_browser(request)
-        if preflight is not None:
-            return preflight
-        _authenticate(request)
-        return await handler(request)
-    except ConnectionResetError:
+def _failed(request: web.Request, error: Exception) -> web.Response:
+    """Return the response to a request that caused an error."""
+    if isinstance(error, ConnectionResetError):
         return web.Response(status=CLIENT_GONE)  # the client cannot read this response
-    except web.HTTPException as error:
+    if isinstance(error, web.HTTPException):
         return _error(request, convert_http_error(error, request))
-    except Exception as error:  # noqa: BLE001 - every exception becomes a response
-        shown = as_gateway_error(error)
-        if type(shown) is GatewayError:
-            log(logging.ERROR, "internal error", error=error)
-        return _error(request, shown)
+    shown = as_gateway_error(error)
+    if type(shown) is GatewayError:
+        log(logging.ERROR, "internal error", error=error)
+    return _error(request, shown)
 
 
 def _record_use(request: web.Request, status: int) -> None:

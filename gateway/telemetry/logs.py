@@ -1,7 +1,7 @@
 """Logs, with one line per event and never the text of a prompt.
 
 Every line that is logged during a request has the id and the trace of that request
-(`about_request`). Callers of `log` need not pass them.
+(`AboutRequest`). Callers of `log` need not pass them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final
@@ -77,14 +75,17 @@ def configure(level: str, form: str = "line") -> None:
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
 
 
-@contextmanager
-def about_request(**fields: object) -> Iterator[None]:
-    """Add fields to every line that the block and its tasks log."""
-    token = _REQUEST.set(fields)
-    try:
-        yield
-    finally:
-        _REQUEST.reset(token)
+class AboutRequest:
+    """A context that adds fields to every line that its block and its tasks log."""
+
+    def __init__(self, **fields: object) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._token = _REQUEST.set(self._fields)
+
+    def __exit__(self, *_: object) -> None:
+        _REQUEST.reset(self._token)
 
 
 def add_about_request(**fields: object) -> None:
@@ -92,6 +93,11 @@ def add_about_request(**fields: object) -> None:
     known = _REQUEST.get()
     if known is not None:
         known.update(fields)
+
+
+def is_logged(level: int) -> bool:
+    """Return whether events of a level are logged."""
+    return _logger.isEnabledFor(level)
 
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
+from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import KvFetch, Resume
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.logs import log
-from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.logs import is_logged, log
+from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -50,7 +50,7 @@ class RequestWatch:
 
     def __init__(
         self,
-        metrics: Metrics,
+        series: RequestSeries,
         span: Span,
         endpoint: str,
         operation: str,
@@ -67,15 +67,14 @@ class RequestWatch:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
-        self.outcome = SpeculationOutcome()
+        self.outcome = NO_OUTCOME
         self.plan: SpeculationPlan | None = None
         self.workers: list[str] = []
         self.tenant: str | None = None
         self._service = ANYTIME
-        self._metrics = metrics
-        self._recent = metrics.recent
-        self._generated = metrics.scalar(metric.GENERATION_TOKENS)
-        self._gaps = metrics.histogram(metric.GAPS)
+        self._series = series
+        self._metrics = series.metrics
+        self._recent = series.metrics.recent
         self._endpoint = endpoint
         self._operation = operation
         self._clock = clock
@@ -139,14 +138,15 @@ class RequestWatch:
         """
         request, plan = placed.request, placed.request.speculation
         tokens = len(request.prompt_ids)
-        self._metrics.observe(metric.PROMPT_LENGTH, tokens)
-        self._metrics.observe(metric.TO_WORKER, self._clock() - self._arrival_s)
-        self._metrics.add(metric.PROMPT_TOKENS, tokens)
+        series = self._series
+        series.prompt_length.observe(tokens)
+        series.to_worker.observe(self._clock() - self._arrival_s)
+        series.prompt_tokens.value += tokens
         self._add_worker(placed)
         if not self._generates:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
             return
-        self._metrics.observe(metric.MAX_TOKENS, request.sampling.max_tokens)
+        series.max_tokens.observe(request.sampling.max_tokens)
         self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
         if self.plan is None:
             self.plan = plan
@@ -191,11 +191,12 @@ class RequestWatch:
         choice = delta.choice
         tokens = len(delta.token_ids)
         self.output_tokens += tokens
-        self._generated.value += tokens
+        series = self._series
+        series.generation_tokens.value += tokens
         self._recent.tokens += tokens
         latest_s = self._latest_s.get(choice)
         if latest_s is not None:
-            self._gaps.observe(now_s - latest_s)
+            series.gaps.observe(now_s - latest_s)
         self._latest_s[choice] = self._last_s = now_s
         if self._ttft_s is None and delta.text:
             self._first_output(now_s)
@@ -221,9 +222,9 @@ class RequestWatch:
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's response, once, after its end."""
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
-        self._metrics.add(metric.PROMPT_TOKENS, usage.prompt)
-        self._metrics.add(metric.CACHED_TOKENS, usage.cached)
-        self._generated.value += usage.output
+        self._series.prompt_tokens.value += usage.prompt
+        self._series.cached_tokens.value += usage.cached
+        self._series.generation_tokens.value += usage.output
         self._recent.tokens += max(usage.output - self._output_events, 0)
 
     def fail(self, ending: Ending, status: int, error: BaseException | None) -> None:
@@ -264,9 +265,8 @@ class RequestWatch:
         self.span.event("first_token", at_s=now_s)
 
     def _observe_phases(self, choice: int, phases: Phases) -> None:
-        metrics = self._metrics
-        metrics.observe(metric.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
-        metrics.observe(metric.PREFILL, phases.first_token_s - phases.scheduled_s)
+        self._series.worker_queue.observe(phases.scheduled_s - phases.queued_s)
+        self._series.prefill.observe(phases.first_token_s - phases.scheduled_s)
         # A resumed choice has phases on each of its workers. Its decoding began on the first.
         self._first_token_s.setdefault(choice, phases.first_token_s)
 
@@ -276,12 +276,12 @@ class RequestWatch:
         # The other choices of a prompt share the KV of the first choice.
         if delta.choice % self._n == 0:
             self.cached_tokens += delta.cached_tokens
-            self._metrics.add(metric.CACHED_TOKENS, delta.cached_tokens)
+            self._series.cached_tokens.value += delta.cached_tokens
         if delta.outcome is not None:
             self.outcome += delta.outcome
         first_token_s = self._first_token_s.get(delta.choice)
         if first_token_s is not None:
-            self._metrics.observe(metric.DECODE, now_s - first_token_s)
+            self._series.decode.observe(now_s - first_token_s)
 
     def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
         metrics = self._metrics
@@ -301,7 +301,7 @@ class RequestWatch:
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(metric.CHOICES, unfinished, reason)
         if self._generates:
-            metrics.observe(metric.OUTPUT_LENGTH, self.output_tokens)
+            self._series.output_length.observe(self.output_tokens)
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
         self._recent.add_ended(tpot_s, self.output_tokens, self.outcome)
@@ -373,8 +373,11 @@ class RequestWatch:
     def _log_end(
         self, ending: Ending, status: int, seconds: float, error: BaseException | None
     ) -> None:
+        level = logging.WARNING if ending is Ending.FAILED else logging.INFO
+        if not is_logged(level):
+            return
         log(
-            logging.WARNING if ending is Ending.FAILED else logging.INFO,
+            level,
             "request",
             endpoint=self._endpoint,
             status=status,

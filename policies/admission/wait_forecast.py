@@ -133,17 +133,24 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
         sequence_tokens: prompt and output tokens of a typical sequence, by which KV memory may
             limit the number of sequences. 0 ignores memory.
     """
-    workers = list(loads)
-    limits = [_sequence_limit(load, sequence_tokens) for load in workers]
-    speeds = [load.speed for load in workers if load.speed.tpot_s > 0]
+    limits, speeds, prompt_s = list[float](), list[WorkerSpeed](), list[float]()
+    running = prompt_tokens = 0
+    for load in loads:
+        limits.append(_sequence_limit(load, sequence_tokens))
+        running += load.running + load.waiting
+        prompt_tokens += load.prompt_tokens
+        if load.speed.tpot_s > 0:
+            speeds.append(load.speed)
+            if load.speed.prompt_token_s > 0:
+                prompt_s.append(load.speed.prompt_token_s)
     return PoolView(
-        workers=len(workers),
+        workers=len(limits),
         max_sequences=sum(limits) if all(limits) else 0.0,
-        running=sum(load.running + load.waiting for load in workers),
-        prompt_tokens=sum(load.prompt_tokens for load in workers),
+        running=running,
+        prompt_tokens=prompt_tokens,
         speed=WorkerSpeed(
             _mean([speed.tpot_s for speed in speeds]),
-            _mean([speed.prompt_token_s for speed in speeds if speed.prompt_token_s > 0]),
+            _mean(prompt_s),
             _mean([speed.sequence_s for speed in speeds]),
         ),
     )

@@ -27,7 +27,7 @@ from draftgate.backends.types import (
     TokenLogprob,
 )
 from draftgate.gateway.dispatch import placement
-from draftgate.gateway.http import context
+from draftgate.gateway.http import generation
 from draftgate.gateway.http.endpoints import models
 from draftgate.gateway.http.generation import INLINE_BODY_BYTES
 from draftgate.gateway.http.replies import rendering
@@ -227,7 +227,7 @@ async def test_long_prompts_are_checked_and_hashed_in_a_thread(
     """The server checks and hashes a long prompt in a thread, and hashes each block once."""
     found = ThreadWatch(monkeypatch)
     found.wrap(placement, "extend_chain", lambda *values: len(values[2]))
-    found.wrap(context, "fingerprint", lambda _tenant, body, _result: len(body))
+    found.wrap(generation, "fingerprint", lambda _tenant, body, _result: len(body))
     backend = ScriptedBackend()
     backend.check = lambda _request: None
     found.wrap(backend, "check", lambda request, _result: len(request.prompt_ids))

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from draftgate.gateway.telemetry.logs import (
+    AboutRequest,
     JsonFormatter,
     LineFormatter,
-    about_request,
     add_about_request,
     configure,
     log,
@@ -139,7 +139,7 @@ async def test_log_lines_of_a_request_have_its_id(caplog: pytest.LogCaptureFixtu
     """Each log line of a request and its tasks contains the request's id."""
 
     async def request(name: str) -> None:
-        with about_request(id=name):
+        with AboutRequest(id=name):
             add_about_request(tenant=name.upper())
             await asyncio.create_task(line())
 

@@ -17,6 +17,7 @@ from draftgate.gateway.errors import QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.metrics import MOST_VALUES, OTHER, Metrics, shown_name
+from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.types import ServiceLevel
@@ -76,7 +77,9 @@ def total(found: dict[Any, float], name: str, **labels: str) -> float:
 
 
 def watched(metrics: Metrics, clock: Clock) -> RequestWatch:
-    return RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion", clock)
+    return RequestWatch(
+        RequestSeries(metrics), NO_SPAN, "/v1/completions", "text_completion", clock
+    )
 
 
 def test_every_name_is_defined_once_with_help_and_unit() -> None:
@@ -297,7 +300,9 @@ def test_attainment_counts_requests_that_ended_intact_and_in_time(
     """A request with targets counts as met if it finished in time, as missed if it was late or
     failed, and not at all if its client left or it was refused."""
     clock = Clock()
-    watch = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion", clock)
+    watch = RequestWatch(
+        RequestSeries(metrics), NO_SPAN, "/v1/completions", "text_completion", clock
+    )
     watch.forwarding("m", "a", ServiceLevel(0.5, None), 1, stream=True)
     if ttft_s is not None:
         clock.now_s += ttft_s
@@ -310,12 +315,14 @@ def test_attainment_counts_requests_that_ended_intact_and_in_time(
 def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:
     """Beyond the limit, tenants share the series `other`, and no count is lost."""
     for number in range(3 * MOST_VALUES):
-        watch = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion")
+        watch = watched(metrics, Clock())
         watch.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
         watch.progressed(1)
         watch.settled(TokenUsage(prompt=0, cached=0, output=5))
         watch.end(Ending.FINISHED, 200)
-        refused = RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion")
+        refused = RequestWatch(
+            RequestSeries(metrics), NO_SPAN, "/v1/completions", "text_completion"
+        )
         refused.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
         refused.end(Ending.REJECTED, 429, QuotaExceeded("no tokens left", 1.0))
     for definition in (metric.TENANT_TTFT, metric.TENANT_DURATION):

@@ -27,10 +27,10 @@ from draftgate.gateway.http.replies.shapes import (
     Usage,
 )
 from draftgate.gateway.http.requests.anthropic import call_input
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
 from draftgate.gateway.served_model import ServedModel
-from draftgate.policies.types import ANYTIME
 from tests.gateway.tool_models import ANTHROPIC_TOOLS, NOW, TOOLS, WEATHER
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))
@@ -96,7 +96,7 @@ def maker(kind: str) -> Callable[[], Rendering]:
     api, body = BODIES[kind]
     template = "qwen3" if kind.endswith("with reasoning") else "qwen2_5"
     served = ServedModel("m", QwenTokenizer(template), 100)
-    parsed = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
+    parsed = api.parse(json.dumps(body).encode(), served, Sender("id"))
     return lambda: api.rendering(parsed, 1)
 
 

@@ -17,6 +17,7 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.limits import MAX_SEQUENCES
 from draftgate.gateway.http.requests.responses import ResponsesBody, parse_responses
 from draftgate.gateway.http.requests.schemas import ChatBody, CompletionBody
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import (
     GENERATED_SEED_BITS,
     ServedModel,
@@ -60,6 +61,8 @@ def bodies(schema: type) -> st.SearchStrategy[dict[str, object]]:
     return st.dictionaries(st.sampled_from(fields), VALUES, max_size=6)
 
 
+SENDER = Sender("id")
+
 PARSERS = [
     (parse_chat, ChatBody),
     (parse_completion, CompletionBody),
@@ -83,7 +86,7 @@ def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: Serv
     @settings(max_examples=300)
     def check(body: dict[str, object]) -> None:
         try:
-            call = parse(json.dumps(body).encode(), served, "id")
+            call = parse(json.dumps(body).encode(), served, SENDER)
         except (InvalidRequest, RequestRejected):
             return
         job = call.job
@@ -109,20 +112,20 @@ def test_any_bytes_are_parsed_or_a_client_error(body: bytes) -> None:
     """The parser raises only client errors for random bytes."""
     for parse, _ in PARSERS:
         with pytest.raises(InvalidRequest):
-            parse(body, SERVED, "id")
+            parse(body, SERVED, SENDER)
 
 
 def test_generated_seeds_differ_and_fit_a_double() -> None:
     """Generated seeds differ and fit into a double, which JavaScript needs."""
     body = b'{"prompt": "a"}'
-    seeds = {parse_completion(body, SERVED, "id").job.sampling.seed for _ in range(50)}
+    seeds = {parse_completion(body, SERVED, SENDER).job.sampling.seed for _ in range(50)}
     assert len(seeds) == 50
     assert max(seeds) < 1 << GENERATED_SEED_BITS
 
 
 def test_empty_prompt_becomes_the_beginning_token() -> None:
     """The parser turns an empty prompt into the beginning-of-text token."""
-    (prompt,) = parse_completion(b'{"prompt": ""}', SERVED, "id").job.prompts
+    (prompt,) = parse_completion(b'{"prompt": ""}', SERVED, SENDER).job.prompts
     assert prompt.tolist() == [SERVED.tokenizer.special_id("bos_token")]
 
 
@@ -130,7 +133,9 @@ def test_developer_role_becomes_system() -> None:
     """The parser treats the role `developer` as `system`."""
     calls = [
         parse_chat(
-            json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(), SERVED, "id"
+            json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(),
+            SERVED,
+            SENDER,
         )
         for role in ("developer", "system")
     ]
@@ -141,12 +146,12 @@ def test_max_completion_tokens_overrides_max_tokens() -> None:
     """The newer field `max_completion_tokens` overrides `max_tokens`."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     body["max_completion_tokens"] = 7
-    assert parse_chat(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7
+    assert parse_chat(json.dumps(body).encode(), SERVED, SENDER).job.max_tokens == 7
 
 
 def completion(**fields: object) -> Job:
     """Return the job of a completion with these fields."""
-    return parse_completion(json.dumps({"prompt": "a", **fields}).encode(), SERVED, "id").job
+    return parse_completion(json.dumps({"prompt": "a", **fields}).encode(), SERVED, SENDER).job
 
 
 def test_seed_of_minus_one_is_random() -> None:
@@ -215,8 +220,8 @@ def test_add_special_tokens_is_honoured() -> None:
     ]:
         tokenizer.added.clear()
         fields = {"add_special_tokens": wanted}
-        parse_completion(json.dumps({"prompt": ["a", "b"], **fields}).encode(), served, "id")
-        parse_chat(json.dumps(chat | fields).encode(), served, "id")
+        parse_completion(json.dumps({"prompt": ["a", "b"], **fields}).encode(), served, SENDER)
+        parse_chat(json.dumps(chat | fields).encode(), served, SENDER)
         assert tokenizer.added == [in_text, in_text, in_chat]
 
 
@@ -239,7 +244,7 @@ def test_prediction_is_tokenised_and_bounded() -> None:
     expected = tuple(SERVED.tokenizer.encode("def f():\n", add_special_tokens=False))
     for content in ("def f():\n", parts):
         body["prediction"] = {"type": "content", "content": content}
-        job = parse_chat(json.dumps(body).encode(), SERVED, "id").job
+        job = parse_chat(json.dumps(body).encode(), SERVED, SENDER).job
         assert job.prediction_ids == expected
     short = ServedModel("m", SERVED.tokenizer, 2)
-    assert parse_chat(json.dumps(body).encode(), short, "id").job.prediction_ids == expected[:2]
+    assert parse_chat(json.dumps(body).encode(), short, SENDER).job.prediction_ids == expected[:2]

@@ -13,6 +13,7 @@ from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.anthropic import MessageRendering
 from draftgate.gateway.http.replies.anthropic_shapes import MessageTokensReply
 from draftgate.gateway.http.requests.anthropic import PARAMS, parse_count_tokens, parse_messages
+from draftgate.gateway.http.requests.sender import Sender
 
 COUNT_PATH: Final = f"{MESSAGES_PATH}/count_tokens"
 
@@ -28,5 +29,5 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     if request.app[NODE].fleet.forwards:
         return await pass_on_count(request)
     served, body = request.app[NODE].served, await read_body(request)
-    parse = partial(parse_count_tokens, body, served, new_id())
+    parse = partial(parse_count_tokens, body, served, Sender(new_id()))
     return json_response(MessageTokensReply(await count_tokens(parse, PARAMS, len(body))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -18,22 +17,23 @@ from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
-from draftgate.gateway.http.generation import parse_request, respond_watched, send_json
+from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
+from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS, Range, check_ranges
 from draftgate.gateway.http.requests.prompt_encoding import too_long
 from draftgate.gateway.http.requests.schemas import (
     EmbeddingBody,
     UnsupportedEmbeddingFields,
 )
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.policies.types import ServiceLevel, SpeculationMode
+from draftgate.policies.types import SpeculationMode
 
 PATH: Final = "/v1/embeddings"
 
@@ -46,38 +46,42 @@ _decoder: Final = msgspec.json.Decoder(EmbeddingBody)
 _WIRE: Final = np.dtype("<f4")
 
 
-async def embed(request: web.Request) -> web.StreamResponse:
-    """Embed the texts of a request, on this node or at an upstream.
+class EmbeddingsEndpoint(WatchedEndpoint):
+    """The endpoint that embeds texts, on this node or at an upstream."""
 
-    Raises:
-        NoEmbeddings: the backend has no embeddings.
-        GatewayError, RequestRejected, BackendFailed: as for requests that generate text.
-    """
-    return await respond_watched(request, PATH, "embeddings", _respond)
+    path = PATH
+    operation = "embeddings"
+
+    async def respond(
+        self, request: web.Request, node: Node, watch: RequestWatch
+    ) -> web.StreamResponse:
+        """Respond to a request.
+
+        Raises:
+            NoEmbeddings: the backend has no embeddings.
+            GatewayError, RequestRejected, BackendFailed: as for requests that generate text.
+        """
+        if node.fleet.forwards:
+            return await forward(request, node, watch, generates=False)
+        capabilities = node.fleet.card.capabilities
+        if not capabilities.embeddings:
+            raise NoEmbeddings(node.config.backend, node.served.name)
+        parse = partial(parse_embeddings, capabilities.embedding_size)
+        parsed = await parse_request(request, node, parse, watch)
+        states = await _states(node, parsed.job, watch)
+        reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
+        short = sum(map(len, states)) <= INLINE_STATE_BYTES
+        return await send_json(request, reply() if short else await offload(reply))
 
 
-async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
-    if node.fleet.forwards:
-        return await forward(request, node, watch, generates=False)
-    capabilities = node.fleet.card.capabilities
-    if not capabilities.embeddings:
-        raise NoEmbeddings(node.config.backend, node.served.name)
-    parse = partial(parse_embeddings, capabilities.embedding_size)
-    parsed = await parse_request(request, node, parse, watch)
-    states = await _states(node, parsed.job, watch)
-    reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
-    short = sum(map(len, states)) <= INLINE_STATE_BYTES
-    return await send_json(request, reply() if short else await offload(reply))
+EMBEDDINGS: Final = EmbeddingsEndpoint()
 
 
-def parse_embeddings(
-    size: int, body: bytes, served: ServedModel, request_id: str, service: ServiceLevel
-) -> ParsedRequest:
+def parse_embeddings(size: int, body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of an embedding request.
 
     Args:
         size: dimensions of the model's embeddings.
-        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -98,12 +102,16 @@ def parse_embeddings(
             name = f"input[{index}]" if len(prompts) > 1 else "input"
             raise too_long(name, served.max_model_len, str(len(prompt)))
     job = Job(
-        request_id,
+        sender.request_id,
         prompts,
         _NOTHING_TO_SAMPLE,
         max_tokens=0,
         mode=SpeculationMode.OFF,
-        service=replace(service, priority=wire.priority or 0),
+        service=sender.service_level(wire.priority),
+        tenant=sender.account.name,
+        share=sender.account.share,
+        fingerprint=sender.fingerprint,
+        retries=sender.retries,
         task=Task.EMBED,
     )
     return ParsedRequest(job, served, body=wire)
@@ -118,7 +126,7 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
         BackendFailed: a worker failed.
     """
     states: dict[int, bytes] = {}
-    with rename_params({"prompt": "input"}):
+    with RenamedParams({"prompt": "input"}):
         async with node.dispatcher.run(job, watch.span, watch) as run:
             async for delta in run.deltas:
                 watch.observe(delta)

@@ -13,8 +13,9 @@ from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.history import find_previous
 from draftgate.gateway.http.replies.shapes import InputTokensReply
 from draftgate.gateway.http.requests.conversation import items_of
-from draftgate.gateway.http.requests.decoding import rename_params
+from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 
 PATH: Final = "/v1/responses/input_tokens"
@@ -33,7 +34,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
 
     def parse() -> ParsedRequest:
         earlier = () if previous is None else items_of(previous)
-        return parse_responses(body, served, new_id(), earlier=earlier)
+        return parse_responses(body, served, Sender(new_id()), earlier=earlier)
 
     tokens = await count_tokens(parse, PARAMS, len(body) + len(previous or b""))
     return json_response(InputTokensReply(tokens))
@@ -56,6 +57,6 @@ async def count_tokens(
     Raises:
         InvalidRequest, RequestRejected: the body is malformed or not supported.
     """
-    with rename_params(params):
+    with RenamedParams(params):
         parsed = await offload_if_long(parse, read_bytes)
     return len(parsed.job.prompts[0])

@@ -14,11 +14,11 @@ from draftgate.gateway.http.history import find_previous, store_response
 from draftgate.gateway.http.replies.responses import ResponseRendering
 from draftgate.gateway.http.requests.conversation import conversation, items_of
 from draftgate.gateway.http.requests.responses import PARAMS, ResponsesBody, parse_responses
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.policies.types import ServiceLevel
 
 PATH: Final = "/v1/responses"
 
@@ -31,15 +31,13 @@ class ResponsesEndpoint(Endpoint):
         previous = await find_previous(request)
         stores = node.config.response_store_bytes > 0
 
-        def parse(
-            body: bytes, served: ServedModel, request_id: str, service: ServiceLevel
-        ) -> ParsedRequest:
+        def parse(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
             earlier = () if previous is None else items_of(previous)
-            parsed = parse_responses(body, served, request_id, service, earlier)
+            parsed = parse_responses(body, served, sender, earlier)
             assert isinstance(parsed.body, ResponsesBody)
             if not stores or parsed.body.store is False:
                 return parsed
-            return replace(parsed, conversation=conversation(body, previous, request_id))
+            return replace(parsed, conversation=conversation(body, previous, sender.request_id))
 
         return await parse_request(request, node, parse, watch, len(previous or b""))
 

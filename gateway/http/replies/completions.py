@@ -141,6 +141,9 @@ class ChatRendering(ChunkRendering):
         self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if the request has tools
         self._reasoning: dict[int, ReasoningParser] = {}  # by choice, if the model marks it
         self._sent_prompt = False
+        self._is_plain = not (
+            parsed.tools or parsed.reasoning or self._wants_logprobs or parsed.return_token_ids
+        )
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice:
         finish = choice.finish_reason
@@ -162,6 +165,8 @@ class ChatRendering(ChunkRendering):
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
         finish = delta.finish_reason
+        if self._is_plain and delta.text and not delta.steps and delta.choice in self._begun:
+            return ChatChunkChoice(delta.choice, ChatDelta(UNSET, delta.text), None, finish)
         reasoning, text = self._split_reasoning(delta.choice, delta.text, finish)
         text, calls, reason = self._read(delta.choice, text, finish)
         ids, parts = self._ids(delta), text or calls or reasoning

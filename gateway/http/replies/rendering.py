@@ -150,10 +150,10 @@ class ChunkRendering(Rendering):
 
     @cached_property
     def _head(self) -> bytes:
-        """The beginning of a chunk, up to its choices."""
+        """The beginning of the event of a chunk, up to its choices."""
         # Nearly all chunks have one choice and nothing else. Encoding their common part only once
         # saves 0.3 of 1.0 us per chunk (one core, Zen 4, 2026-11-21).
-        return self._reply(self._chunk_object, []).removesuffix(b"[]}") + b"["
+        return b"data: " + self._reply(self._chunk_object, []).removesuffix(b"]}")
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
@@ -170,7 +170,7 @@ class ChunkRendering(Rendering):
             return b""
         prompt_ids = self._prompt_ids_of_reply()
         if usage is UNSET and metrics is UNSET and prompt_ids is UNSET:
-            return event(self._head + encode(choice) + b"]}")
+            return self._head + encode(choice) + b"]}\n\n"
         return event(self._reply(self._chunk_object, [choice], usage, metrics, prompt_ids))
 
     def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:

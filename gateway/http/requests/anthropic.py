@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from draftgate.gateway.errors import Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
+from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
 from draftgate.gateway.http.requests.schemas import (
     CalledFunction,
     ChatBody,
@@ -26,9 +26,9 @@ from draftgate.gateway.http.requests.schemas import (
     Tool,
     ToolCallMessage,
 )
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
 from draftgate.gateway.served_model import ServedModel
-from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
@@ -211,13 +211,8 @@ _messages_decoder: Final = msgspec.json.Decoder(MessagesBody)
 _count_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 
-def parse_messages(
-    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
-) -> ParsedRequest:
+def parse_messages(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of `/v1/messages`.
-
-    Args:
-        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -227,21 +222,20 @@ def parse_messages(
     if wire.max_tokens is None:
         raise invalid("max_tokens", "must be given")
     same = {name: getattr(wire, name) for name in _SAME_IN_CHATS}
-    parsed = _parse(wire, served, request_id, service, stop=wire.stop_sequences, **same)
+    parsed = _parse(wire, served, sender, stop=wire.stop_sequences, **same)
     # The first event of a stream has the usage so far.
     return replace(parsed, include_usage=True, continuous_usage=True)
 
 
-def parse_count_tokens(body: bytes, served: ServedModel, request_id: str) -> ParsedRequest:
+def parse_count_tokens(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of `/v1/messages/count_tokens`, as `parse_messages`."""
-    return _parse(decode(body, _count_decoder), served, request_id, ANYTIME)
+    return _parse(decode(body, _count_decoder), served, sender)
 
 
 def _parse(
     wire: CountTokensBody,
     served: ServedModel,
-    request_id: str,
-    service: ServiceLevel,
+    sender: Sender,
     **fields: Any,
 ) -> ParsedRequest:
     """Parse the chat that a body is equivalent to, with further fields of chats."""
@@ -260,8 +254,8 @@ def _parse(
         chat_template_kwargs=wire.chat_template_kwargs,
         **fields,
     )
-    with rename_params(paths):
-        return parse_decoded_chat(chat, served, request_id, service)
+    with RenamedParams(paths):
+        return parse_decoded_chat(chat, served, sender)
 
 
 def _messages(wire: CountTokensBody) -> tuple[list[Message], Mapping[str, str]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -139,25 +138,34 @@ def _named(message: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
 
 
-@contextmanager
-def rename_params(params: Mapping[str, str]) -> Iterator[None]:
-    """Name the parameter as the client does in errors that the `with` block raises.
+class RenamedParams:
+    """A context that names the parameter as the client does in errors that its block raises."""
 
-    Args:
-        params: the client's names of parameters and of parts of the request, by their paths.
-    """
-    try:
-        yield
-    except (InvalidRequest, RequestRejected) as error:
-        if isinstance(error, RequestRejected) and "messages" in params:
-            params = {**params, "prompt": params["messages"]}  # workers know only prompts
-        name = client_name(error.param, params)
-        if name is not None and error.param is not None and name != error.param:
-            error.args = (str(error).replace(error.param, name), *error.args[1:])
-            error.param = name
-            if isinstance(error, InvalidRequest):
-                error.message = str(error)
-        raise
+    def __init__(self, params: Mapping[str, str]) -> None:
+        """Begin a context.
+
+        Args:
+            params: the client's names of parameters and of parts of the request, by their paths.
+        """
+        self._params = params
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidRequest | RequestRejected):
+            _rename_param(error, self._params)
+
+
+def _rename_param(error: InvalidRequest | RequestRejected, params: Mapping[str, str]) -> None:
+    if isinstance(error, RequestRejected) and "messages" in params:
+        params = {**params, "prompt": params["messages"]}  # workers know only prompts
+    name = client_name(error.param, params)
+    if name is not None and error.param is not None and name != error.param:
+        error.args = (str(error).replace(error.param, name), *error.args[1:])
+        error.param = name
+        if isinstance(error, InvalidRequest):
+            error.message = str(error)
 
 
 def client_name(param: str | None, params: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from draftgate.gateway.errors import invalid
-from draftgate.policies.types import ServiceLevel
+from draftgate.policies.types import ANYTIME, ServiceLevel
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
@@ -25,12 +25,16 @@ def service_level(headers: Mapping[str, str]) -> ServiceLevel:
     Raises:
         InvalidRequest: a target is not a positive number of milliseconds.
     """
+    if TTFT_HEADER not in headers and TPOT_HEADER not in headers:
+        return ANYTIME
     return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
 
 
 def retry_count(headers: Mapping[str, str]) -> int | None:
     """Return how often the client has sent the request before, or None if unknown."""
-    text = headers.get(RETRIES_HEADER, "")
+    text = headers.get(RETRIES_HEADER)
+    if text is None:
+        return None
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from draftgate.gateway.errors import ContextTooLong, Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported, rename_params
+from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
@@ -41,10 +41,10 @@ from draftgate.gateway.http.requests.schemas import (
     ToolCallMessage,
     ToolMode,
 )
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.truncation import drop_oldest_turns
 from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
 from draftgate.gateway.served_model import ServedModel
-from draftgate.policies.types import ANYTIME, ServiceLevel
 
 Summary = Literal["auto", "concise", "detailed"]
 
@@ -212,14 +212,12 @@ _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 def parse_responses(
     body: bytes,
     served: ServedModel,
-    request_id: str,
-    service: ServiceLevel = ANYTIME,
+    sender: Sender,
     earlier: Sequence[InputItem] = (),
 ) -> ParsedRequest:
     """Return the parsed form of the body of `/v1/responses`.
 
     Args:
-        service: the latency targets from the headers.
         earlier: the items of the conversation that the request continues.
 
     Raises:
@@ -245,7 +243,7 @@ def parse_responses(
 
     def parse(some: list[Message]) -> ParsedRequest:
         one = structs.replace(chat, messages=some)
-        return parse_decoded_chat(one, served, request_id, service)
+        return parse_decoded_chat(one, served, sender)
 
     tried: dict[int, ParsedRequest] = {}  # by number of messages
     most = served.max_model_len - (wire.max_output_tokens or 1)
@@ -257,7 +255,7 @@ def parse_responses(
             return False
         return len(parsed.job.prompts[0]) <= most
 
-    with rename_params(paths):
+    with RenamedParams(paths):
         if wire.truncation == "auto":
             template_messages(messages, served.tokenizer)  # checks also the turns to drop
             messages = drop_oldest_turns(messages, fits)

@@ -51,11 +51,12 @@ from draftgate.gateway.http.requests.schemas import (
     StreamOptions,
     UnsupportedFields,
 )
+from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.structured_outputs import grammar_of
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
-from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
+from draftgate.policies.types import SpeculationMode
 from draftgate.policies.values import immutable
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -104,24 +105,17 @@ class ParsedRequest:
     prompt_logprobs: int | None = None
 
 
-def parse_chat(
-    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
-) -> ParsedRequest:
+def parse_chat(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of a chat completion.
-
-    Args:
-        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
         RequestRejected: the model's template rejects the messages.
     """
-    return parse_decoded_chat(decode(body, _chat_decoder), served, request_id, service)
+    return parse_decoded_chat(decode(body, _chat_decoder), served, sender)
 
 
-def parse_decoded_chat(
-    wire: ChatBody, served: ServedModel, request_id: str, service: ServiceLevel
-) -> ParsedRequest:
+def parse_decoded_chat(wire: ChatBody, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served.check_name(wire.model)
     _check_common(wire)
@@ -141,7 +135,7 @@ def parse_decoded_chat(
     )
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
-    parsed = _call(wire, served, request_id, (prompt,), max_tokens, _chat_logprobs(wire), service)
+    parsed = _call(wire, served, sender, (prompt,), max_tokens, _chat_logprobs(wire))
     if wire.prediction is not None:
         ids = _prediction_ids(wire.prediction, served)
         parsed = replace(parsed, job=replace(parsed.job, prediction_ids=ids))
@@ -156,13 +150,8 @@ def parse_decoded_chat(
     return replace(parsed, tools=tools, reasoning=reasoning)
 
 
-def parse_completion(
-    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
-) -> ParsedRequest:
+def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of a completion.
-
-    Args:
-        service: the latency targets from the headers.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -187,8 +176,9 @@ def parse_completion(
         sequences = f"{len(prompts)} prompts of {n} choices"
         raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    parsed = _call(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
-    parsed = replace(parsed, echoed=echoed_texts(wire, parsed.job.prompts, served.tokenizer))
+    parsed = _call(wire, served, sender, prompts, max_tokens, wire.logprobs)
+    if wire.echo:
+        parsed = replace(parsed, echoed=echoed_texts(wire, parsed.job.prompts, served.tokenizer))
     return parsed if n == parsed.job.n else _best_of(parsed, n)
 
 
@@ -227,11 +217,10 @@ def _check_with_suffix(wire: CompletionBody) -> None:
 def _call(
     wire: GenerationFields,
     served: ServedModel,
-    request_id: str,
+    sender: Sender,
     prompts: tuple[TokenIds, ...],
     max_tokens: int | None,
     logprobs: int | None,
-    service: ServiceLevel,
 ) -> ParsedRequest:
     speculation = wire.speculation or SpeculationOptions()
     prompts = tuple(_truncated(prompt, wire, served, max_tokens) for prompt in prompts)
@@ -257,7 +246,7 @@ def _call(
         skip_special_tokens=wire.skip_special_tokens is not False,
     )
     job = Job(
-        request_id,
+        sender.request_id,
         prompts,
         sampling,
         max_tokens,
@@ -265,8 +254,12 @@ def _call(
         speculation.mode or SpeculationMode.AUTO,
         speculation.max_draft_tokens,
         grammar_of(wire),
-        replace(service, priority=wire.priority) if wire.priority else service,
-        repetitions=tuple(map(repetition, prompts)),
+        sender.service_level(wire.priority),
+        sender.account.name,
+        sender.account.share,
+        tuple(map(repetition, prompts)),
+        sender.fingerprint,
+        sender.retries,
         traced=bool(speculation.trace),
     )
     options = wire.stream_options or StreamOptions()
