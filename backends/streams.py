@@ -94,8 +94,7 @@ class _Stream(AsyncGenerator[Delta, None]):
     def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
         self._owner = owner
         self._request_id = request_id
-        # asyncio finds the running loop by a system call, which would be paid for each delta.
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
         self._unfinished = choices
         self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
         self._reader: asyncio.Future[None] | None = None  # at most one reader waits
@@ -139,6 +138,8 @@ class _Stream(AsyncGenerator[Delta, None]):
                 if self._failure is not None:
                     raise self._failure
                 break
+            if self._loop is None:  # found once, because asyncio needs a system call for it
+                self._loop = asyncio.get_running_loop()
             self._reader = self._loop.create_future()
             try:
                 await self._reader
