@@ -222,9 +222,12 @@ def _environment(now: Callable[[], datetime]) -> _Sandbox:
 
 def _compiled(environment: _Sandbox, name: str, source: str) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except Exception as error:  # jinja2 folds constants, so untrusted code runs here too
         raise CheckpointError(f"damaged chat template {name!r}: {error}") from error
+    # Each rendering copies the globals, and a plain dict is the fastest to copy.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _to_json(

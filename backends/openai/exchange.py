@@ -48,6 +48,7 @@ class HttpExchange:
         self._response = response
         self._clock = clock
         self._tail = b""
+        self._usage: TokenUsage | None = None  # of the blocks so far, once computed
 
     @property
     def outputs(self) -> int:
@@ -61,13 +62,16 @@ class HttpExchange:
 
     def usage(self) -> TokenUsage:
         """Return the token counts so far."""
-        found = self.scan.usage() if self.streaming else usage_in(self._tail)
-        return found or TokenUsage(0, 0, self.scan.outputs)
+        if self._usage is None:
+            found = self.scan.usage() if self.streaming else usage_in(self._tail)
+            self._usage = found or TokenUsage(0, 0, self.scan.outputs)
+        return self._usage
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it arrives."""
+        content = self._response.content
         try:
-            async for block in self._response.content.iter_any():
+            while block := await content.readany():
                 passing = self._passing(block)
                 if passing:
                     yield passing
@@ -81,16 +85,21 @@ class HttpExchange:
         if self.scan.ending is StreamEnding.UNFINISHED:
             raise UpstreamFailed("the stream ended before any choice had finished")
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether the end of the body after `[DONE]` has not been read."""
+        return self.scan.ending is not None and not self._response.content.is_eof()
+
     async def finish(self) -> None:
-        """Read the end of the body after `[DONE]`, so that the connection can be reused."""
-        if self.scan.ending is not None and not self._response.content.is_eof():
-            await self._response.content.readany()
+        """Read the end of the body, so that the connection can be reused."""
+        await self._response.content.readany()
 
     def fail(self, reason: str) -> None:
         """Make `blocks` raise, as if the connection had broken."""
         self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
 
     def _passing(self, block: bytes) -> bytes:
+        self._usage = None
         if not self.streaming:
             self._tail = (self._tail + block)[-_TAIL_BYTES:]
             return block

@@ -161,9 +161,10 @@ class OpenAIUpstream:
             self._open.add(exchange)
             try:
                 yield exchange
-                with suppress(TimeoutError, aiohttp.ClientError):
-                    async with asyncio.timeout(LAST_BYTES_S):
-                        await exchange.finish()
+                if exchange.has_rest:
+                    with suppress(TimeoutError, aiohttp.ClientError):
+                        async with asyncio.timeout(LAST_BYTES_S):
+                            await exchange.finish()
             finally:
                 self._open.discard(exchange)
                 response.close()  # unless the body was read to its end

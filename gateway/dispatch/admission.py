@@ -142,13 +142,13 @@ class AdmissionController:
         """
         await self._reserve(request)
         try:
-            now_s = self._now_s()
-            view = self._view(request, now_s)
+            now_s, loads = self._now_s(), self._loads()
+            view = self._view(request, now_s, loads)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
                 refused = _capped(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
-            ticket_s = decision.work_s / self._pool_scale(self._loads()) / len(request.needs)
+            ticket_s = decision.work_s / self._pool_scale(loads) / len(request.needs)
             return Entry(
                 request,
                 decision,
@@ -197,7 +197,8 @@ class AdmissionController:
     ) -> Refused | None:
         """Return the refusal of a waiting request that would wait too long, or None to keep it."""
         now_s = self._now_s()
-        refused = self._policy.reconsider(self._view(request, now_s, ticket), waited_s, now_s)
+        view = self._view(request, now_s, self._loads(), ticket)
+        refused = self._policy.reconsider(view, waited_s, now_s)
         return refused and _capped(refused)
 
     async def _reserve(self, request: AdmissionRequest) -> None:
@@ -207,14 +208,19 @@ class AdmissionController:
             raise _quota_error(shortage, request)
 
     def _view(
-        self, request: AdmissionRequest, now_s: float, ticket: Ticket | None = None
+        self,
+        request: AdmissionRequest,
+        now_s: float,
+        loads: Sequence[WorkerLoad],
+        ticket: Ticket | None = None,
     ) -> AdmissionView:
         """Return the policy's view of a request, the workers and the queue.
 
         Args:
+            loads: the loads of the serving workers.
             ticket: the ticket of a request that waits, or None for a new request.
         """
-        bounds, loads = self._bounds, self._loads()
+        bounds = self._bounds
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)

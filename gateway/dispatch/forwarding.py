@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import Final
 
 from draftgate.backends.base import TokenUsage, UpstreamCall
@@ -21,10 +20,9 @@ from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.upstream_answer import (
     NO_TOKENS,
+    Calling,
     UpstreamAnswer,
     UpstreamRefusal,
-    begin_answer,
-    read_refusal,
 )
 from draftgate.gateway.dispatch.upstream_pools import PoolDecision, UpstreamPools
 from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
@@ -33,10 +31,9 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.span_attributes import record_route
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
-from draftgate.gateway.telemetry.worker_spans import open_dispatch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.routing.types import RouteView
+from draftgate.policies.routing.types import Route, RouteView
 from draftgate.policies.types import RequestView
 from draftgate.policies.values import immutable
 
@@ -84,10 +81,12 @@ class ForwardJob:
         )
 
 
-class _Place:
+class Place:
     """The capacity that a request holds, on one upstream at a time.
 
     Attributes:
+        worker: the upstream, or None without one.
+        route: the first routing decision, or None without a choice.
         pool: the decision about speculation, or None without a choice.
     """
 
@@ -100,6 +99,7 @@ class _Place:
             waiting: the queued request, or None for a request that needs no capacity.
         """
         self.worker: FleetWorker | None = None
+        self.route: Route | None = None
         self.view = view
         self.pool = pool
         self.avoid = frozenset[str]() if waiting is None else waiting.avoid
@@ -137,129 +137,72 @@ class Forwarder:
             budget: the budget of retries of all requests.
         """
         self._fleet = fleet
-        self._queue = queue
-        self._admission = admission
+        self.queue = queue
+        self.admission = admission
         self._pools = pools
         self._budget = budget
         self._metrics = metrics
 
-    @asynccontextmanager
-    async def run(self, job: ForwardJob, span: Span = NO_SPAN) -> AsyncIterator[UpstreamAnswer]:
-        """Admit a job, queue it and forward it, and cancel it if the block ends early.
+    def run(self, job: ForwardJob, span: Span = NO_SPAN) -> RunningForward:
+        """Return a context in which an upstream answers a job."""
+        return RunningForward(self, job, span)
 
-        A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
-        reports another count.
-
-        Raises:
-            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
-            GatewayError: no upstream responds. The client has not received anything.
-        """
-        if not self._fleet.open:
-            raise self._no_upstream()
-        with span.child("admit"):
-            entry = await self._admission.admit(job.request)
-        try:
-            async with self._turn(job, entry, span) as place:
-                entry.prompt_tokens = job.limits.prompt
-                async with self._answer(job.call, job.limits, place, span) as answer:
-                    if not answer.is_error:
-                        self._admission.answered(entry)
-                    try:
-                        yield answer
-                    finally:
-                        _record_usage(entry, answer)
-        except (UpstreamBusy, UpstreamUnavailable):  # an upstream that refuses has computed nothing
-            entry.prompt_tokens = 0
-            raise
-        finally:
-            await self._admission.settle(entry)
-
-    @asynccontextmanager
-    async def run_uncounted(self, call: UpstreamCall) -> AsyncIterator[UpstreamAnswer]:
-        """Forward a call that generates nothing, without admission, queue and quota.
+    def run_uncounted(self, call: UpstreamCall) -> Calls:
+        """Return a context for a call that generates nothing, without admission, queue and quota.
 
         Raises:
             GatewayError: no upstream responds.
         """
-        place = _Place(None, lambda: RouteView(RequestView(0, 0, 0.0), 0, 0.0))
+        place = Place(None, lambda: RouteView(RequestView(0, 0, 0.0), 0, 0.0))
         candidates = self._candidates([], place, again=False)
         if not candidates:
-            raise self._no_upstream()
+            raise self.no_upstream()
         place.move(self._choose(candidates, place))
-        async with self._answer(call, NO_TOKENS, place, NO_SPAN) as answer:
-            yield answer
+        return Calls(self, call, NO_TOKENS, place, NO_SPAN)
 
-    @asynccontextmanager
-    async def _turn(self, job: ForwardJob, entry: Entry, span: Span) -> AsyncIterator[_Place]:
-        """Wait until an upstream has capacity, and hold the capacity until the block ends.
+    async def admit(self, job: ForwardJob, span: Span) -> Entry:
+        """Admit a job. `settle` of its admission must follow.
+
+        Raises:
+            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
+            GatewayError: no upstream is available.
+        """
+        if not self._fleet.open:
+            raise self.no_upstream()
+        with span.child("admit"):
+            return await self.admission.admit(job.request)
+
+    async def turn(self, job: ForwardJob, entry: Entry, span: Span) -> Place:
+        """Wait until an upstream has capacity, and return the capacity, which the caller releases.
 
         Raises:
             UpstreamUnavailable: the last upstream became unavailable.
         """
-        waiting = self._admission.waiting(entry, 0)
+        waiting = self.admission.waiting(entry, 0)
         view = partial(job.route_view, entry.expected_tokens)
         pool = self._choose_pool(job)
         if pool is not None:
             waiting = replace(waiting, avoid=pool.avoid)
-        place = _Place(waiting, view, pool)
+        place = Place(waiting, view, pool)
         with span.child("queue"):
             try:
-                routed = await self._queue.turn(waiting, view)
+                routed = await self.queue.turn(waiting, view)
             except BackendFailed as error:
-                raise self._no_upstream() from error
-        try:
-            record_route(span, routed)
-            place.move(routed.worker)
-            if pool is not None:
-                self._pools.record(job.request, routed.worker, pool, routed.route)
-            yield place
-        finally:
-            place.move(None)
-            self._queue.pump()
+                raise self.no_upstream() from error
+        record_route(span, routed)
+        place.worker, place.route = routed.worker, routed.route
+        return place
 
-    def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:
-        """Return the decision about speculation, or None without a choice."""
-        if not job.request.max_tokens:  # embeddings have no drafts
-            return None
-        if len(self._queue):  # either pool may later be the first with capacity
-            return self._pools.choose(job.view, lambda _: False)
-        return self._pools.choose(job.view, partial(has_capacity, need=job.need))
+    def record_pool(self, job: ForwardJob, place: Place) -> None:
+        """Record the decision about speculation, if any, before the job is sent."""
+        if place.pool is not None and place.worker is not None:
+            self._pools.record(job.request, place.worker, place.pool, place.route)
 
-    @asynccontextmanager
-    async def _answer(
-        self, call: UpstreamCall, limits: TokenUsage, place: _Place, span: Span
-    ) -> AsyncIterator[UpstreamAnswer]:
-        """Send a call to the reserved upstream, or to others if that upstream does not respond.
-
-        Raises:
-            GatewayError, UpstreamFailed: no upstream responds.
-        """
+    def count_request(self) -> None:
+        """Count a request in the budget of retries."""
         self._budget.count_request(_now_s())
-        tried: list[str] = []
-        refusal: UpstreamRefusal | None = None
-        failure: UpstreamFailed | None = None
-        while (worker := place.worker) is not None:
-            tried.append(worker.worker_id)
-            async with AsyncExitStack() as stack:
-                dispatch = stack.enter_context(open_dispatch(span, worker.server))
-                try:
-                    answer = await begin_answer(stack, worker, _traced(call, dispatch), limits)
-                    dispatch.set({"http.response.status_code": answer.status})
-                    refusal = await read_refusal(worker, answer)
-                except UpstreamFailed as error:
-                    dispatch.fail(error)
-                    failure, refusal = error, None
-                else:
-                    if refusal is None:
-                        yield _with_pool(answer, place.pool, worker)
-                        return
-            place.move(None)
-            place.move(self._next(tried, place, refused=refusal is not None))
-        if refusal is None:
-            raise failure or self._no_upstream()
-        yield refusal.to_client(self._retry_after_s())
 
-    def _next(self, tried: list[str], place: _Place, *, refused: bool) -> FleetWorker | None:
+    def next_worker(self, tried: list[str], place: Place, *, refused: bool) -> FleetWorker | None:
         """Return the upstream for the next attempt, or None without an upstream or budget."""
         if len(tried) >= MOST_ATTEMPTS:
             return None
@@ -271,8 +214,16 @@ class Forwarder:
         self._metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
         return self._choose(candidates, place) if allowed else None
 
+    def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:
+        """Return the decision about speculation, or None without a choice."""
+        if not job.request.max_tokens:  # embeddings have no drafts
+            return None
+        if len(self.queue):  # either pool may later be the first with capacity
+            return self._pools.choose(job.view, lambda _: False)
+        return self._pools.choose(job.view, partial(has_capacity, need=job.need))
+
     def _candidates(
-        self, tried: list[str], place: _Place, *, again: bool
+        self, tried: list[str], place: Place, *, again: bool
     ) -> list[tuple[FleetWorker, WorkerUsage]]:
         """Return the upstreams with capacity, and their usage.
 
@@ -288,32 +239,161 @@ class Forwarder:
         return [pair for pair in found if pair[0].worker_id not in place.avoid] or found
 
     def _choose(
-        self, candidates: list[tuple[FleetWorker, WorkerUsage]], place: _Place
+        self, candidates: list[tuple[FleetWorker, WorkerUsage]], place: Place
     ) -> FleetWorker:
         alone = len(self._fleet.workers) == 1
-        return self._queue.router.choose(place.view, candidates, alone=alone).worker
+        return self.queue.router.choose(place.view, candidates, alone=alone).worker
 
-    def _no_upstream(self) -> GatewayError:
+    def no_upstream(self) -> GatewayError:
         """Return the error for a request without an available upstream."""
-        retry_after_s = self._retry_after_s()
+        retry_after_s = self.retry_after_s()
         pauses = [worker.upstream.pause for worker in self._fleet.workers]
         if any(pause is not None and pause.status == _UNAVAILABLE for pause in pauses):
             return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
-    def _retry_after_s(self) -> int:
+    def retry_after_s(self) -> int:
         """Return the whole seconds until an upstream may be called again, at least 1."""
         pauses = [worker.upstream.pause for worker in self._fleet.workers]
         return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
 
 
+class RunningForward:
+    """A context that admits a job, queues it and forwards it, and cancels it if it ends early.
+
+    A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
+    reports another count.
+
+    Raises:
+        Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
+        GatewayError: no upstream responds. The client has not received anything.
+    """
+
+    _entry: Entry
+    _answer: UpstreamAnswer
+
+    def __init__(self, forwarder: Forwarder, job: ForwardJob, span: Span) -> None:
+        self._forwarder = forwarder
+        self._job = job
+        self._span = span
+        self._place: Place | None = None
+        self._calls: Calls | None = None
+
+    async def __aenter__(self) -> UpstreamAnswer:
+        forwarder, job = self._forwarder, self._job
+        self._entry = entry = await forwarder.admit(job, self._span)
+        try:
+            self._place = place = await forwarder.turn(job, entry, self._span)
+            forwarder.record_pool(job, place)
+            entry.prompt_tokens = job.limits.prompt
+            calls = Calls(forwarder, job.call, job.limits, place, self._span)
+            self._answer = answer = await calls.__aenter__()
+            self._calls = calls
+        except BaseException as error:
+            await self._end(error)
+            raise
+        if not answer.is_error:
+            forwarder.admission.answered(entry)
+        return answer
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _record_usage(self._entry, self._answer)
+        await self._end(error)
+
+    async def _end(self, error: BaseException | None) -> None:
+        forwarder = self._forwarder
+        try:
+            if self._calls is not None:
+                await self._calls.end(error)
+        finally:
+            if self._place is not None:
+                self._place.move(None)
+                forwarder.queue.pump()
+            # An upstream that refuses has computed nothing.
+            if isinstance(error, UpstreamBusy | UpstreamUnavailable):
+                self._entry.prompt_tokens = 0
+            await forwarder.admission.settle(self._entry)
+
+
+class Calls:
+    """A context with the response to a call of the reserved upstream.
+
+    If that upstream does not respond, the context calls others.
+
+    Raises:
+        GatewayError, UpstreamFailed: no upstream responds.
+    """
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        call: UpstreamCall,
+        limits: TokenUsage,
+        place: Place,
+        span: Span,
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            place: the capacity on an upstream, which moves to another upstream for another call.
+        """
+        self._forwarder = forwarder
+        self._call = call
+        self._limits = limits
+        self._place = place
+        self._span = span
+        self._calling: Calling | None = None
+
+    async def __aenter__(self) -> UpstreamAnswer:
+        forwarder, place = self._forwarder, self._place
+        forwarder.count_request()
+        tried: list[str] = []
+        refusal: UpstreamRefusal | None = None
+        failure: UpstreamFailed | None = None
+        while (worker := place.worker) is not None:
+            tried.append(worker.worker_id)
+            calling = Calling(worker, self._call, self._limits, self._span)
+            try:
+                found = await calling.begin()
+            except UpstreamFailed as error:
+                await calling.end(error)
+                failure, refusal = error, None
+            except BaseException as error:
+                await calling.end(error)
+                raise
+            else:
+                if isinstance(found, UpstreamAnswer):
+                    self._calling = calling
+                    return _with_pool(found, place.pool, worker)
+                await calling.end(None)
+                refusal = found
+            place.move(None)
+            place.move(forwarder.next_worker(tried, place, refused=refusal is not None))
+        if refusal is None:
+            raise failure or forwarder.no_upstream()
+        return refusal.to_client(forwarder.retry_after_s())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.end(error)
+
+    async def end(self, error: BaseException | None) -> None:
+        """End the call."""
+        if self._calling is not None:
+            await self._calling.end(error)
+
+
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _traced(call: UpstreamCall, span: Span) -> UpstreamCall:
-    """Return a call that continues the trace below a span."""
-    return call._replace(headers={**call.headers, **span.propagation()})
 
 
 def _with_pool(

@@ -59,7 +59,9 @@ class Router:
             rivals: number of other gateways whose requests to these workers are unknown.
         """
         begun_s = time.monotonic()
-        routed = Routed(usable[0][0]) if alone else self._choose(view, usable, rivals)
+        if alone:
+            return Routed(usable[0][0], begun_s=begun_s, ended_s=time.monotonic())
+        routed = self._choose(view, usable, rivals)
         return routed._replace(begun_s=begun_s, ended_s=time.monotonic())
 
     def moved(self, view: View, worker: FleetWorker) -> None:

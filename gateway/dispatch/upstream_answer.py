@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Self
 
 import msgspec
 
@@ -12,6 +12,8 @@ from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.telemetry.tracing import Span
+from draftgate.gateway.telemetry.worker_spans import open_dispatch
 from draftgate.policies.types import SpeculationPlan
 from draftgate.policies.values import immutable
 
@@ -30,7 +32,7 @@ class UpstreamAnswer:
     """A response whose first bytes have arrived.
 
     Attributes:
-        blocks: the body from its first byte. The generator raises `BackendFailed` if the upstream
+        blocks: the body from its first byte. The iterator raises `BackendFailed` if the upstream
             fails.
         limits: estimated prompt tokens and maximum output tokens, for a response without usage.
         plan: the decision about speculation, or None without a choice.
@@ -39,7 +41,7 @@ class UpstreamAnswer:
     worker_id: str
     exchange: Exchange
     headers: Mapping[str, str]
-    blocks: AsyncGenerator[bytes, None]
+    blocks: AsyncIterator[bytes]
     limits: TokenUsage
     plan: SpeculationPlan | None = None
 
@@ -100,50 +102,112 @@ class UpstreamRefusal:
         raise UpstreamBroken(message)
 
 
-async def begin_answer(
-    stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, limits: TokenUsage
-) -> UpstreamAnswer:
-    """Send a call and wait for the first bytes of the response, which `stack` keeps open.
+class Calling:
+    """A call of an upstream, which its owner begins once and always ends."""
 
-    Raises:
-        UpstreamFailed: no bytes arrived.
-    """
-    exchange = await stack.enter_async_context(worker.upstream.forward(call))
-    blocks = await stack.enter_async_context(aclosing(exchange.blocks()))
-    try:
-        first = await anext(blocks, b"")
-    except UpstreamFailed as error:
-        raise UpstreamUnreachable(str(error)) from error
-    whole = await stack.enter_async_context(aclosing(_joined(first, blocks)))
-    return UpstreamAnswer(worker.worker_id, exchange, exchange.headers, whole, limits)
+    def __init__(
+        self, worker: FleetWorker, call: UpstreamCall, limits: TokenUsage, span: Span
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            limits: estimated prompt tokens and maximum output tokens.
+            span: the parent of the call's span.
+        """
+        self._worker = worker
+        self._call = call
+        self._limits = limits
+        self._span = open_dispatch(span, worker.server)
+        self._forwarding: AbstractAsyncContextManager[Exchange] | None = None  # once entered
+        self._blocks: AsyncGenerator[bytes, None] | None = None
+
+    async def begin(self) -> UpstreamAnswer | UpstreamRefusal:
+        """Send the call and wait for the first bytes of the response.
+
+        Raises:
+            UpstreamFailed: no bytes arrived.
+            UpstreamBroken: the response is an error that another attempt would not avoid.
+        """
+        call, worker = self._call, self._worker
+        if self._span.recording:
+            call = call._replace(headers={**call.headers, **self._span.propagation()})
+        forwarding = worker.upstream.forward(call)
+        exchange = await forwarding.__aenter__()
+        self._forwarding = forwarding
+        self._blocks = blocks = exchange.blocks()
+        try:
+            first = await anext(blocks, b"")
+        except UpstreamFailed as error:
+            raise UpstreamUnreachable(str(error)) from error
+        self._span.set({"http.response.status_code": exchange.status})
+        body = FirstAndRest(first, blocks)
+        return await read_refusal(worker, exchange, body) or UpstreamAnswer(
+            worker.worker_id, exchange, exchange.headers, body, self._limits
+        )
+
+    async def end(self, error: BaseException | None) -> None:
+        """Cancel the rest of the call, and end its span."""
+        try:
+            if self._blocks is not None:
+                await self._blocks.aclose()
+        finally:
+            try:
+                if self._forwarding is not None:
+                    await self._forwarding.__aexit__(
+                        *(None, None, None)
+                        if error is None
+                        else (type(error), error, error.__traceback__)
+                    )
+            finally:
+                if error is not None:
+                    self._span.fail(error)
+                self._span.end()
 
 
-async def read_refusal(worker: FleetWorker, answer: UpstreamAnswer) -> UpstreamRefusal | None:
+class FirstAndRest:
+    """An iterator of blocks, of which the first has been read."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        if not self._first:
+            return anext(self._rest)
+        first, self._first = self._first, b""
+        return _ready(first)
+
+
+async def _ready(block: bytes) -> bytes:
+    return block
+
+
+async def read_refusal(
+    worker: FleetWorker, exchange: Exchange, blocks: AsyncIterator[bytes]
+) -> UpstreamRefusal | None:
     """Return the refusal in a response, or None for any other response.
 
     Raises:
         UpstreamBroken: the response is an error that another attempt would not avoid.
     """
-    status = answer.status
+    status = exchange.status
+    if status < 300:
+        return None
     # Redirects and internal errors of the upstream mean nothing to the client.
     broken = 300 <= status < FIRST_ERROR_STATUS or (status >= 500 and status not in {501, 502, 503})
     if not broken and status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE}:
         return None
     body = b""
-    async for block in answer.blocks:
+    async for block in blocks:
         body += block
         if len(body) > _MOST_REASON_BYTES:
             break
     if broken:
         raise UpstreamBroken(f"the upstream responded with status {status}{_reason(body)}")
-    return UpstreamRefusal(worker, answer.exchange, body)
-
-
-async def _joined(first: bytes, blocks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    if first:
-        yield first
-    async for block in blocks:
-        yield block
+    return UpstreamRefusal(worker, exchange, body)
 
 
 async def _single_block(body: bytes) -> AsyncGenerator[bytes, None]:

@@ -64,7 +64,10 @@ class UpstreamPools:
         Args:
             has_capacity: whether an upstream with this usage can run the request now.
         """
-        open_upstreams = [(worker, worker.usage) for worker in self._fleet.open]
+        workers = self._fleet.open
+        if len(workers) < 2:
+            return None
+        open_upstreams = [(worker, worker.usage) for worker in workers]
         drafting = [
             pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.SPECULATING
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -14,7 +14,7 @@ from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
-from draftgate.gateway.dispatch.forwarding import ForwardJob
+from draftgate.gateway.dispatch.forwarding import ForwardJob, RunningForward
 from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
 from draftgate.gateway.errors import (
     ErrorFormat,
@@ -135,7 +135,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
 
 async def _send(
     request: web.Request,
-    running: AbstractAsyncContextManager[UpstreamAnswer],
+    running: RunningForward,
     events: EventStream,
     watch: RequestWatch,
     *,
@@ -146,24 +146,33 @@ async def _send(
     Returns:
         The response if it was sent whole, or None if it was sent as events.
     """
+    if not waits:
+        async with running as answer:
+            return await _respond(request, answer, events, watch)
     async with AsyncExitStack() as stack:
-        with Heartbeats(events) if waits else nullcontext() as beats:
+        with Heartbeats(events) as beats:
             answer = await stack.enter_async_context(running)
-            if beats is not None:
-                await beats.sent()
-        watch.forwarded(answer.worker_id, answer.plan)
-        if answer.is_error:
-            watch.fail(Ending.REJECTED, answer.status, None)
-        # Sending here keeps the request in flight up to the last byte.
-        try:
-            if answer.exchange.streaming:
-                await _send_events(events, answer, watch)
-                return None
-            if events.begun:
-                raise await _error_after_comments(answer)
-            return await _send_whole(request, answer, watch)
-        finally:
-            watch.settled(answer.usage())
+            await beats.sent()
+        return await _respond(request, answer, events, watch)
+
+
+async def _respond(
+    request: web.Request, answer: UpstreamAnswer, events: EventStream, watch: RequestWatch
+) -> web.StreamResponse | None:
+    """Send the response as `_send` describes."""
+    watch.forwarded(answer.worker_id, answer.plan)
+    if answer.is_error:
+        watch.fail(Ending.REJECTED, answer.status, None)
+    # Sending here keeps the request in flight up to the last byte.
+    try:
+        if answer.exchange.streaming:
+            await _send_events(events, answer, watch)
+            return None
+        if events.begun:
+            raise await _error_after_comments(answer)
+        return await _send_whole(request, answer, watch)
+    finally:
+        watch.settled(answer.usage())
 
 
 async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: RequestWatch) -> None:
@@ -270,7 +279,10 @@ def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFi
 def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJob:
     """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
-    service = account.capped(replace(service_level(request.headers), priority=fields.priority))
+    wanted = service_level(request.headers)
+    if fields.priority:
+        wanted = replace(wanted, priority=fields.priority)
+    service = account.capped(wanted)
     prompt, output = fields.prompt_tokens, fields.max_tokens
     need = CapacityNeed(fields.n, prompt, (prompt + output) * fields.n, service.tpot_s)
     admission = AdmissionRequest(
@@ -284,8 +296,9 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJ
         retry_count(request.headers),
     )
     call = _call(request, body, service)._replace(sequences=fields.n)
-    wanted = fields.temperature, fields.mode, fields.max_draft_tokens
-    return ForwardJob(admission, call, RequestView(prompt, output, *wanted, service))
+    speculation = fields.mode, fields.max_draft_tokens
+    view = RequestView(prompt, output, fields.temperature, *speculation, service)
+    return ForwardJob(admission, call, view)
 
 
 def _call(request: web.Request, body: bytes, service: ServiceLevel) -> UpstreamCall:

@@ -65,22 +65,21 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 
 METRICS_PATH: Final = "/metrics"
 
-BROWSER_ACCESS: Final = web.AppKey("browser_access", BrowserAccess)
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
+    entrance = Entrance(node)
     app = web.Application(
-        middlewares=[_respond],  # a single one, because each adds coroutines to every request
+        # a single one, because each adds coroutines to every request
+        middlewares=[entrance.respond],
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
     app[SLOW_READERS] = slow = SlowReaders(time.monotonic)
     node.metrics.read(metric.SLOW_READERS, lambda: len(slow))
-    app[BROWSER_ACCESS] = BrowserAccess(node.config)
-    app.on_response_prepare.append(_finish_headers)
+    app.on_response_prepare.append(entrance.finish_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)
     routes = _routes()
@@ -119,22 +118,90 @@ def _routes() -> list[web.RouteDef]:
     ]
 
 
-@web.middleware
-async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Check a request and respond to it. All its log lines contain its id."""
-    request_id = request[REQUEST_ID] = client_request_id(request)
-    response: web.StreamResponse | None = None
-    with AboutRequest(id=request_id):
-        try:
-            response = _check_browser(request)
-            if response is None:
-                _authenticate(request)
-                response = await handler(request)
-        except Exception as error:  # noqa: BLE001 - every exception becomes a response
-            response = _failed(request, error)
-        finally:
-            _record_use(request, CLIENT_GONE if response is None else response.status)
-    return response
+class Entrance:
+    """The checks and headers that all requests have in common."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._browsers = BrowserAccess(node.config)
+        self._wants_certificate = node.config.tls_client_ca_file is not None
+
+    @web.middleware
+    async def respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check a request and respond to it. All its log lines contain its id."""
+        request_id = request[REQUEST_ID] = client_request_id(request)
+        response: web.StreamResponse | None = None
+        with AboutRequest(id=request_id):
+            try:
+                response = self._check_browser(request)
+                if response is None:
+                    self._authenticate(request)
+                    response = await handler(request)
+            except Exception as error:  # noqa: BLE001 - every exception becomes a response
+                response = _failed(request, error)
+            finally:
+                self._record_use(request, CLIENT_GONE if response is None else response.status)
+        return response
+
+    async def finish_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers of every response, and announce the end of the connection."""
+        # The next connection of a client reaches another node while this node drains.
+        draining = self._node.lifecycle.state is NodeState.DRAINING
+        if draining or ends_connection(request, response, self._node.config.max_body_bytes):
+            response.force_close()
+        add_headers(request, response)
+        self._browsers.add_headers(request, response)
+
+    def _check_browser(self, request: web.Request) -> web.Response | None:
+        """Return the response to a preflight of a listed origin, or None for other requests.
+
+        Raises:
+            ForbiddenHost, ForbiddenOrigin: a foreign page sent the request.
+        """
+        self._browsers.check(request, keys=self._node.accounts.required)
+        return self._browsers.preflight(request)
+
+    def _authenticate(self, request: web.Request) -> None:
+        """Find the account of a request.
+
+        Other nodes have no account, because they prove that they are nodes.
+
+        Raises:
+            Unauthorized: keys are required, and the request has no known key.
+            CertificateRequired: the connection has no client certificate.
+            Forbidden: the role of the key does not include the path.
+        """
+        request[ACCOUNT] = ANONYMOUS
+        if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
+            return
+        if self._wants_certificate:
+            _check_certificate(request)
+        accounts = self._node.accounts
+        if not accounts.required:
+            return
+        key = _key(request.headers)
+        account = None if key is None else accounts.find(key)
+        if account is None:
+            sent = "no API key was sent" if key is None else "the API key is not known"
+            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        request[ACCOUNT] = account  # before its role, because the audit log names the tenant
+        _check_role(account, request.path.rstrip("/"))
+
+    def _record_use(self, request: web.Request, status: int) -> None:
+        """Record a refusal or the use of a key in the audit log, if one is configured."""
+        audit = self._node.audit
+        if audit is None:
+            return
+        account, key = request.get(ACCOUNT), _key(request.headers)
+        audit.record(
+            request[REQUEST_ID],
+            request.remote or "",
+            (request.method, request.path),
+            status,
+            request.get(ERROR_CODE),
+            tenant=(account.name or None) if account is not None else None,
+            key=None if key is None else fingerprint_of_key(key),
+        )
 
 
 def _failed(request: web.Request, error: Exception) -> web.Response:
@@ -149,71 +216,6 @@ def _failed(request: web.Request, error: Exception) -> web.Response:
     return _error(request, shown)
 
 
-def _record_use(request: web.Request, status: int) -> None:
-    """Record a refusal or the use of a key in the audit log, if one is configured."""
-    audit = request.app[NODE].audit
-    if audit is None:
-        return
-    account, key = request.get(ACCOUNT), _key(request.headers)
-    audit.record(
-        request[REQUEST_ID],
-        request.remote or "",
-        (request.method, request.path),
-        status,
-        request.get(ERROR_CODE),
-        tenant=(account.name or None) if account is not None else None,
-        key=None if key is None else fingerprint_of_key(key),
-    )
-
-
-async def _finish_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers of every response, and announce the end of the connection."""
-    node = request.app[NODE]
-    # The next connection of a client reaches another node while this node drains.
-    draining = node.lifecycle.state is NodeState.DRAINING
-    if draining or ends_connection(request, response, node.config.max_body_bytes):
-        response.force_close()
-    add_headers(request, response)
-    request.app[BROWSER_ACCESS].add_headers(request, response)
-
-
-def _check_browser(request: web.Request) -> web.Response | None:
-    """Return the response to a preflight of a listed origin, or None for other requests.
-
-    Raises:
-        ForbiddenHost, ForbiddenOrigin: a foreign page sent the request.
-    """
-    access = request.app[BROWSER_ACCESS]
-    access.check(request, keys=request.app[NODE].accounts.required)
-    return access.preflight(request)
-
-
-def _authenticate(request: web.Request) -> None:
-    """Find the account of a request.
-
-    Other nodes have no account, because they prove that they are nodes.
-
-    Raises:
-        Unauthorized: keys are required, and the request has no known key.
-        CertificateRequired: the connection has no client certificate.
-        Forbidden: the role of the key does not include the path.
-    """
-    request[ACCOUNT] = ANONYMOUS
-    if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
-        return
-    _check_certificate(request)
-    accounts = request.app[NODE].accounts
-    if not accounts.required:
-        return
-    key = _key(request.headers)
-    account = None if key is None else accounts.find(key)
-    if account is None:
-        sent = "no API key was sent" if key is None else "the API key is not known"
-        raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
-    request[ACCOUNT] = account  # before its role, because the audit log names the tenant
-    _check_role(account, request.path.rstrip("/"))
-
-
 def _check_role(account: Account, path: str) -> None:
     """Check that the role of a key includes a path. The metrics name all tenants."""
     reads_metrics = path == METRICS_PATH
@@ -224,12 +226,10 @@ def _check_role(account: Account, path: str) -> None:
 
 
 def _check_certificate(request: web.Request) -> None:
-    """Check that the client has shown a certificate, if the node requires certificates.
+    """Check that the client has shown a certificate.
 
     TLS has already verified the certificate of a client that has one.
     """
-    if request.app[NODE].config.tls_client_ca_file is None:
-        return
     if request.transport is None or not request.transport.get_extra_info("peercert"):
         raise CertificateRequired("this server requires a client certificate")
 

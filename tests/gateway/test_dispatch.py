@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import pytest
 
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.types import SamplingParams
+from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
@@ -15,7 +17,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport
 from draftgate.gateway.telemetry.tracing import Tracing
-from draftgate.policies.types import SpeculationMode
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
 
 
@@ -102,3 +104,10 @@ async def test_the_heartbeat_survives_a_store_error(
     beating.cancel()
     await asyncio.wait({beating})
     assert calls[:2] == [node.fleet.workers[0].worker_id] * 2
+
+
+def test_a_plan_changes_no_other_field_of_a_request() -> None:
+    """A request with a plan equals the request except for its plan."""
+    values: dict[str, Any] = {one.name: object() for one in fields(GenerationRequest)}
+    request, plan = GenerationRequest(**values), cast(SpeculationPlan, object())
+    assert request.planned(plan) == replace(request, speculation=plan)
