@@ -274,6 +274,9 @@ class Fleet:
         serve running requests, but this node should restart.
         """
         own = self.own
+        for worker in own:
+            if worker.backend.failure is None:
+                return None  # the usual case
         outage = _outage(own)
         recovers = outage is not None and any(worker.backend.recovers for worker in own)
         return None if recovers else outage

@@ -166,10 +166,9 @@ class Scheduler:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         # Each request reads the load several times between two changes. A transfer changes blocks.
-        load = self._load
-        if load is None or load.kv_blocks_free != self.blocks.num_free:
-            load = self._load = self._current_load()
-        return load
+        if self._load is None or self._load.kv_blocks_free != self.blocks.num_free:
+            self._load = self._current_load()
+        return self._load
 
     def _current_load(self) -> WorkerLoad:
         if self._measured is None:
@@ -206,7 +205,6 @@ class Scheduler:
         """
         self._now_s = self._now_s if now_s is None else now_s
         self.blocks.expire_holds(self._now_s)
-        self._load = None
         self._queues.park()
         self._learn_host_time()
         plan = self._fill_step()

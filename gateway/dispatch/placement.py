@@ -188,7 +188,11 @@ class Placer:
     def _record_size(self, request: GenerationRequest, reservation: Reservation) -> None:
         """Record the size of a request, to estimate requests that other gateways have leased."""
         if reservation.lease is not None:
-            self._usual.add_request(replace(need_of(request), most_tokens=reservation.lease.tokens))
+            need = need_of(request)
+            leased_tokens = reservation.lease.tokens
+            self._usual.add_request(
+                CapacityNeed(need.sequences, need.prompt_tokens, leased_tokens, need.tpot_s)
+            )
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.

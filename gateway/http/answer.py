@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.placement import Placement
@@ -95,16 +95,18 @@ class Answer:
         """Return the decisions and their outcomes, summed over the choices of each prompt."""
         placed = self.run.placed
         first = placed[0]
-        prompts = [
-            PromptMetrics(one.worker.worker_id, speculation_reply(one, outcome))
-            for one, outcome in zip(placed, self._outcomes, strict=True)
-        ]
+        prompts: list[PromptMetrics] | UnsetType = UNSET
+        if len(placed) > 1:
+            prompts = [
+                PromptMetrics(one.worker.worker_id, speculation_reply(one, outcome))
+                for one, outcome in zip(placed, self._outcomes, strict=True)
+            ]
         return ResponseMetrics(
             first.request.sampling.seed,
             first.worker.backend.card.numerics_class,
             first.worker.worker_id,
             speculation_reply(first, self.watch.outcome),
-            prompts if len(prompts) > 1 else UNSET,
+            prompts,
             [_resume_reply(one) for one in self.run.resumes] or UNSET,
         )
 

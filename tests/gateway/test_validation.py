@@ -180,7 +180,7 @@ def test_whole_numbers_may_have_a_fraction(text: str, most: int) -> None:
     """A number such as 7.0 is an integer as in JSON Schema, unless it is part of a string."""
     prompt = f'{text}"\\7.0, {most}.0'
     body = json.dumps({"stop": prompt[-1000:], "prompt": "a", "max_tokens": float(most)})
-    job = parse_completion(body.encode(), SERVED, "r").job
+    job = parse_completion(body.encode(), SERVED, SENDER).job
     assert (job.max_tokens, job.sampling.stop) == (most, (prompt[-1000:],))
 
 
@@ -188,7 +188,7 @@ def test_whole_numbers_may_have_a_fraction(text: str, most: int) -> None:
 def test_whole_number_is_read_in_every_notation(number: str) -> None:
     """A whole number with an exponent is an integer."""
     body = b'{"prompt": "a", "seed": %s}' % number.encode()
-    assert parse_completion(body, SERVED, "r").job.sampling.seed == 70
+    assert parse_completion(body, SERVED, SENDER).job.sampling.seed == 70
 
 
 @pytest.mark.parametrize("number", ["0.5", "1e-1", "1e400", '"7.0"'])
@@ -196,7 +196,7 @@ def test_other_numbers_are_not_integers(number: str) -> None:
     """The error of a number with a fraction names the field."""
     body = b'{"prompt": "a", "seed": %s}' % number.encode()
     with pytest.raises(InvalidRequest) as raised:
-        parse_completion(body, SERVED, "r")
+        parse_completion(body, SERVED, SENDER)
     assert raised.value.param == "seed"
 
 

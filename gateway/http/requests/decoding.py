@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -86,16 +88,20 @@ def _as_integer(token: re.Match[bytes]) -> bytes:
     return b"%d" % number if number.is_integer() else token[0]
 
 
-def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -> None:
+@cache
+def _values_of(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*names)
+
+
+def reject_unsupported(wire: msgspec.Struct, names: tuple[str, ...], n: int = 1) -> None:
     """Raise `Unsupported` for a field whose value would change the output.
 
     Args:
         wire: the body.
-        names: names of the unsupported fields.
+        names: names of at least two unsupported fields.
         n: number of choices, which `best_of` may equal.
     """
-    for name in names:
-        value = getattr(wire, name)
+    for name, value in zip(names, _values_of(names)(wire), strict=True):
         if value is None or (not value and not _matters_if_empty(name, value)):
             continue
         neutral = (1, n) if name == "best_of" else ALSO_NEUTRAL.get(name, ())

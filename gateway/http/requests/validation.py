@@ -65,6 +65,9 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 GENERATED_SEED_BITS: Final = 53
 """Size of a generated seed, which clients that read JSON numbers as doubles keep exactly."""
 
+_NOT_IN_CHATS: Final = (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS)
+_NOT_IN_COMPLETIONS: Final = (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS)
+
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
 
@@ -119,8 +122,7 @@ def parse_decoded_chat(wire: ChatBody, served: ServedModel, sender: Sender) -> P
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served.check_name(wire.model)
     _check_common(wire)
-    unsupported = (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS)
-    reject_unsupported(wire, unsupported, wire.n or 1)
+    reject_unsupported(wire, _NOT_IN_CHATS, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
     special = bool(wire.add_special_tokens)
@@ -159,7 +161,7 @@ def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> Parsed
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS))
+    reject_unsupported(wire, _NOT_IN_COMPLETIONS)
     special = wire.add_special_tokens is not False
     prompts = prompts_of(
         "prompt",
