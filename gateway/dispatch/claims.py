@@ -63,6 +63,11 @@ class Claims:
         self._store = store
         self._waiters: dict[str, _Waiter] = {}
 
+    @property
+    def open(self) -> int:
+        """Number of requests that have a claim."""
+        return sum(waiter.claim is not None for waiter in self._waiters.values())
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiters
 

@@ -29,6 +29,11 @@ class Quotas:
         self._quotas = quotas
         self._held: dict[str, QuotaReservation] = {}
 
+    @property
+    def open(self) -> int:
+        """Number of requests that have reserved a part of a limited quota."""
+        return sum(reservation.quota.is_limited for reservation in self._held.values())
+
     async def reserve(self, tenant: str, request_id: str, tokens: int) -> Shortage | None:
         """Reserve a request and its maximum number of tokens, or reserve nothing.
 

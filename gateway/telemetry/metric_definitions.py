@@ -356,6 +356,14 @@ STORE_OUT: Final = _gauge(
     unit="outages",
     shared=True,
 )
+WORKER_CLAIMS: Final = _gauge(
+    "draftgate_worker_claims",
+    "Waiting requests of this node that have claimed the next room of a worker",
+)
+QUOTA_RESERVATIONS: Final = _gauge(
+    "draftgate_quota_reservations",
+    "Requests of this node with an open reservation of a tenant's quota",
+)
 STORED_RESPONSES: Final = _gauge(
     "draftgate_stored_responses",
     "Responses in the store of `/v1/responses`, by all nodes of the pool",

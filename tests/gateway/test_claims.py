@@ -300,6 +300,20 @@ def test_the_claim_of_a_gateway_that_is_gone_expires() -> None:
     assert CLAIM_S - RENEW_S < run_scenario(scenario()) < CLAIM_S + 2.0
 
 
+def test_a_gateway_counts_its_claims() -> None:
+    """A gateway counts its own open claims until their requests have leases."""
+
+    async def scenario() -> None:
+        async with claimed_worker() as claimed:
+            own, others = (one.dispatcher.queue.claims for one in claimed.pool.gateways)
+            assert (own.open, others.open) == (1, 0)
+            await claimed.store.release(("theirs",))
+            await claimed.stream
+            assert own.open == 0
+
+    run_scenario(scenario())
+
+
 TOKENS = st.integers(1, 60)
 
 

@@ -293,6 +293,17 @@ async def test_a_late_grant_is_charged_once(ended_s: float) -> None:
 
 
 @in_virtual_time
+async def test_a_gateway_counts_its_open_reservations() -> None:
+    """A gateway counts its open requests of tenants with a quota."""
+    async with pool() as (gateway, other):
+        assert await gateway.reserve(tenant="free") is not None
+        request_id = await gateway.reserve()
+        assert (gateway.quotas.open, other.quotas.open) == (1, 0)
+        await gateway.quotas.settle(request_id, 1)
+        assert gateway.quotas.open == 0
+
+
+@in_virtual_time
 async def test_close_sends_pending_settlements() -> None:
     """A gateway that closes has settled all of its ended requests."""
     async with pool() as (gateway, _):
