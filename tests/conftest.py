@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.chromium import find_chromium
+from tests.examples import QUICK
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 IN_CI = bool(os.environ.get("CI"))
@@ -28,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Disable the hub before any import and use one thread, so that results are bitwise stable."""
+    if not config.getoption("--long"):
+        hypothesis.settings.register_profile("quick", max_examples=QUICK)
+        hypothesis.settings.load_profile("quick")
     if not config.getoption("--hub"):
         os.environ["HF_HUB_OFFLINE"] = "1"
     if HAS_TORCH:

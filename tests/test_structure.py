@@ -7,6 +7,7 @@ other rules.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,10 @@ def _is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def _has_triton_kernel(tree: ast.Module) -> bool:
-    return any(map(_is_triton_kernel, _functions(tree)))
+def _has_triton_kernel(path: Path) -> bool:
+    if "triton.jit" not in path.read_text(encoding="utf-8"):
+        return False
+    return any(map(_is_triton_kernel, _functions(_parse(path))))
 
 
 def _reference_of(kernel: Path) -> Path:
@@ -73,10 +76,14 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def _names_in_tests() -> set[str]:
+    return set().union(*(_imported_names(_parse(path)) for path in HERE.rglob("*.py")))
+
+
+# Every process of a parallel run imports this module, so the tests parse the files later.
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-TREES = {path: _parse(path) for path in MODULES}
-KERNEL_MODULES = [path for path, tree in TREES.items() if _has_triton_kernel(tree)]
-NAMES_IN_TESTS = set().union(*(_imported_names(_parse(p)) for p in HERE.rglob("*.py")))
+KERNEL_MODULES = [path for path in MODULES if _has_triton_kernel(path)]
 
 
 @pytest.mark.parametrize("entry", TOP_LEVEL)
@@ -90,7 +97,7 @@ def test_torch_and_triton_stay_in_the_engine(path: Path) -> None:
     """No module outside backends/engine imports a device library, not even inside a function."""
     if path.is_relative_to(ENGINE):
         return
-    assert not _imported_packages(TREES[path]) & DEVICE_LIBRARIES
+    assert not _imported_packages(_parse(path)) & DEVICE_LIBRARIES
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
@@ -98,8 +105,8 @@ def test_files_and_functions_are_short(path: Path) -> None:
     """No file is longer than 450 lines, and no function body is longer than 60."""
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= FILE_LINES
-    too_long = {f.name: _length(f) for f in _functions(TREES[path]) if _length(f) > FUNCTION_LINES}
-    assert not too_long
+    functions = _functions(_parse(path))
+    assert not {f.name: _length(f) for f in functions if _length(f) > FUNCTION_LINES}
 
 
 @pytest.mark.parametrize("path", KERNEL_MODULES, ids=_name)
@@ -109,4 +116,4 @@ def test_triton_kernel_has_a_reference_and_a_test(path: Path) -> None:
     reference = _reference_of(path)
     assert reference.exists()
     for module in (path, reference):
-        assert f"draftgate.backends.engine.kernels.{module.stem}" in NAMES_IN_TESTS
+        assert f"draftgate.backends.engine.kernels.{module.stem}" in _names_in_tests()

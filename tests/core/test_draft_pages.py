@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from draftgate.backends.core.draft_pages import DraftPages, DraftTable
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from tests.examples import examples
 
 BLOCK = 4
 
@@ -95,7 +96,7 @@ class SharedMemory(RuleBasedStateMachine):
         self.memory_is_sound()
 
 
-SharedMemory.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+SharedMemory.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=30)
 TestSharedMemory = SharedMemory.TestCase
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from draftgate.backends.core.draft_pages import DraftPages, DraftTable
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import extend_chain
+from tests.examples import examples
 
 BLOCK = 4
 HOLD_S = 10.0
@@ -134,7 +135,7 @@ class ImportMachine(RuleBasedStateMachine):
             self.blocks.check_integrity([])
 
 
-ImportMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+ImportMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestImports = ImportMachine.TestCase
 
 

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from tests.examples import examples
 
 BLOCK = 4
 
@@ -98,7 +99,7 @@ class BlockMachine(RuleBasedStateMachine):
             assert self.blocks.num_free == free - missing
 
 
-BlockMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+BlockMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
 TestBlocks = BlockMachine.TestCase
 
 

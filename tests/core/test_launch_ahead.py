@@ -17,6 +17,7 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.types import Pace
 from tests.core.fakes import ForcingGrammar, request
 from tests.core.pipeline_harness import FakeDevice, PipelineHarness
+from tests.examples import examples
 
 STEP_S = 10e-3
 
@@ -104,7 +105,7 @@ def test_requests_that_may_speculate_do_not_serialise_steps(policy: str) -> None
 WINDOWS = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(windows=WINDOWS, drafts=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_draft_that_pays_is_verified_at_most_one_step_late(windows, drafts) -> None:
     """If two consecutive lookups find drafts, the step after the second one verifies a draft.

@@ -13,6 +13,7 @@ from draftgate.backends.types import FinishReason, Pace, ResumedChoice, Task
 from draftgate.policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeExecutor, hashed_token, request
 from tests.core.pipeline_harness import LetterTokenizer, PipelineHarness
+from tests.examples import examples
 
 REQUESTS = st.lists(
     st.builds(
@@ -33,7 +34,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     parameters=REQUESTS,
     plain=st.booleans(),
@@ -79,7 +80,7 @@ def test_overlapped_steps_give_the_same_deltas(
             assert len(overlapped[key][3]) == 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     parameters=REQUESTS,
     plain=st.booleans(),

@@ -18,6 +18,7 @@ from draftgate.policies.speculation.weights import LATE_WEIGHT
 from draftgate.policies.types import ServiceLevel
 from tests.core.fakes import FakeExecutor, request
 from tests.core.scheduler_harness import COST, RandomPicker, SchedulerHarness, expected_output
+from tests.examples import examples
 
 POLICIES = st.one_of(
     st.sampled_from(["off", "fixed:1", "fixed:5", "auto"]).map(speculation_policy),
@@ -130,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.run()
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=25)
 TestScheduler = SchedulerMachine.TestCase
 
 

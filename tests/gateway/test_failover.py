@@ -24,6 +24,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import SpeculationMode
+from tests.examples import examples
 from tests.gateway.troubles import (
     DEVICE_ERROR,
     Choice,
@@ -104,7 +105,7 @@ def stopped_at(job: Job, at: int, length: int) -> Job:
     return replace(job, sampling=replace(job.sampling, stop=(stop,)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     first=st.integers(0, MOST_TOKENS),
     second=st.integers(0, MOST_TOKENS),

@@ -179,7 +179,12 @@ async def test_only_the_beginning_of_a_prediction_is_tokenised(
 
 
 @pytest.mark.parametrize(
-    "prompt", [[LONG[:1000]] * 100, LONG], ids=["many texts", "one text of 8 MB"]
+    "prompt",
+    [
+        pytest.param([LONG[:1000]] * 100, id="many texts"),
+        pytest.param(LONG[:1_000_000], id="one text of 1 MB"),
+        pytest.param(LONG, id="one text of 8 MB", marks=pytest.mark.long),
+    ],
 )
 async def test_work_for_clients_that_have_left_stops(
     scripted: ScriptedBackend, encoded: Encoded, prompt: str | list[str]

@@ -25,6 +25,7 @@ from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.state.calls import PATIENCE
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.quotas import Quota
+from tests.examples import examples
 from tests.gateway.test_guarded_quotas import Gateway
 
 GATEWAYS = 3
@@ -274,5 +275,5 @@ class SharedQuotas(RuleBasedStateMachine):
 def test_shared_quotas() -> None:
     """Gateways that share a quota grant at most the documented bound, and the ledger balances."""
     run_state_machine_as_test(
-        SharedQuotas, settings=settings(max_examples=60, stateful_step_count=30)
+        SharedQuotas, settings=settings(max_examples=examples(60), stateful_step_count=30)
     )

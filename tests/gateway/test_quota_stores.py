@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
+from tests.examples import examples
 from tests.gateway.quota_contract import QuotaContract, reservation
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
@@ -144,7 +145,7 @@ def test_quotas_in_redis(redis_server: RedisServer) -> None:
     """The Redis scripts return the same results as the ledger in memory, call by call."""
     run_state_machine_as_test(
         lambda: QuotaMachine(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
-        settings=settings(max_examples=60, stateful_step_count=40),
+        settings=settings(max_examples=examples(60), stateful_step_count=40),
     )
 
 

@@ -16,6 +16,7 @@ from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.responses import RedisResponseStore
 from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore
 from draftgate.gateway.state.store import StoreError
+from tests.examples import examples
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import BEGIN_US, CLOCK, CLOCK_KEY, POOL
 
@@ -219,7 +220,7 @@ async def run_steps(timed: Timed, chosen: Sequence[tuple]) -> list[object]:
     return seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps)
 def test_redis_behaves_as_the_memory_store(shared_redis: RedisServer, chosen: list[tuple]) -> None:
     """Redis returns what the memory store returns, for any sequence of calls."""

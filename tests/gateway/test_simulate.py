@@ -57,17 +57,25 @@ def small_setup(text_file: Path, **changes) -> Setup:
 
 def test_same_seed_gives_the_same_json(text_file) -> None:
     """The same seed gives the same JSON for all policies, and another seed gives different JSON."""
-    setup = small_setup(text_file, policies=("off", "fixed:4", "auto", "oracle"))
+    setup = small_setup(text_file, policies=("off", "fixed:4", "auto", "oracle"), requests=20)
     first, again = (json.dumps(as_json(setup, run_experiment(setup))) for _ in range(2))
     assert first == again
-    second_setup = small_setup(text_file, policies=setup.policies, seed=1)
+    second_setup = small_setup(text_file, policies=setup.policies, requests=20, seed=1)
     assert json.dumps(as_json(second_setup, run_experiment(second_setup))) != first
 
 
-def test_policies_serve_the_same_requests(text_file) -> None:
+@pytest.fixture(scope="module")
+def small_run(text_file) -> tuple[Setup, Results]:
+    """The small setup and its results."""
+    setup = small_setup(text_file)
+    return setup, run_experiment(setup)
+
+
+def test_policies_serve_the_same_requests(small_run) -> None:
     """Two policies serve the same requests at the same arrival times and differ only in
     latencies."""
-    off, fixed = run_experiment(small_setup(text_file)).outcomes
+    _, results = small_run
+    off, fixed = results.outcomes
     for first, second in zip(off.run.records, fixed.run.records, strict=True):
         assert first.planned == second.planned
         assert first.scheduled_s == second.scheduled_s
@@ -77,10 +85,9 @@ def test_policies_serve_the_same_requests(text_file) -> None:
     assert ends[0] != ends[1]
 
 
-def test_json_has_summaries_intervals_and_settings(text_file) -> None:
+def test_json_has_summaries_intervals_and_settings(small_run) -> None:
     """The JSON contains a summary per policy, paired differences and all settings of the run."""
-    setup = small_setup(text_file)
-    result = as_json(setup, run_experiment(setup))
+    result = as_json(*small_run)
     for summary in result["policies"].values():
         assert set(summary) >= CONTRACT
         assert summary["requests"] == 60

@@ -31,6 +31,7 @@ from draftgate.gateway.state.store import (
     Store,
     WorkerView,
 )
+from tests.examples import examples
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import Timed, TimedMemory, TimedRedis, report
 
@@ -362,7 +363,7 @@ def test_leases_in_memory() -> None:
     """Leases in memory respect the capacity, end once, and survive restarts and memory loss."""
     run_state_machine_as_test(
         lambda: LeaseMachine(lambda: [TimedMemory()]),
-        settings=settings(max_examples=150, stateful_step_count=50),
+        settings=settings(max_examples=examples(150), stateful_step_count=50),
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
+from tests.examples import examples
 from tests.gateway.upstreams import (
     BEGUN_RESPONSE,
     DELTA_OF_RESPONSE,
@@ -93,7 +94,7 @@ def split_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
     return stream, [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(split_streams())
 @example((b"data: x\r\n\r\ndata: y", [b"data: x\r\n\r", b"\ndata: y"]))
 @example((b"data: x\n\n\r\n", [b"data: x\n\n\r", b"\n"]))

@@ -24,6 +24,7 @@ from draftgate.gateway.http.requests.validation import (
     parse_chat,
     parse_completion,
 )
+from tests.examples import examples
 from tests.gateway.tool_models import with_template
 
 SERVED = ServedModel("m", Tokenizer(SHIPPED_MODEL), 8192)
@@ -83,7 +84,7 @@ def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: Serv
     """The parser accepts any JSON object or raises a client error."""
 
     @given(bodies(schema))
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     def check(body: dict[str, object]) -> None:
         try:
             call = parse(json.dumps(body).encode(), served, SENDER)

@@ -19,6 +19,7 @@ from draftgate.policies.speculation.allocation import (
 )
 from draftgate.policies.speculation.price import least_slot_price
 from draftgate.policies.types import DraftCandidate, StepView
+from tests.examples import examples
 from tests.policies.costs import H100_8B
 
 
@@ -91,14 +92,14 @@ def check_is_best(
 
 
 @given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_existing_drafts_are_allocated_optimally(offered, others, budget, cost) -> None:
     """The allocation of n-gram drafts has the best rate for any step cost."""
     check_is_best(offered, others, budget, cost)
 
 
 @given(candidates([0.0, 1e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18), costs())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) -> None:
     """The allocation finds the best depths for two computing proposers and a free proposer."""
     check_is_best(offered, others, budget, cost)
@@ -108,7 +109,7 @@ def test_depths_of_computed_drafts_are_optimal(offered, others, budget, cost) ->
     *(candidates([0.0, 1e-4]), st.integers(0, 8), st.integers(0, 18), costs()),
     *(st.integers(1, 12), st.integers(0, 6)),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_allocation_beside_prompts_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots
 ) -> None:
@@ -123,7 +124,7 @@ once_s = st.sampled_from([0.0, 1e-5, 2e-4, 5e-3])
     *(candidates([0.0, 1e-4, 1e-3], [0.0, 3e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18)),
     *(costs(), st.integers(0, 6), st.integers(0, 6), once_s),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_allocation_with_host_time_is_optimal(
     offered, others, budget, cost, prefill_tokens, free_slots, verify_s
 ) -> None:
@@ -179,7 +180,7 @@ def start_rate(step: StepView, lengths, cost: StepCost) -> float:
 
 
 @given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
     """With start costs, the allocation gains at least as much as no new drafts, and is close to the
     optimum."""

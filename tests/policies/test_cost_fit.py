@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import REFIT_STEPS, StepCostFit
+from tests.examples import examples
 
 BUCKETS = (1, 2, 4, *range(8, 257, 8))
 
@@ -74,7 +75,7 @@ steps = st.tuples(
 
 
 @given(st.lists(steps, max_size=150), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_costs_stay_finite_non_negative_and_monotone(measured, flat) -> None:
     """Any measurements leave a valid table, because `StepCost` rejects tables that fall."""
     fit = StepCostFit(StepCost((4, 16, 64), (1e-3,) * 3) if flat else seed(1.0))
