@@ -3,12 +3,14 @@
     draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
 
 Each lane runs a single request at a time. A request reserves one of eight workers through a
-gateway's guarded store and releases it. Each round runs with memory and with Redis in turn.
+gateway's guarded store and releases it. Another measurement reserves a part of a quota and settles
+it. Each round runs with memory, with the shared store of a node's processes, and with Redis in
+turn.
 
 The study measures the time that a request waits for its reservation. A request does not wait for a
-release. The study also measures requests per second of this process, and commands per request in
-the server's own count (`INFO commandstats`). The server's time per script limits the rate of all
-gateways together. The study uses its own pool, and removes the pool at the end.
+release or settlement. The study also measures requests per second of this process, and commands per
+lease in the server's own count (`INFO commandstats`). The server's time per script limits the rate
+of all gateways together. The study uses its own pool, and removes the pool at the end.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from typing import Any, Final
 
 import uvloop
 
+from bench.gateway.shared_store import shared_store
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
 from draftgate.loadgen.report.html import html_table
+from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 
 LANES: Final = (1, 4, 16)
 WORKERS: Final = 8
@@ -40,6 +45,12 @@ WORKERS: Final = 8
 TOKENS: Final = 300
 LEASE_S: Final = 30.0
 REPORT_S: Final = 1.0
+
+QUOTA: Final = Quota(requests_per_minute=10**7, tokens_per_minute=10**8)
+"""A quota of requests and of tokens that no measurement exhausts."""
+
+RESERVATIONS: Final = ("lease", "quota")
+"""What a request reserves."""
 
 
 @dataclass
@@ -85,13 +96,30 @@ class Subject:
             report = WorkerReport(offer.worker_id, self._epoch, self._seq, 10**9)
             await self.store.publish(report)
 
-    async def request(self, name: str, waits: Waits) -> None:
-        """Reserve capacity for a request, and release it."""
+    async def request(self, name: str, kind: str, waits: Waits) -> None:
+        """Reserve capacity or a part of a quota for a request, and release or settle it.
+
+        Raises:
+            ValueError: the quota is exhausted.
+        """
+        if kind == "quota":
+            await self._reserve_quota(name, waits)
+            return
         begun_s = time.perf_counter()
         found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S)
         waits.seconds.append(time.perf_counter() - begun_s)
         waits.degraded += found.degraded
         await self.store.release((name,))
+
+    async def _reserve_quota(self, name: str, waits: Waits) -> None:
+        reservation = QuotaReservation(name, "t", TOKENS, QUOTA)
+        begun_s = time.perf_counter()
+        shortage = await self.store.quotas.reserve(reservation, LEASE_S)
+        waits.seconds.append(time.perf_counter() - begun_s)
+        if shortage is not None:
+            raise ValueError("the quota of the benchmark is exhausted")
+        waits.degraded += self.store.outage is not None
+        await self.store.quotas.settle((Settlement(name, TOKENS),))
 
     @asynccontextmanager
     async def reporting(self) -> AsyncIterator[None]:
@@ -111,13 +139,13 @@ class Subject:
             await asyncio.wait({beating})
 
 
-async def send_requests(subject: Subject, lanes: int, requests: int) -> Waits:
+async def send_requests(subject: Subject, kind: str, lanes: int, requests: int) -> Waits:
     """Send requests over the lanes, and return their results."""
     waits, names = Waits(), iter(range(requests))
 
     async def lane() -> None:
         for name in names:
-            await subject.request(f"r{name}", waits)
+            await subject.request(f"r{name}", kind, waits)
 
     async with subject.reporting():
         begun_s = time.perf_counter()
@@ -161,24 +189,27 @@ async def measure_commands(
 
 
 async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
-    """Return a row for each number of lanes, and the numbers of commands."""
+    """Return rows by kind of reservation and number of lanes, and the numbers of commands."""
     pool, connected = f"bench-{os.getpid()}", open_client(address)
 
     def guarded() -> GuardedStore:
         return GuardedStore(RedisStore.at(address, pool, "bench"))
 
-    subjects = {"memory": Subject(MemoryStore(time.monotonic)), "redis": Subject(guarded())}
-    for subject in subjects.values():
-        await send_requests(subject, 1, requests // 10)  # load the scripts and open the connections
-    rows = []
-    for lanes in LANES:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
-        for _ in range(rounds):
-            for name, subject in subjects.items():
-                found[name].append((await send_requests(subject, lanes, requests)).summary())
-        rows.append(row(lanes, found))
-        print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
-    await subjects["redis"].store.close()
+    async with shared_store() as socket:
+        stores: dict[str, Store] = {
+            "memory": MemoryStore(time.monotonic),
+            "processes": GuardedStore(LocalStore(socket)),
+            "redis": guarded(),
+        }
+        subjects = {name: Subject(store) for name, store in stores.items()}
+        rows = [
+            row
+            for kind in RESERVATIONS
+            for lanes in LANES
+            for row in await measure_rows(subjects, kind, lanes, rounds, requests)
+        ]
+        for store in stores.values():
+            await store.close()
     counted = await measure_commands(Subject(guarded()), connected, requests)
     keys = [key async for key in connected.client.scan_iter(f"draftgate:{{{pool}}}:*")]
     await connected.client.unlink(*keys)
@@ -187,17 +218,37 @@ async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
     return {"rows": rows, "commands": {name: round(value, 3) for name, value in counted.items()}}
 
 
-def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return the medians over rounds, and the paired difference between Redis and memory."""
-    result: dict[str, float] = {"lanes": lanes}
-    pairs = list(zip(found["memory"], found["redis"], strict=True))
+async def measure_rows(
+    subjects: dict[str, Subject], kind: str, lanes: int, rounds: int, requests: int
+) -> list[dict[str, Any]]:
+    """Return a row for each store except for memory, relative to memory."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+    for subject in subjects.values():  # load the scripts and open the connections
+        await send_requests(subject, kind, 1, requests // 10)
+    for _ in range(rounds):
+        for name, subject in subjects.items():
+            found[name].append((await send_requests(subject, kind, lanes, requests)).summary())
+    memory = found.pop("memory")
+    rows = [
+        {"reserves": kind, "store": name, "lanes": lanes, **difference(memory, of_store)}
+        for name, of_store in found.items()
+    ]
+    for one in rows:
+        print(*(f"{name}={value}" for name, value in one.items()), flush=True)
+    return rows
+
+
+def difference(
+    memory: Sequence[dict[str, float]], store: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return the medians over rounds, and the paired difference between a store and memory."""
+    result: dict[str, float] = {}
     for name in ("p50_us", "p99_us"):
-        added = [redis[name] - memory[name] for memory, redis in pairs]
+        added = [one[name] - base[name] for base, one in zip(memory, store, strict=True)]
         result[f"added_{name}"] = round(median(added), 1)
         result[f"added_{name}_worst"] = round(max(added), 1)
-    redis = [one for _, one in pairs]
-    result["requests_per_s"] = round(median(one["requests_per_s"] for one in redis))
-    result["degraded_share"] = round(max(one["degraded"] for one in redis), 4)
+    result["requests_per_s"] = round(median(one["requests_per_s"] for one in store))
+    result["degraded_share"] = round(max(one["degraded"] for one in store), 4)
     return result
 
 

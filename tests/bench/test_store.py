@@ -27,8 +27,14 @@ async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> Non
 
 
 async def test_rounds_are_measured_and_the_pool_is_removed(redis_server: RedisServer) -> None:
-    """The benchmark measures each number of lanes and leaves no key in the store."""
+    """The benchmark measures each kind of reservation on each store, and leaves no key."""
     found = await measure(redis_server.url, rounds=2, requests=40)
-    assert [row["lanes"] for row in found["rows"]] == list(LANES)
+    assert [(row["reserves"], row["lanes"], row["store"]) for row in found["rows"]] == [
+        (kind, lanes, store)
+        for kind in ("lease", "quota")
+        for lanes in LANES
+        for store in ("processes", "redis")
+    ]
+    assert all(row["degraded_share"] < 1 for row in found["rows"])
     assert all(row["requests_per_s"] > 0 for row in found["rows"])
     assert redis_server.command("DBSIZE") == 0
