@@ -15,11 +15,14 @@ _SHORT_1, _SHORT_16 = "short stream, 1 client", "short stream, 16 clients"
 _LONG_1, _LONG_16 = "long stream, 1 client", "long stream, 16 clients"
 _PACED_16: Final = "paced stream, 16 clients"
 
-REQUEST_GOAL_US: Final = 300.0
-CHUNK_GOAL_US: Final = 15.0
+REQUEST_GOAL_US: Final = 200.0
+CHUNK_GOAL_US: Final = 12.0
 LITELLM_GOAL: Final = 20.0
-RUST_GOAL: Final = 3.0
+BARE_PROXY_GOAL: Final = 1.5
+RUST_GOAL: Final = 2.0
 RUST: Final = ("vllm-router", "sglang-router")
+PROCESSES_GOAL: Final = 1.1
+"""CPU per request with several processes, relative to a single process."""
 
 
 class MetricRange(NamedTuple):
@@ -155,9 +158,14 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
         for target in (server, proxy):
             times = value("litellm", name) / value(target, name)
             result.append(_above(f"litellm's CPU per {text} over {target}'s", times, LITELLM_GOAL))
-        for router in RUST:
-            times = value(proxy, name) / value(router, name)
-            result.append(_below(f"{proxy}'s CPU per {text} over {router}'s", times, RUST_GOAL))
+        for rival, limit in (("bare proxy", BARE_PROXY_GOAL), *((r, RUST_GOAL) for r in RUST)):
+            times = value(proxy, name) / value(rival, name)
+            result.append(_below(f"{proxy}'s CPU per {text} over {rival}'s", times, limit))
+    for target in (name for name in found if name.endswith(" processes")):
+        single = target.partition(",")[0]
+        times = value(target, "cpu_request_us") / value(single, "cpu_request_us")
+        text = f"CPU per request of {target} over {single}'s"
+        result.append(_below(text, times, PROCESSES_GOAL))
     firsts = [
         value(name, "ttft_p50_ms_1") for name in found if found[name]["kind"] == Kind.PROXY.value
     ]

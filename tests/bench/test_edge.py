@@ -165,16 +165,19 @@ def test_costs_are_computed_from_rows() -> None:
 def test_goals_are_met_or_missed_or_not_measured() -> None:
     """A goal with an unmeasured side is neither met nor missed."""
     rows = [
-        *rows_of("draftgate sim", Kind.IN_PROCESS, 250e-6, 20e-6),
+        *rows_of("draftgate sim", Kind.IN_PROCESS, 180e-6, 15e-6),
+        *rows_of("draftgate sim, 2 processes", Kind.IN_PROCESS, 210e-6, 15e-6),
         *rows_of(WORKER, Kind.NO_EDGE, 50e-6, 6e-6),
         *rows_of("litellm", Kind.PROXY, 14e-3, 500e-6),
     ]
     met = {goal.text: goal.met for goal in goals(summary(rows))}
-    assert met["CPU per request in process, us < 300"] is True
-    assert met["CPU per chunk in process, us < 15"] is False
-    assert met["cpu_chunk_us without the simulated worker's < 15"] is True
+    assert met["CPU per request in process, us < 200"] is True
+    assert met["CPU per chunk in process, us < 12"] is False
+    assert met["cpu_chunk_us without the simulated worker's < 12"] is True
     assert met["litellm's CPU per request over draftgate sim's >= 20"] is True
     assert met["litellm's CPU per request over draftgate proxy's >= 20"] is None
+    text = "CPU per request of draftgate sim, 2 processes over draftgate sim's < 1.1"
+    assert met[text] is False
 
 
 def test_a_hold_is_split_by_cause() -> None:
