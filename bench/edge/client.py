@@ -24,7 +24,6 @@ _HEAD_END: Final = b"\r\n\r\n"
 _BODY_END: Final = b"\r\n0\r\n\r\n"
 _EVENT: Final = b"data: "
 _ENDED: Final = b"[DONE]"
-TIMEOUT_S: Final = 30.0
 
 
 class Load(msgspec.Struct):
@@ -57,7 +56,7 @@ class Measured(msgspec.Struct):
         latency_s: time from each request to its last byte, in seconds.
         ttft_s: time to the first event of a stream, or to the first byte, in seconds.
         chunks: number of events with data, without `[DONE]`.
-        failed: number of requests that were cut off or had a status other than 200.
+        failed: number of requests that were cut off, timed out or had a status other than 200.
         wall_s: duration of the measurement, in seconds.
         server_cpu_s, upstream_cpu_s, client_cpu_s: CPU seconds during the measurement.
     """
@@ -75,9 +74,10 @@ class Measured(msgspec.Struct):
 class Connection(asyncio.Protocol):
     """A connection that carries a single request at a time."""
 
-    def __init__(self, request: bytes, *, stream: bool, timeout_s: float = TIMEOUT_S) -> None:
+    timeout_s = 30.0
+
+    def __init__(self, request: bytes, *, stream: bool) -> None:
         self._request = request
-        self._timeout_s = timeout_s
         self._first = _EVENT if stream else b"HTTP/1.1"
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
@@ -115,6 +115,11 @@ class Connection(asyncio.Protocol):
         """Whether the connection can send another request."""
         return self._transport is not None and not self._transport.is_closing()
 
+    def close(self) -> None:
+        """Close the connection if it is open."""
+        if self._transport is not None:
+            self._transport.close()
+
     async def send_request(self) -> tuple[float, float]:
         """Send the request, and return the seconds to the end and to the first event.
 
@@ -126,7 +131,7 @@ class Connection(asyncio.Protocol):
         self.first_s, self._length = 0.0, None
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        timer = loop.call_later(self._timeout_s, self._give_up)
+        timer = loop.call_later(self.timeout_s, self._give_up)
         began_s = time.perf_counter()
         self._transport.write(self._request)
         await self._done
@@ -136,7 +141,7 @@ class Connection(asyncio.Protocol):
 
     def _give_up(self) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(TimeoutError(f"no end in {self._timeout_s:g} s"))
+            self._done.set_exception(TimeoutError(f"no end in {self.timeout_s:g} s"))
 
     def _finish(self) -> None:
         if self._done is not None and not self._done.done():
@@ -195,7 +200,12 @@ async def _loop(
     while time.perf_counter() < until_s:
         if not connection.open:
             connection = await _connect(load, request)
-        latency_s, ttft_s = await connection.send_request()
+        try:
+            latency_s, ttft_s = await connection.send_request()
+        except TimeoutError:
+            connection.close()
+            result.failed += 1
+            continue
         received = connection.received
         whole = received.startswith(b"HTTP/1.1 200") and (not load.stream or _ENDED in received)
         if not whole:
@@ -205,8 +215,7 @@ async def _loop(
         result.ttft_s.append(ttft_s)
         if load.stream:
             result.chunks += received.count(_EVENT) - 1
-    if connection.open and connection._transport is not None:  # noqa: SLF001
-        connection._transport.close()  # noqa: SLF001
+    connection.close()
 
 
 def main() -> None:

@@ -169,7 +169,7 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
     firsts = [
         value(name, "ttft_p50_ms_1") for name in found if found[name]["kind"] == Kind.PROXY.value
     ]
-    first = min(firsts, default=math.nan)
+    first = min((ttft_ms for ttft_ms in firsts if math.isfinite(ttft_ms)), default=math.nan)
     text = "TTFT p50 in process over the quickest proxy's"
     result.append(_below(text, value(server, "ttft_p50_ms_1") / first, 1.0))
     return result

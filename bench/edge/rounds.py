@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,6 +70,8 @@ def questions(chunks: int) -> tuple[Question, ...]:
 
 class Row(msgspec.Struct):
     """The result of a question for a target in a single round, with times in seconds.
+
+    Latencies are NaN if no request ended in time.
 
     Attributes:
         requests, chunks, failed: number of requests that ended in time, of their events, and of
@@ -182,13 +185,13 @@ class Bench:
             server=pid,
             upstream=self._mock_pid,
         )
-        return _row(server.target, question, number, self._client.request(load, Measured))
+        measured = self._client.request(load, Measured)
+        return row_of(server.target, question, number, measured)
 
     def measure_worker(self, question: Question, for_s: float, number: int) -> Row:
         """Run the load of a question on the simulated worker without HTTP."""
         work = Work(question.tokens, question.connections, for_s)
         done = self._worker.request(work, Done)
-        nothing = float("nan")
         return Row(
             WORKER,
             Kind.NO_EDGE,
@@ -198,7 +201,7 @@ class Bench:
             done.deltas,
             0,
             done.cpu_s,
-            *(nothing,) * 4,
+            *(math.nan,) * 4,
             done.cpu_s,
             0.0,
             0.0,
@@ -206,22 +209,26 @@ class Bench:
         )
 
 
-def _row(target: Target, question: Question, number: int, measured: Measured) -> Row:
-    latency_s, ttft_s = sorted(measured.latency_s), sorted(measured.ttft_s)
+def row_of(target: Target, question: Question, number: int, measured: Measured) -> Row:
+    """Return the row of what the client measured."""
+
+    def at(values: list[float], share: float) -> float:
+        return percentile(sorted(values), share) if values else math.nan
+
     busy_s = measured.client_cpu_s + measured.upstream_cpu_s
     return Row(
         target.name,
         target.kind,
         question.name,
         number,
-        len(latency_s),
+        len(measured.latency_s),
         measured.chunks,
         measured.failed,
         measured.wall_s,
-        percentile(latency_s, 0.5),
-        percentile(latency_s, 0.99),
-        percentile(ttft_s, 0.5),
-        percentile(ttft_s, 0.99),
+        at(measured.latency_s, 0.5),
+        at(measured.latency_s, 0.99),
+        at(measured.ttft_s, 0.5),
+        at(measured.ttft_s, 0.99),
         measured.server_cpu_s,
         measured.client_cpu_s,
         measured.upstream_cpu_s,

@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.edge import wire
-from bench.edge.client import Load, send
+from bench.edge.client import Connection, Load, Measured, send
 from bench.edge.metrics import goals, summary
 from bench.edge.mock import application
-from bench.edge.rounds import WORKER, Row, questions
-from bench.edge.targets import INSTANT, Kind
+from bench.edge.rounds import WORKER, Row, questions, row_of
+from bench.edge.targets import INSTANT, Kind, Target
 from bench.edge.watch import Hold, split_hold, watch_loop
 from bench.edge.worker import BareWorker, Work
 from bench.harness.processes import cpu_s
@@ -62,9 +62,12 @@ async def test_responses_without_streaming_have_no_chunks() -> None:
     assert measured.latency_s
 
 
-@pytest.mark.parametrize("fault", ["status", "cut", "no end"])
-async def test_broken_responses_count_as_failed(fault: str) -> None:
-    """The client counts an error status, a cut connection and a truncated stream as failures."""
+@pytest.mark.parametrize("fault", ["status", "cut", "no end", "silence"])
+async def test_broken_responses_count_as_failed(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client counts error statuses, cut connections, truncated streams and timeouts."""
+    monkeypatch.setattr(Connection, "timeout_s", SOON_S)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if fault == "status":
@@ -75,6 +78,8 @@ async def test_broken_responses_count_as_failed(fault: str) -> None:
         if fault == "cut":
             assert request.transport is not None
             request.transport.abort()
+        if fault == "silence":
+            await asyncio.Event().wait()
         return response
 
     app = web.Application()
@@ -178,6 +183,18 @@ def test_goals_are_met_or_missed_or_not_measured() -> None:
     assert met["litellm's CPU per request over draftgate proxy's >= 20"] is None
     text = "CPU per request of draftgate sim, 2 processes over draftgate sim's < 1.1"
     assert met[text] is False
+
+
+def test_a_target_without_a_complete_response_has_a_row() -> None:
+    """A target that completes no response has unknown latencies, and does not end the benchmark."""
+    nothing = Measured([], [], 0, 16, 2.0, 0.5, 0.0, 0.1)
+    slow = Target("slow", Kind.PROXY, None)
+    rows = [row_of(slow, question, 0, nothing) for question in questions(201)]
+    found = summary([*rows, *rows_of("quick", Kind.PROXY, 1e-4, 1e-5)])
+    assert math.isnan(found["slow"]["ttft_p50_ms_1"]["median"])
+    assert found["slow"]["failed"] == 16 * len(rows)
+    (reached,) = (goal for goal in goals(found) if "quickest proxy" in goal.text)
+    assert reached.met is None  # `draftgate sim` has no row.
 
 
 def test_a_hold_is_split_by_cause() -> None:
