@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstream_pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
@@ -29,6 +30,7 @@ from draftgate.policies.registry import admission_policy, ordering_policy, routi
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Draw
+from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,13 @@ def build_dispatcher(
     controller = AdmissionController(
         fleet, queue, policy_of_admission, Quotas(store.quotas, quotas), bounds, loop_time_s
     )
-    placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
+    history = AcceptanceHistory()
+    placer = Placer(fleet, policy, decisions, history, reads_prompts=routing.reads_prompts)
     leases = Leases(store, shared=rules.shared)
-    return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, rules.most_resumes)
+    sharing = Sharing(store, history)
+    return Dispatcher(
+        *(fleet, lifecycle, leases, placer, queue, controller, sharing, rules.most_resumes)
+    )
 
 
 def build_forwarder(

@@ -108,7 +108,7 @@ class Node:
         queue = self.dispatcher.queue
         self.members = _members(config, fleet, store, queue.pump)
         self.heartbeat = Heartbeat(
-            *(fleet, store, queue, self.dispatcher.leases, self.dispatcher.admission.quotas),
+            *(fleet, store, self.dispatcher),
             [file for file in (decisions_file, audit_file) if file is not None],
             self.members,
         )

@@ -1,7 +1,7 @@
 """The heartbeat of a node, which runs once a second.
 
-The heartbeat reports the node's workers, renews its leases and quota reservations, and finds
-workers of other nodes.
+The heartbeat reports the node's workers, renews its leases and quota reservations, shares what the
+node has learned, and finds workers of other nodes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any, Final
 
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
-from draftgate.gateway.dispatch.leases import Leases
-from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
@@ -37,9 +35,7 @@ class Heartbeat:
         self,
         fleet: Fleet,
         store: Store,
-        queue: CentralQueue,
-        leases: Leases,
-        quotas: Quotas,
+        dispatcher: Dispatcher,
         files: Sequence[JsonLinesFile] = (),
         members: Members | None = None,
     ) -> None:
@@ -51,9 +47,7 @@ class Heartbeat:
         """
         self._fleet = fleet
         self._store = store
-        self._queue = queue
-        self._leases = leases
-        self._quotas = quotas
+        self._dispatcher = dispatcher
         self._files = files
         self._members = members
         self.url = ""
@@ -87,12 +81,13 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """Report workers, renew leases and reservations, and dispatch requests that now fit."""
-        self._queue.pump()  # memory may become free without an event on this node
+        self._dispatcher.queue.pump()  # memory may become free without an event on this node
         for number, worker in enumerate(self._fleet.own):
             if not self._left:
                 await self._report(worker, number)
-        await self._leases.renew()
-        await self._quotas.renew()
+        await self._dispatcher.leases.renew()
+        await self._dispatcher.admission.quotas.renew()
+        await self._dispatcher.sharing.exchange()
         if self._members is not None:
             await self._members.refresh()
 

@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
+from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
@@ -65,6 +66,7 @@ class Dispatcher:
         placer: Placer,
         queue: CentralQueue,
         admission: AdmissionController,
+        sharing: Sharing,
         most_resumes: int,
     ) -> None:
         """Serve a fleet, which may start later.
@@ -75,6 +77,7 @@ class Dispatcher:
         self.queue = queue
         self.admission = admission
         self.leases = leases
+        self.sharing = sharing
         self._placer = placer
         kv = KvFetcher(fleet, queue.now_s)
         parts = Parts(queue, admission, placer, leases, Watchdog(), kv)

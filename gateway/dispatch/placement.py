@@ -82,19 +82,21 @@ class Placer:
         fleet: Fleet,
         policy: SpeculationPolicy,
         decisions: Decisions,
+        history: AcceptanceHistory,
         *,
         reads_prompts: bool,
     ) -> None:
         """Place requests on the workers of a fleet, which serve the same model.
 
         Args:
+            history: the acceptance of earlier requests, which the placer extends.
             reads_prompts: whether the routing policy reads prompts.
         """
         self._fleet = fleet
         self._policy = policy
         self._decisions = decisions
         self._reads_prompts = reads_prompts
-        self._history = AcceptanceHistory()
+        self._history = history
         self._usual = MeanNeed()
 
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:

@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Final
 
 from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.guarded_quotas import GuardedQuotas
 from draftgate.gateway.state.local.store import SCHEME, LocalStore, socket_path
 from draftgate.gateway.state.memory import MemoryStore
@@ -181,6 +182,13 @@ class GuardedStore:
         """
         await self._mirror.release(request_ids)
         self._schedule_release(request_ids)
+
+    async def exchange(self, update: Update) -> News | None:
+        """Tell the other gateways, as `Store.exchange` describes."""
+        try:
+            return await self._calls.run(partial(self._remote.exchange, update))
+        except StoreError:
+            return None
 
     async def close(self) -> None:
         """Close all connections.

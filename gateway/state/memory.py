@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from draftgate.gateway.state.exchange import MemoryExchange, News, Update
 from draftgate.gateway.state.lease_table import LeaseTable
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.store import (
@@ -66,6 +67,7 @@ class MemoryStore:
         self._workers: dict[str, _Worker] = {}
         self._leases, self._claims = LeaseTable(), LeaseTable()
         self._number = 0
+        self._exchange = MemoryExchange(clock)
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
@@ -165,6 +167,10 @@ class MemoryStore:
         for request_id in request_ids:
             self._leases.drop(request_id)
             self._claims.drop(request_id)
+
+    async def exchange(self, update: Update) -> News:
+        """Tell the other gateways, as `Store.exchange` describes."""
+        return self._exchange.exchange(update)
 
     async def close(self) -> None:
         """Do nothing, because the store has no connections."""

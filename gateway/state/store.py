@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.values import immutable
 
@@ -257,6 +258,17 @@ class Store(Protocol):
         """End the leases and claims of requests.
 
         Unknown requests are ignored.
+        """
+        ...
+
+    async def exchange(self, update: Update) -> News | None:
+        """Tell the other gateways what this gateway has learned, and return what they have learned.
+
+        A repeated update has no further effect. Nodes call this method with each heartbeat, so no
+        request waits for it.
+
+        Returns:
+            The news, or None if the store does not respond.
         """
         ...
 

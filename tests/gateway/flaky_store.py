@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import QuotaStore
@@ -78,6 +79,10 @@ class FlakyStore:
     async def release(self, request_ids: Collection[str]) -> None:
         await self.trouble("release")
         await self.inner.release(request_ids)
+
+    async def exchange(self, update: Update) -> News:
+        await self.trouble("exchange")
+        return await self.inner.exchange(update)
 
     async def close(self) -> None:
         self.calls["close"] += 1

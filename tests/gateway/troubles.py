@@ -196,8 +196,7 @@ async def dispatching(
         quotas=quotas or {},
         draw=Random(0).random,
     )
-    quotas = dispatcher.admission.quotas
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, quotas)
+    heartbeat = Heartbeat(fleet, store, dispatcher)
     try:
         async with heartbeat.beating():
             yield Dispatched(dispatcher, fleet, store, decisions)

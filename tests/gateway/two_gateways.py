@@ -116,5 +116,6 @@ async def _beat(dispatcher: Dispatcher, store: Store) -> None:
     while True:
         dispatcher.queue.pump()
         await dispatcher.leases.renew()
+        await dispatcher.sharing.exchange()
         await store.snapshot()
         await asyncio.sleep(HEARTBEAT_S)

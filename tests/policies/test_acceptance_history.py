@@ -68,7 +68,7 @@ def test_counts_follow_a_tenant_whose_texts_change() -> None:
 
 def test_least_recently_used_tenant_is_forgotten() -> None:
     """The history forgets the least recently used tenant but keeps its drafts in the totals."""
-    history = AcceptanceHistory(most_tenants=2)
+    history = AcceptanceHistory(most_keys=3)
     for tenant in ("a", "b", "a", "c"):
         learn(history, tenant)
     assert history.counts("b", "m", greedy=True)[0] == UNTESTED

@@ -122,8 +122,7 @@ async def running_dispatcher(
         quotas={},
         draw=Random(f"routing/{seed}").random,
     )
-    quotas = dispatcher.admission.quotas
-    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, quotas)
+    heartbeat = Heartbeat(fleet, store, dispatcher)
     try:
         async with heartbeat.beating():
             yield dispatcher

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.response_store import StoreUsage
 from draftgate.gateway.state.store import (
     Lease,
@@ -73,6 +74,7 @@ METHODS: Final = {
     "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
     "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
     "leases.release": _method(tuple[tuple[str, ...]], None),
+    "leases.exchange": _method(tuple[Update], News),
     "quotas.reserve": _method(tuple[QuotaReservation, float], Shortage | None),
     "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),
     "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final, cast
 
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.local.client import Client
 from draftgate.gateway.state.response_store import StoreUsage
 from draftgate.gateway.state.store import (
@@ -74,6 +75,10 @@ class LocalStore:
     async def release(self, request_ids: Collection[str]) -> None:
         """End the leases and claims of requests, as `Store.release` describes."""
         await self._client.call("leases.release", tuple(request_ids))
+
+    async def exchange(self, update: Update) -> News:
+        """Tell the other gateways, as `Store.exchange` describes."""
+        return cast(News, await self._client.call("leases.exchange", update))
 
     async def close(self) -> None:
         """Close the connection."""

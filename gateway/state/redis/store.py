@@ -10,7 +10,9 @@ from typing import Final
 
 import msgspec
 
+from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.redis.client import Connected, open_client
+from draftgate.gateway.state.redis.exchange import news_of, update_arguments
 from draftgate.gateway.state.redis.quotas import RedisQuotas
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
@@ -25,7 +27,10 @@ from draftgate.gateway.state.store import (
     WorkerView,
 )
 
-_SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "claim_worker", "renew", "release")
+_SCRIPTS: Final = (
+    *("report", "withdraw", "snapshot", "reserve", "claim_worker", "renew", "release"),
+    "exchange",
+)
 _VIEW_FIELDS: Final = 5
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
@@ -126,6 +131,10 @@ class RedisStore:
         """End the leases and claims of requests, as `Store.release` describes."""
         if request_ids:
             await self._scripts.run("release", request_ids)
+
+    async def exchange(self, update: Update) -> News:
+        """Tell the other gateways, as `Store.exchange` describes."""
+        return news_of(await self._scripts.run("exchange", update_arguments(update)))
 
     async def close(self) -> None:
         """Close all connections."""

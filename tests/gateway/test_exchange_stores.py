@@ -1,0 +1,92 @@
+"""Tests of the exchange between gateways over memory stores and over a real Redis server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from draftgate.gateway.dispatch.sharing import Sharing
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
+from tests.gateway.exchange_contract import ExchangeContract
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
+
+
+class TestMemoryExchange(ExchangeContract):
+    """The exchange of a node without a pool."""
+
+    @pytest.fixture
+    async def timed(self) -> Timed:
+        """A memory store."""
+        return TimedMemory()
+
+
+class TestLocalExchange(ExchangeContract):
+    """The exchange of the processes of a node."""
+
+    @pytest.fixture
+    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
+        """A memory store on a Unix socket."""
+        opened = TimedLocal(tmp_path / "store")
+        await opened.begin()
+        yield opened
+        await opened.close()
+
+
+class TestRedisExchange(ExchangeContract):
+    """The exchange of a pool."""
+
+    @pytest.fixture
+    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
+        """A store in a Redis server whose time the test sets."""
+        opened = TimedRedis(redis_server.url)
+        await opened.begin()
+        yield opened
+        await opened.close()
+
+
+async def test_an_exchange_is_one_round_trip(redis_server: RedisServer) -> None:
+    """A heartbeat without news costs one command, even if tallies are sent."""
+    store, history = RedisStore.at(redis_server.url, "exchange", "g"), AcceptanceHistory()
+    sharing = Sharing(store, history)
+    await sharing.exchange()
+    redis_server.command("CONFIG", "RESETSTAT")
+    history.add_choice("t", "m", greedy=True, drafted=40, histogram=(0, 0, 5))
+    await sharing.exchange()
+    stats = redis_server.command("INFO", "commandstats")
+    assert stats["cmdstat_evalsha"]["calls"] == 1
+    await store.close()
+
+
+async def test_gateways_share_a_history_in_redis(redis_server: RedisServer) -> None:
+    """Two gateways that exchange in any order have the same counts, also after a flush."""
+    stores = [RedisStore.at(redis_server.url, "shared", name) for name in "ab"]
+    histories = [AcceptanceHistory(), AcceptanceHistory()]
+    sharing = [Sharing(*pair) for pair in zip(stores, histories, strict=True)]
+
+    async def exchange() -> None:
+        for _ in range(2):
+            await asyncio.gather(*(one.exchange() for one in sharing))
+
+    def learn(index: int) -> None:
+        histories[index].add_choice("t", "m", greedy=True, drafted=40, histogram=(0, 0, 5))
+
+    for _ in range(5):
+        learn(0)
+        learn(1)
+        await exchange()
+    first, second = (one.counts("t", "m", greedy=True) for one in histories)
+    assert first == second
+    assert first[0].accepted > 9 * 10 * 0.9
+    redis_server.command("FLUSHALL")
+    learn(1)
+    await exchange()
+    after = [one.counts("t", "m", greedy=True) for one in histories]
+    assert after[0] == after[1]
+    assert after[0][0].accepted == pytest.approx(first[0].accepted * 0.99 + 10)
+    for store in stores:
+        await store.close()
