@@ -115,6 +115,10 @@ class FastStream:
     fault: str | None
 
 
+class _PatientConnection(Connection):
+    timeout_s = TIMEOUT_S
+
+
 async def read_fast(
     port: int, prompt: str, tokens: int, digest: str, found: list[FastStream]
 ) -> None:
@@ -122,7 +126,7 @@ async def read_fast(
     loop = asyncio.get_running_loop()
     request_bytes = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
-        lambda: Connection(request_bytes, stream=True, timeout_s=TIMEOUT_S), "127.0.0.1", port
+        lambda: _PatientConnection(request_bytes, stream=True), "127.0.0.1", port
     )
     while True:
         began_s = time.perf_counter()
