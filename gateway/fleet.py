@@ -41,6 +41,7 @@ class FleetWorker:
         forwards: whether the worker is an upstream, which gets requests unchanged.
         reserved_tokens: upper bound of the requests' tokens, prompt and output.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
+        drained: whether the worker shall get no more requests, and give its streams to others.
     """
 
     own = True
@@ -53,7 +54,7 @@ class FleetWorker:
         self._watermark = 0
         self.forwards = hasattr(backend, "forward")
         self.reserved_tokens = 0
-        self.hung = False
+        self.hung = self.drained = False
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, CapacityNeed] = {}
@@ -95,6 +96,11 @@ class FleetWorker:
             numerics_class=self.backend.card.numerics_class,
             own=self.own,
         )
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the worker is drained, so that its streams should move to other workers."""
+        return self.drained
 
     @property
     def server(self) -> str | None:
@@ -201,6 +207,11 @@ class PeerWorker(FleetWorker):
         return self._peer.load_age_s
 
     @property
+    def leaving(self) -> bool:
+        """Whether the worker or its node is drained, and still runs its streams."""
+        return self.drained or self._peer.leaving
+
+    @property
     def usage(self) -> WorkerUsage:
         """The worker's load together with the requests of this and other nodes."""
         return with_other_gateways(super().usage, self.gateways)
@@ -252,11 +263,15 @@ class Fleet:
 
     @property
     def open(self) -> list[FleetWorker]:
-        """The serving workers that accept requests now. Hung and paused workers are excluded."""
+        """The serving workers that accept requests now.
+
+        Hung, drained and paused workers are excluded.
+        """
         return [
             worker
             for worker in self.serving
-            if not worker.hung and (not worker.forwards or worker.upstream.pause is None)
+            if not (worker.hung or worker.drained)
+            and (not worker.forwards or worker.upstream.pause is None)
         ]
 
     @property

@@ -72,6 +72,8 @@ class PullReason(StrEnum):
     """No other worker of the class holds more of the prefix."""
     UNKNOWN_SPEED = "unknown_speed"
     """The destination has not reported its step costs."""
+    MOVE = "move"
+    """The request still runs on the source, so the pull delays nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class PullDecision:
     @property
     def pulls(self) -> bool:
         """Whether to pull the prefix."""
-        return self.reason is PullReason.FASTER
+        return self.reason in {PullReason.FASTER, PullReason.MOVE}
 
 
 def decide_pull(view: PullView) -> PullDecision:

@@ -9,9 +9,13 @@ from typing import Final
 from draftgate.backends.kv_transfer.exchange import KvExchange, KvOperation, KvResult
 
 SERVING_SHARE: Final = 0.03
-"""Share of the time that transfers may take from the steps of a busy worker. A move may lengthen a
+"""Share of the time that a transfer may take from the steps of a busy worker. A move may lengthen a
 step by at most 3%, which is below the noise of steps. (Chosen as the acceptable loss, not tuned,
 2026-11-23.)"""
+
+MOST_SHARE: Final = 0.25
+"""Share of the time that all transfers together may take. Several transfers run at once while a
+worker drains, and should then end soon. (Chosen, not tuned, 2026-11-23.)"""
 
 QueuedOperation = tuple[KvOperation, Callable[[KvResult], None]]
 """An operation, and the receiver of its result."""
@@ -22,7 +26,7 @@ class TransferTurns:
 
     While the worker is idle, operations follow each other without a pause. Between the steps of a
     busy worker, each operation must first be earned: after an operation of 0.3 ms, the next one
-    waits for 10 ms.
+    waits for 10 ms. With four waiting operations it waits for a fourth of this time.
     """
 
     def __init__(
@@ -47,5 +51,6 @@ class TransferTurns:
         operation, done = self._queue.popleft()
         done(self._exchange.run(operation, begun_s))
         ended_s = self._clock()
-        self._next_s = ended_s + (ended_s - begun_s) / SERVING_SHARE
+        share = min(SERVING_SHARE * max(len(self._queue), 1), MOST_SHARE)
+        self._next_s = ended_s + (ended_s - begun_s) / share
         return True

@@ -184,6 +184,11 @@ class PeerBackend:
         return f"the peer takes no requests: {self._refusing}" if self._refusing else None
 
     @property
+    def leaving(self) -> bool:
+        """Whether the peer is shutting down in order, and still runs requests."""
+        return self._leaving and self._link is not None
+
+    @property
     def load_age_s(self) -> float:
         """Seconds since the peer last reported its load."""
         return self._clock() - self._updated_s

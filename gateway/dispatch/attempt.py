@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
+from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
@@ -54,14 +56,17 @@ class Attempt:
     Attributes:
         placed: the worker and the speculation plan.
         reading: the state of reading the deltas, for the watchdog.
+        on_delta: a callback after each observed delta, or None.
 
     Raises:
         NoCapacity: other gateways have filled the workers. The request was not sent.
         BackendFailed: the worker failed or stalled.
+        StreamMoved: the prompt moves to another worker.
     """
 
     placed: Placement
     reading: Reading
+    on_delta: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class Attempt:
         routed: Routed,
         output: PartialOutput,
     ) -> None:
-        """Prepare an attempt.
+        """Create an attempt.
 
         Args:
             request: the request for the prompt, or for the rest of the prompt.
@@ -87,6 +92,7 @@ class Attempt:
         self._worker = routed.worker
         self._output = output
         self._entry = run.entry
+        self._reservation: Reservation | None = None  # once prepared
         self._deltas: AsyncGenerator[Delta, None] | None = None  # once sent
         self._span: Span = NO_SPAN
         self._spans: WorkerSpans | None = None  # if recorded
@@ -94,14 +100,36 @@ class Attempt:
 
     async def __aenter__(self) -> AsyncGenerator[Delta, None]:
         try:
-            reservation = await self._reserve()
-            self._place(reservation)
-            if self._request.resumed:
-                await self._parts.kv.fetch(self._run, self.placed)
-            return self._send(reservation)
+            if self._reservation is None:
+                await self._prepare()
+                if self._request.resumed:
+                    await self._parts.kv.fetch(self._run, self.placed)
+            self._run.place(self._index, self.placed)
+            return self._send()
         except BaseException as error:
             await self._end(error)
             raise
+
+    async def prepare(self) -> None:
+        """Lease the worker and decide about speculation, before the context is entered.
+
+        The caller must enter the context later, or call `abandon`. It fetches KV blocks itself.
+        """
+        try:
+            await self._prepare()
+        except BaseException as error:
+            await self._end(error)
+            raise
+
+    async def abandon(self) -> None:
+        """Release a prepared attempt whose context is not entered."""
+        await self._end(None)
+
+    def extend(self, output: PartialOutput) -> None:
+        """Continue a prepared attempt from the tokens that were added meanwhile."""
+        plan = self.placed.request.speculation
+        self._request = output.rest(self._request.request_id)
+        self.placed = replace(self.placed, request=self._request.planned(plan))
 
     async def __aexit__(
         self,
@@ -110,12 +138,12 @@ class Attempt:
         trace: TracebackType | None,
     ) -> None:
         self._parts.watchdog.unwatch(self.reading)
-        stalled = None
+        interruption = None
         if isinstance(error, asyncio.CancelledError):
-            stalled = self.reading.stalled()
-        await self._end(error)
-        if stalled is not None:
-            raise stalled from None
+            interruption = self.reading.interruption()
+        await self._end(None if isinstance(interruption, StreamMoved) else error)
+        if interruption is not None:
+            raise interruption from None
 
     def observe(self, delta: Delta) -> None:
         """Pass a delta to output, account, watchdog, queue, trace and acceptance history."""
@@ -132,6 +160,12 @@ class Attempt:
         if delta.outcome is not None:
             self._entry.ended += 1
             self._parts.placer.record_outcome(self.placed, delta.outcome)
+        if self.on_delta is not None:
+            self.on_delta()
+
+    async def _prepare(self) -> None:
+        self._reservation = await self._reserve()
+        self.placed = self._place(self._reservation)
 
     def _begin(self) -> None:
         """Report the first delta to worker, admission and queue."""
@@ -171,25 +205,24 @@ class Attempt:
         view = partial(self._parts.route_view, self._run, self._index, request)
         self._parts.queue.router.moved(view, self._worker)
 
-    def _place(self, reservation: Reservation) -> None:
-        """Decide how far the prompt may speculate on its worker, and record the placement."""
+    def _place(self, reservation: Reservation) -> Placement:
+        """Decide how far the prompt may speculate on its worker."""
         run = self._run
         with run.span.child("decide") as span:
             placed = self._parts.placer.place(
                 run.job, self._index, self._request, self._routed, reservation
             )
             describe_decision(span, placed.view, placed.load)
-        self.placed = placed
-        run.place(self._index, placed)
+        return placed
 
-    def _send(self, reservation: Reservation) -> AsyncGenerator[Delta, None]:
+    def _send(self) -> AsyncGenerator[Delta, None]:
         """Send the request to its worker, and return its deltas."""
         run, worker, request = self._run, self._worker, self.placed.request
         self._span = open_dispatch(run.span, worker.server)
         if self._span.recording:
             self._spans = WorkerSpans(self._span)
             request = self._spans.carried(request)
-        lease = reservation.lease
+        lease = None if self._reservation is None else self._reservation.lease
         self._deltas = deltas = worker.run(request, 0 if lease is None else lease.number)
         if run.pace is not Pace.FULL:
             worker.generating.set_pace(request.request_id, run.pace)

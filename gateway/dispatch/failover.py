@@ -3,7 +3,7 @@
 `PartialOutput` holds the tokens that the choices have produced, and builds the request for the
 rest. The prompt returns to the queue with its old ticket, and gets a new worker, lease and
 speculation plan. The reader of its deltas sees one stream. `policies.resilience.failover` decides
-when to give up.
+when to give up. A prompt that moves continues on the worker that `moves` has reserved.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Final
 
-from draftgate.backends.errors import BackendFailed, WorkerLeft, WorkerStalled
+from draftgate.backends.errors import BackendFailed, StreamMoved, WorkerLeft, WorkerStalled
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.moves import Moves, Stream
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting
@@ -27,6 +27,7 @@ from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.span_attributes import describe_claim
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
 RECOVERY_S: Final = 15.0
@@ -37,6 +38,8 @@ tuned, 2026-11-22.)"""
 
 CHECK_INTERVAL_S: Final = 0.1
 """Interval of checks during that wait, which is too short to notice in a stopped stream."""
+
+_CUT_OFF: Final = "the worker ended the stream before its choices had ended"
 
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
@@ -50,6 +53,8 @@ class _Lost:
 
     @property
     def cause(self) -> Cause:
+        if isinstance(self.error, StreamMoved):
+            return Cause.MOVED
         if isinstance(self.error, WorkerLeft):
             return Cause.LEFT
         return Cause.STALLED if isinstance(self.error, WorkerStalled) else Cause.FAILED
@@ -67,6 +72,7 @@ class Failover:
         self._fleet = fleet
         self._parts = parts
         self._queue = parts.queue
+        self._moves = Moves(fleet, parts)
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
@@ -76,44 +82,53 @@ class Failover:
             QueueTimeout: the prompt waited too long for its first worker.
             BackendFailed: the prompt has no worker and cannot continue.
         """
-        request, waiting = run.requests[index], self._parts.admission.waiting(run.entry, index)
-        output, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
+        stream = Stream(run, index, self._parts.admission.waiting(run.entry, index))
+        request, waiting, output = run.requests[index], stream.waiting, stream.output
+        losses, avoid = list[Loss](), set[str]()
         lost: _Lost | None = None
-        for number in count(1):
-            since_s = self._queue.now_s()
-            routed = await self._turn(run, index, request, waiting, lost)
-            attempt = Attempt(self._parts, run, index, request, routed, output)
-            before = output.tokens
-            try:
-                async with attempt as deltas:
-                    if lost is not None:
-                        _record_resume(run, index, lost, attempt.placed)
-                    reading = attempt.reading
-                    reading.waiting = True
-                    async for delta in deltas:
-                        attempt.observe(delta)
-                        yield delta
+        try:
+            while True:
+                since_s = self._queue.now_s()
+                attempt = stream.take_successor()
+                if attempt is None:
+                    routed = await self._turn(run, index, request, waiting, lost)
+                    attempt = Attempt(self._parts, run, index, request, routed, output)
+                before = output.tokens
+                try:
+                    async with attempt as deltas, self._moves.watching(stream, attempt):
+                        if lost is not None:
+                            _record_resume(run, index, lost, attempt.placed)
+                        reading = attempt.reading
                         reading.waiting = True
-                if not output.is_complete:
-                    raise BackendFailed("the worker ended the stream before its choices had ended")
-                return
-            except NoCapacity:
-                if lost is None:
-                    self._queue.hold()
-                waiting = waiting.retried(since_s)
-                continue
-            except BackendFailed as error:
-                if output.is_complete:
+                        async for delta in deltas:
+                            attempt.observe(delta)
+                            yield delta
+                            reading.waiting = True
+                    if not output.is_complete:
+                        raise BackendFailed(_CUT_OFF)
                     return
-                lost = _Lost(_placed(run, index), error)
+                except NoCapacity:
+                    if lost is None:
+                        self._queue.hold()
+                    waiting = waiting.retried(since_s)
+                    continue
+                except BackendFailed as error:
+                    if output.is_complete:
+                        return
+                    lost = _Lost(_placed(run, index), error)
+                if lost.cause is Cause.MOVED:
+                    continue  # with the successor
+                stream.end_move(MoveEnd.FAILED)
                 avoid.add(lost.placed.worker.worker_id)
                 if lost.cause is not Cause.LEFT:
                     losses.append(Loss(lost.placed.worker.worker_id, output.tokens - before))
                 await self._check(run, lost, losses, output)
-            request = output.rest(f"{run.requests[index].request_id}.{number}")
-            tokens = lease_tokens(request, run.entry.expected_tokens)
-            need = need_of(request)
-            waiting = waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
+                request = stream.rest()
+                tokens = lease_tokens(request, run.entry.expected_tokens)
+                need = need_of(request)
+                waiting = waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
+        finally:
+            await stream.close()
 
     async def _turn(
         self,

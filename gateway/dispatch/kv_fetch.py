@@ -22,11 +22,19 @@ from draftgate.gateway.dispatch.run import KvFetch, Run
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.span_attributes import describe_kv_fetch
-from draftgate.policies.kv_transfer import LinkSpeed, PullView, decide_pull
+from draftgate.policies.kv_transfer import (
+    LinkSpeed,
+    PullDecision,
+    PullReason,
+    PullView,
+    decide_pull,
+)
 
 ASK_S: Final = 0.25
 """Time in seconds to wait for the answers of workers that may hold a prefix. A worker answers after
 a few of its steps. (Chosen, not tuned, 2026-11-23.)"""
+
+_MOVE: Final = PullDecision(PullReason.MOVE)
 
 
 class KvFetcher:
@@ -47,7 +55,7 @@ class KvFetcher:
     async def fetch(self, run: Run, placed: Placement) -> None:
         """Pull the prefixes of a placed request, as far as this is predicted to save time."""
         sink, form = placed.worker, placed.worker.kv_format
-        sources = [one for one in self._fleet.open if _can_supply(one, sink)]
+        sources = [one for one in self._fleet.open if can_supply(one, sink)]
         if form is None or not sources:
             return
         for hashes in await offload(_chains, placed.request, form.block_tokens):
@@ -55,6 +63,34 @@ class KvFetcher:
                 fetched = await self._fetch_prefix(hashes, sources, sink, form)
                 describe_kv_fetch(span, fetched)
             run.watch.fetched(fetched)
+
+    async def copy(
+        self, run: Run, request: GenerationRequest, source: FleetWorker, sink: FleetWorker
+    ) -> list[KvFetch]:
+        """Pull the prefixes of a request that runs on the source, one for each choice.
+
+        The workers exchange blocks. The request may have grown during an earlier copy, whose blocks
+        the destination holds.
+
+        Raises:
+            BackendFailed: the destination failed.
+        """
+        form, fetches = sink.kv_format, list[KvFetch]()
+        assert form is not None
+        for hashes in await offload(_chains, request, form.block_tokens):
+            with run.span.child("kv.transfer") as span:
+                known = await sink.kv.begin_import(hashes)
+                fetched = KvFetch(source.worker_id, sink.worker_id, _MOVE, known)
+                fetched = await self._pull(source, sink, hashes, fetched)
+                describe_kv_fetch(span, fetched)
+            run.watch.fetched(fetched)
+            fetches.append(fetched)
+        return fetches
+
+    def bytes_per_s(self, source: FleetWorker, sink: FleetWorker) -> float:
+        """Return the expected bandwidth between two workers, one of which serves requests."""
+        link = self._links.get((source.worker_id, sink.worker_id, True), LinkSpeed())
+        return link.at(self._now_s())
 
     async def _fetch_prefix(
         self, hashes: Sequence[bytes], sources: list[FleetWorker], sink: FleetWorker, form: KvFormat
@@ -80,18 +116,40 @@ class KvFetcher:
         fetched = KvFetch(source.worker_id, sink.worker_id, decision, known)
         if not decision.pulls:
             return fetched
-        transfer = Transfer(source.kv, sink.kv, hashes[:most], known)
+        return await self._pull(source, sink, hashes[:most], fetched, decision.compute_s)
+
+    async def _pull(
+        self,
+        source: FleetWorker,
+        sink: FleetWorker,
+        hashes: Sequence[bytes],
+        fetch: KvFetch,
+        most_s: float | None = None,
+    ) -> KvFetch:
+        """Pull the rest of a chain, whose beginning the destination holds.
+
+        Args:
+            most_s: time after which the transfer ends, in seconds, or None for no limit.
+        """
+        form = sink.kv_format
+        assert form is not None
+        num_bytes = (len(hashes) - fetch.known_blocks) * form.block_bytes
+        if not num_bytes:
+            return fetch
+        busy = source.backend.load().running > 0 or sink.backend.load().running > 0
+        place = source.worker_id, sink.worker_id, busy
+        transfer = Transfer(source.kv, sink.kv, hashes, fetch.known_blocks)
         begun_s = self._now_s()
         self._add_queued(sink, num_bytes)
         try:
-            end = await transfer.run(decision.compute_s)
+            end = await transfer.run(most_s)
         finally:
             self._add_queued(sink, -num_bytes)
         seconds = self._now_s() - begun_s
         if transfer.blocks and seconds > 0.0:
             link, moved = self._links.get(place, LinkSpeed()), transfer.blocks * form.block_bytes
             self._links[place] = link.measured(moved, seconds, self._now_s())
-        return fetched.ended(end, transfer, form.block_bytes, seconds)
+        return fetch.ended(end, transfer, form.block_bytes, seconds)
 
     def _add_queued(self, sink: FleetWorker, num_bytes: int) -> None:
         left = self._queued_bytes.get(sink.worker_id, 0) + num_bytes
@@ -100,7 +158,8 @@ class KvFetcher:
             del self._queued_bytes[sink.worker_id]
 
 
-def _can_supply(source: FleetWorker, sink: FleetWorker) -> bool:
+def can_supply(source: FleetWorker, sink: FleetWorker) -> bool:
+    """Return whether a worker can pull blocks from another worker."""
     return source is not sink and refusal(source.kv_format, sink.kv_format) is None
 
 

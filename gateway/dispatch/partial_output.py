@@ -27,6 +27,11 @@ class PartialOutput:
         """Number of output tokens of all choices."""
         return self._ended_tokens + sum(map(len, self._open.values()))
 
+    @property
+    def lengths(self) -> list[int]:
+        """Number of output tokens of each choice that has not ended."""
+        return [len(ids) for ids in self._open.values()]
+
     def add(self, delta: Delta) -> None:
         """Add a delta.
 

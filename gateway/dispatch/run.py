@@ -13,6 +13,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.telemetry.tracing import Span
 from draftgate.policies.kv_transfer import PullDecision
+from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
 from draftgate.policies.values import immutable
@@ -82,6 +83,30 @@ class KvFetch:
         )
 
 
+@immutable
+class Move:
+    """The end of an attempt to move a running prompt to another worker.
+
+    Attributes:
+        index: index of the prompt.
+        source, sink: ids of the workers. The destination is empty if none had room.
+        stages: number of copies while the prompt ran on the source.
+        blocks, num_bytes: what the destination stored in these stages.
+        gap_s: time from the stop of the source to the first new token in seconds, or None if the
+            source was not stopped.
+    """
+
+    index: int
+    reason: MoveReason
+    end: MoveEnd
+    source: str
+    sink: str
+    stages: int
+    blocks: int
+    num_bytes: int
+    gap_s: float | None
+
+
 class Watch(Protocol):
     """An observer of the placements of a job's prompts."""
 
@@ -101,6 +126,10 @@ class Watch(Protocol):
         """Record whether the KV blocks of a resumed choice were fetched."""
         ...
 
+    def moved(self, move: Move) -> None:
+        """Record the end of a move."""
+        ...
+
 
 class _NoWatch:
     """An observer that ignores everything."""
@@ -116,6 +145,9 @@ class _NoWatch:
 
     def fetched(self, fetch: KvFetch) -> None:
         """Ignore a fetch."""
+
+    def moved(self, move: Move) -> None:
+        """Ignore a move."""
 
 
 UNWATCHED: Final[Watch] = _NoWatch()

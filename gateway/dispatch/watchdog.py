@@ -12,7 +12,7 @@ import logging
 from contextvars import Context
 from typing import Final
 
-from draftgate.backends.errors import WorkerStalled
+from draftgate.backends.errors import BackendFailed, WorkerStalled
 from draftgate.backends.types import Pace
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import FleetWorker
@@ -37,10 +37,10 @@ class Reading:
     """
 
     __slots__ = (
+        "_interruption",
         "_reader",
         "_run",
         "_silence",
-        "_stalled",
         "decodes",
         "deltas",
         "waiting",
@@ -55,7 +55,7 @@ class Reading:
         self.decodes = False
         self._run = run
         self._reader = asyncio.current_task()
-        self._stalled: str | None = None
+        self._interruption: BackendFailed | None = None
         self._silence = StreamSilence()
 
     @property
@@ -67,23 +67,24 @@ class Reading:
         """Interrupt the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
         if self._silence.check(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
-            self.interrupt("the worker sent no more deltas for a running stream")
+            silent = "the worker sent no more deltas for a running stream"
+            self.interrupt(WorkerStalled(silent))
 
-    def interrupt(self, reason: str) -> None:
-        """Make the waiting reader raise `WorkerStalled`."""
+    def interrupt(self, error: BackendFailed) -> None:
+        """Make the reader raise an error, if it waits."""
         if self.waiting and self._reader is not None:
-            self._stalled, self.waiting = reason, False
+            self._interruption, self.waiting = error, False
             self._reader.cancel()
 
-    def stalled(self) -> WorkerStalled | None:
-        """Return the error for a reader that the watchdog has cancelled, or None.
+    def interruption(self) -> BackendFailed | None:
+        """Return the error for a reader that `interrupt` has cancelled, or None.
 
         A simultaneous cancellation from elsewhere takes precedence, as in `asyncio.timeout`.
         """
         task = asyncio.current_task()
-        if self._stalled is None or task is None or task.uncancel() > 0:
+        if self._interruption is None or task is None or task.uncancel() > 0:
             return None
-        return WorkerStalled(self._stalled)
+        return self._interruption
 
 
 class _Watched:
@@ -108,7 +109,7 @@ class _Watched:
         self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
-                reading.interrupt("the worker completes no further step")
+                reading.interrupt(WorkerStalled("the worker completes no further step"))
             else:
                 reading.check(load)
 

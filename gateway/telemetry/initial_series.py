@@ -17,6 +17,7 @@ from draftgate.gateway.telemetry.metrics import Labels, Metrics
 from draftgate.gateway.telemetry.watch import Ending
 from draftgate.policies.admission.types import RefusalKind
 from draftgate.policies.kv_transfer import PullReason
+from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ANY_PROPOSER
 
@@ -55,7 +56,10 @@ def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDef
     for cause, outcome in product(Cause, (*RESUMED, *GivenUp)):
         yield metric.RESUMES, (cause.value, str(outcome))
     for reason in PullReason:
-        ends = TransferEnd if reason is PullReason.FASTER else ("none",)
-        for end in ends:
+        pulls = TransferEnd if reason in {PullReason.FASTER, PullReason.MOVE} else ()
+        computes = () if reason is PullReason.FASTER else ("none",)
+        for end in (*pulls, *computes):
             yield metric.KV_FETCHES, (reason.value, str(end))
+    for why, move_end in product(MoveReason, MoveEnd):
+        yield metric.MOVES, (why.value, move_end.value)
     yield metric.ACCEPTED_AT, ("0",)

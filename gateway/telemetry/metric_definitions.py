@@ -237,6 +237,15 @@ KV_FETCHES: Final = _counter(
 KV_FETCHED: Final = _counter(
     "draftgate_kv_fetched_bytes", "Bytes of KV blocks that workers took from other workers"
 )
+MOVES: Final = _counter(
+    "draftgate_moves",
+    "Attempts to move a running prompt to another worker, by reason and end",
+    labels=("reason", "end"),
+)
+MOVE_GAP: Final = _histogram(
+    "draftgate_move_gap_seconds",
+    "Time from the stop of a moved prompt on its old worker to its next token",
+)
 RETRIES: Final = _counter(
     "draftgate_upstream_retries",
     "Failed or refused upstream requests that another upstream could run, by cause and by the "

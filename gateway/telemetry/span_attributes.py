@@ -7,7 +7,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import KvFetch, Resume
+from draftgate.gateway.dispatch.run import KvFetch, Move, Resume
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
@@ -171,6 +171,26 @@ def describe_kv_fetch(span: Span, fetch: KvFetch) -> None:
             "draftgate.kv.known_blocks": fetch.known_blocks,
         }
     )
+
+
+def describe_move(span: Span, move: Move) -> None:
+    """Set the workers and the result of a move on a span."""
+    if not span.recording:
+        return
+    span.set(
+        {
+            "draftgate.prompt": move.index,
+            "draftgate.move.reason": move.reason.value,
+            "draftgate.move.end": move.end.value,
+            "draftgate.move.from": move.source,
+            "draftgate.move.to": move.sink,
+            "draftgate.move.stages": move.stages,
+            "draftgate.move.blocks": move.blocks,
+            "draftgate.move.bytes": move.num_bytes,
+        }
+    )
+    if move.gap_s is not None:
+        span.set({"draftgate.move.gap_s": move.gap_s})
 
 
 def revision_attributes(revision: PlanRevision) -> Attributes:

@@ -11,7 +11,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import KvFetch, Resume
+from draftgate.gateway.dispatch.run import KvFetch, Move, Resume
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import is_logged, log
@@ -24,6 +24,7 @@ from draftgate.gateway.telemetry.span_attributes import (
     resume_attributes,
 )
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 
@@ -161,7 +162,7 @@ class RequestWatch:
         self._metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
         self.span.event("resume", resume_attributes(resume))
         log(
-            logging.WARNING,
+            logging.INFO if resume.cause is Cause.MOVED else logging.WARNING,
             "resumed",
             prompt=resume.index,
             cause=resume.cause.value,
@@ -181,6 +182,12 @@ class RequestWatch:
         end = "none" if fetch.end is None else fetch.end.value
         self._metrics.add(metric.KV_FETCHES, 1, fetch.decision.reason.value, end)
         self._metrics.add(metric.KV_FETCHED, fetch.num_bytes)
+
+    def moved(self, move: Move) -> None:
+        """Record the end of a move."""
+        self._metrics.add(metric.MOVES, 1, move.reason.value, move.end.value)
+        if move.gap_s is not None and move.end is MoveEnd.MOVED:
+            self._metrics.observe(metric.MOVE_GAP, move.gap_s)
 
     def observe(self, delta: Delta) -> None:
         """Record a delta on its way to the client.

@@ -37,6 +37,8 @@ class Cause(StrEnum):
     """The worker hung (`liveness`)."""
     LEFT = "left"
     """The worker left in order before the request ended, so the request is not to blame."""
+    MOVED = "moved"
+    """The gateway moved the request from a worker that is leaving (`policies.moves`)."""
 
 
 class GivenUp(StrEnum):

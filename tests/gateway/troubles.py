@@ -31,7 +31,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import UNWATCHED, KvFetch, Resume, Run, Watch
+from draftgate.gateway.dispatch.run import UNWATCHED, KvFetch, Move, Resume, Run, Watch
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
@@ -212,6 +212,7 @@ class RecordingWatch:
     resumes: list[Resume] = field(default_factory=list)
     losses: list[tuple[Cause, GivenUp]] = field(default_factory=list)
     fetches: list[KvFetch] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     def placed(self, placed) -> None:
         self.workers.append(placed.worker.worker_id)
@@ -224,6 +225,9 @@ class RecordingWatch:
 
     def fetched(self, fetch: KvFetch) -> None:
         self.fetches.append(fetch)
+
+    def moved(self, move: Move) -> None:
+        self.moves.append(move)
 
 
 @dataclass

@@ -1,0 +1,376 @@
+"""Moves of running streams from a worker that is leaving to other workers.
+
+The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
+copied to the destination. Then the gateway interrupts the reader of the stream at a token boundary,
+and the reader continues with the *successor*, an attempt that has already reserved the destination
+(`failover`). `policies.moves` decides which stream moves next and when its source stops. A stream
+whose move does not succeed stays on its source until the source stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextvars import Context
+from functools import partial
+from itertools import count
+from typing import Final
+
+from draftgate.backends.errors import BackendFailed, StreamMoved
+from draftgate.backends.kv_transfer.transfer import TransferEnd
+from draftgate.backends.types import GenerationRequest, Pace
+from draftgate.gateway.dispatch.attempt import Attempt, Parts
+from draftgate.gateway.dispatch.kv_fetch import can_supply
+from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.placement import need_of
+from draftgate.gateway.dispatch.queue import Waiting
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import KvFetch, Move, Run
+from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.telemetry.span_attributes import describe_move
+from draftgate.policies.moves import (
+    MOST_MOVES,
+    MOVE_S,
+    RETRY_S,
+    ROOM_S,
+    MoveEnd,
+    MoveReason,
+    MoveStep,
+    MoveView,
+    next_move,
+    next_step,
+)
+
+CHECK_INTERVAL_S: Final = 0.1
+"""Interval of the search for workers that are leaving, which equals the interval of the reports of
+workers on other nodes."""
+
+_FAILURES: Final = frozenset({MoveEnd.BEHIND, MoveEnd.LATE, MoveEnd.FAILED})
+
+
+class Stream:
+    """A prompt of a job, which runs on one worker after the other.
+
+    Attributes:
+        output: the output so far.
+        waiting: the place of its first dispatch in the queue.
+        attempt: the attempt that runs the prompt, while it is registered for moves.
+        successor: the attempt at which an interrupted prompt continues.
+        failures: number of its moves that failed.
+        retry_s: earliest time of its next move.
+    """
+
+    attempt: Attempt
+
+    def __init__(self, run: Run, index: int, waiting: Waiting) -> None:
+        """Start without output."""
+        self.run = run
+        self.index = index
+        self.waiting = waiting
+        self.output = PartialOutput(run.requests[index])
+        self.successor: Attempt | None = None
+        self.failures = 0
+        self.retry_s = 0.0
+        self._numbers = count(1)
+        self._move: _Migration | None = None
+
+    def rest(self) -> GenerationRequest:
+        """Return the request for the rest of the output, with a new id."""
+        request_id = self.run.requests[self.index].request_id
+        return self.output.rest(f"{request_id}.{next(self._numbers)}")
+
+    def hand_over(self, successor: Attempt, move: _Migration) -> None:
+        """Interrupt the reader, which continues with a prepared attempt."""
+        self.successor, self._move = successor, move
+        move.stop()
+        successor.on_delta = partial(self.end_move, MoveEnd.MOVED)
+        self.attempt.reading.interrupt(StreamMoved("the stream moved to another worker"))
+
+    def end_move(self, end: MoveEnd) -> None:
+        """Record the end of the move whose successor got the stream, once."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.end(end)
+
+    def take_successor(self) -> Attempt | None:
+        """Return the successor for the rest of the output, once, or None without one."""
+        successor, self.successor = self.successor, None
+        if successor is not None:
+            successor.extend(self.output)
+        return successor
+
+    async def close(self) -> None:
+        """Release a successor that did not get the stream."""
+        self.end_move(MoveEnd.ENDED)
+        if self.successor is not None:
+            await self.successor.abandon()
+
+
+class _Migration:
+    """A move, from its choice to the first delta of the destination."""
+
+    def __init__(self, stream: Stream, reason: MoveReason, now_s: Callable[[], float]) -> None:
+        self.stages = 0
+        self.sink = ""
+        self._stream = stream
+        self._reason = reason
+        self._now_s = now_s
+        self._source = stream.attempt.placed.worker.worker_id
+        self._blocks = self._bytes = 0
+        self._stopped_s: float | None = None
+        self._span = stream.run.span.child("migrate")
+
+    def add_stage(self, fetches: list[KvFetch]) -> None:
+        """Add a stage, with the transfers of all choices."""
+        self.stages += 1
+        self._blocks += sum(fetch.blocks for fetch in fetches)
+        self._bytes += sum(fetch.num_bytes for fetch in fetches)
+
+    def stop(self) -> None:
+        """Begin the gap."""
+        self._stopped_s = self._now_s()
+
+    def end(self, end: MoveEnd) -> None:
+        """Report the move."""
+        stopped_s = self._stopped_s
+        gap_s = None if stopped_s is None else self._now_s() - stopped_s
+        move = Move(
+            *(self._stream.index, self._reason, end, self._source, self.sink),
+            *(self.stages, self._blocks, self._bytes, gap_s),
+        )
+        describe_move(self._span, move)
+        self._span.end()
+        self._stream.run.watch.moved(move)
+
+
+class Moves:
+    """The moves of a node's streams.
+
+    Use the object only on the thread of the event loop.
+    """
+
+    def __init__(self, fleet: Fleet, parts: Parts) -> None:
+        """Start without streams."""
+        self._fleet = fleet
+        self._parts = parts
+        self._now_s = parts.queue.now_s
+        self._streams: dict[FleetWorker, dict[Stream, None]] = {}
+        self._moving: dict[Stream, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watching(self, stream: Stream, attempt: Attempt) -> Watching:
+        """Return a context in which a stream that runs may move."""
+        stream.attempt = attempt
+        return Watching(self, stream)
+
+    def add(self, stream: Stream) -> None:
+        """Watch a stream until `remove`."""
+        self._streams.setdefault(_worker(stream), {})[stream] = None
+        if self._timer is None:
+            self._schedule()
+
+    async def remove(self, stream: Stream) -> None:
+        """Forget a stream whose reader has stopped, and end its move."""
+        worker = _worker(stream)
+        streams = self._streams[worker]
+        del streams[stream]
+        if not streams:
+            del self._streams[worker]
+        move = self._moving.get(stream)
+        if move is not None:
+            move.cancel()
+            await asyncio.wait({move})
+
+    def _check(self) -> None:
+        self._timer = None
+        try:
+            self._begin_moves()
+        finally:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._streams and self._timer is None:
+            loop = asyncio.get_running_loop()
+            # An empty context keeps request ids out of the log lines.
+            self._timer = loop.call_later(CHECK_INTERVAL_S, self._check, context=Context())
+
+    def _begin_moves(self) -> None:
+        """Begin as many moves as may be under way."""
+        leaving = [worker for worker in self._streams if worker.leaving]
+        if not leaving or self._fleet.ending:
+            return
+        sinks = {worker: self._sinks(worker) for worker in leaving}
+        streams = [
+            stream
+            for worker in leaving
+            if sinks[worker]
+            for stream in self._streams[worker]
+            if self._may_move(stream)
+        ]
+        while len(self._moving) < MOST_MOVES:
+            views = [self._view(stream, sinks[_worker(stream)][0]) for stream in streams]
+            chosen = next_move(views)
+            if chosen is None:
+                return
+            stream = streams.pop(chosen)
+            self._moving[stream] = asyncio.create_task(self._move(stream), name="move a stream")
+
+    def _sinks(self, source: FleetWorker) -> list[FleetWorker]:
+        """Return the workers that can take the blocks of a worker."""
+        return [worker for worker in self._fleet.open if can_supply(source, worker)]
+
+    def _may_move(self, stream: Stream) -> bool:
+        """Return whether a stream decodes, is read at full speed, and does not move yet."""
+        decodes = stream.attempt.reading.decodes and stream.run.pace is Pace.FULL
+        return decodes and stream not in self._moving and stream.retry_s <= self._now_s()
+
+    def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
+        """Return the policy's view of a stream that could move to a worker like `sink`."""
+        request, source = stream.run.requests[stream.index], _worker(stream)
+        form, lengths = source.kv_format, stream.output.lengths
+        assert form is not None
+        return MoveView(
+            len(request.prompt_ids) + sum(lengths),
+            request.sampling.max_tokens - min(lengths, default=0),
+            len(lengths),
+            form.block_bytes // form.block_tokens,
+            form.block_tokens,
+            self._parts.kv.bytes_per_s(source, sink),
+            source.backend.load().speed,
+            stream.failures,
+        )
+
+    async def _move(self, stream: Stream) -> None:
+        """Move a stream, or leave it on its worker."""
+        move, end = _Migration(stream, MoveReason.DRAIN, self._now_s), MoveEnd.ENDED
+        try:
+            async with asyncio.timeout(MOVE_S):
+                end = await self._try_move(stream, move)
+        except TimeoutError:
+            end = MoveEnd.LATE
+        except BackendFailed:
+            end = MoveEnd.FAILED
+        except Exception as error:  # noqa: BLE001 - the stream stays, whatever happened
+            end = MoveEnd.FAILED
+            log(logging.ERROR, "a move failed", error=error)
+        finally:
+            del self._moving[stream]
+            if end is not MoveEnd.MOVED:
+                stream.retry_s = self._now_s() + RETRY_S
+                stream.failures += end in _FAILURES
+                move.end(end)
+        self._begin_moves()
+
+    async def _try_move(self, stream: Stream, move: _Migration) -> MoveEnd:
+        """Reserve a destination, copy the blocks, and hand the stream over.
+
+        Returns:
+            `MoveEnd.MOVED` if the reader continues with the destination.
+        """
+        request = stream.rest()
+        routed = await self._room(stream, request)
+        if routed is None:
+            return MoveEnd.NO_ROOM
+        place = self._parts, stream.run, stream.index
+        successor = Attempt(*place, request, routed, stream.output)
+        try:
+            await successor.prepare()
+        except NoCapacity:
+            await self._parts.queue.claims.end(request.request_id)
+            return MoveEnd.NO_ROOM
+        try:
+            move.sink = successor.placed.worker.worker_id
+            end = await self._copy(stream, successor.placed.worker, move)
+            if end is MoveEnd.MOVED:
+                await _boundary(stream.attempt)
+                stream.hand_over(successor, move)
+            return end
+        finally:
+            if stream.successor is not successor:
+                await successor.abandon()
+
+    async def _room(self, stream: Stream, request: GenerationRequest) -> Routed | None:
+        """Reserve a worker that can take the blocks of a stream, or return None without room."""
+        source = _worker(stream)
+        avoid = {one.worker_id for one in self._fleet.workers if not can_supply(source, one)}
+        tokens = lease_tokens(request, stream.run.entry.expected_tokens)
+        need = need_of(request)
+        waiting = stream.waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
+        view = partial(self._parts.route_view, stream.run, stream.index, request)
+        try:
+            async with asyncio.timeout(ROOM_S):
+                routed = await self._parts.queue.turn(waiting, view)
+        except (TimeoutError, QueueTimeout, BackendFailed):
+            return None
+        if can_supply(source, routed.worker):
+            return routed
+        routed.worker.release(request.request_id)  # the last able worker has left meanwhile
+        await self._parts.queue.claims.end(request.request_id)
+        self._parts.queue.pump()
+        return None
+
+    async def _copy(self, stream: Stream, sink: FleetWorker, move: _Migration) -> MoveEnd:
+        """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
+        kv, run, source = self._parts.kv, stream.run, _worker(stream)
+        missing = 0
+        while (step := next_step(move.stages, missing)) is MoveStep.COPY:
+            request = stream.output.rest("")
+            fetches = await kv.copy(run, request, source, sink)
+            move.add_stage(fetches)
+            ends = {fetch.end for fetch in fetches}
+            if TransferEnd.FULL in ends:
+                return MoveEnd.NO_ROOM
+            if TransferEnd.FAILED in ends or sink not in self._fleet.open:
+                return MoveEnd.FAILED
+            missing = _missing_blocks(stream, fetches, sink)
+        return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
+
+
+class Watching:
+    """A context in which a stream may move. Its end ends the move."""
+
+    def __init__(self, moves: Moves, stream: Stream) -> None:
+        self._moves = moves
+        self._stream = stream
+
+    async def __aenter__(self) -> None:
+        self._moves.add(self._stream)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._moves.remove(self._stream)
+
+
+def _worker(stream: Stream) -> FleetWorker:
+    return stream.attempt.placed.worker
+
+
+def _missing_blocks(stream: Stream, fetches: list[KvFetch], sink: FleetWorker) -> int:
+    """Return the full blocks of a choice that the destination lacks, at most."""
+    form, prompt = sink.kv_format, len(stream.run.requests[stream.index].prompt_ids)
+    assert form is not None
+    held = min(fetch.known_blocks + fetch.blocks for fetch in fetches)
+    longest = max(stream.output.lengths, default=0)
+    return (prompt + longest - 1) // form.block_tokens - held
+
+
+async def _boundary(attempt: Attempt) -> None:
+    """Wait until a reader has passed a delta on and waits for the next one."""
+    loop = asyncio.get_running_loop()
+    while True:
+        passed: asyncio.Future[None] = loop.create_future()
+        attempt.on_delta = partial(_wake, passed)
+        try:
+            await passed
+        finally:
+            attempt.on_delta = None
+        if attempt.reading.waiting:
+            return
+
+
+def _wake(passed: asyncio.Future[None]) -> None:
+    if not passed.done():
+        passed.set_result(None)

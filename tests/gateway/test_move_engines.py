@@ -1,0 +1,131 @@
+"""Moves of running streams between engines with the shipped model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.token_ids import compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.dispatch import moves
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import Run
+from draftgate.policies.moves import MoveEnd
+from draftgate.policies.types import SpeculationMode
+from tests.gateway.harness import eventually, needs_engine
+from tests.gateway.troubles import Choice, Dispatched, RecordingWatch, dispatching, run_job
+
+pytestmark = needs_engine
+
+CONFIG = WorkerConfig(threads=1, kv_bytes=24 << 20, max_model_len=2048, speculation="auto")
+OUTPUT_TOKENS = 240
+PROMPT = "class Shape:\n    def area(self):\n        return self.width * self.height\n\n\n" * 8
+LETTERS = GrammarSpec(GrammarKind.REGEX, "[a-z ]{400,600}")
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": (GREEDY, {}),
+    "seeded": ({"temperature": 0.9, "top_p": 0.95}, {}),
+    "penalties": ({"frequency_penalty": 0.7}, {}),
+    "stop": ({**GREEDY, "stop": ("zzz", "self.depth")}, {}),
+    "several": ({"temperature": 0.8}, {"n": 2}),
+    "logprobs": ({"temperature": 0.8, "logprobs": 2}, {}),
+    "grammar": ({"temperature": 0.8}, {"grammar": LETTERS}),
+    "off": (GREEDY, {"mode": SpeculationMode.OFF}),
+    "ngram": (GREEDY, {"mode": SpeculationMode.NGRAM}),
+    "draft_model": (GREEDY, {"mode": SpeculationMode.DRAFT_MODEL}),
+    "sparse_self": (GREEDY, {"mode": SpeculationMode.SPARSE_SELF}),
+    "prediction": (GREEDY, {"prediction_ids": True}),
+}
+"""Sampling parameters and other fields of a job of each kind."""
+
+
+@pytest.fixture(autouse=True)
+def _search_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find drained workers within few steps of the small model."""
+    monkeypatch.setattr(moves, "CHECK_INTERVAL_S", 0.002)
+    monkeypatch.setattr(moves, "RETRY_S", 0.01)
+
+
+def job_of(kind: str, seed: int) -> Job:
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    ids = compact(tokenizer.encode(f"# {seed}\n{PROMPT}"))
+    sampling, fields = KINDS[kind]
+    if fields.get("prediction_ids"):
+        fields = {"prediction_ids": tuple(ids)}
+    params = SamplingParams(1, seed=seed, ignore_eos="stop" not in sampling, **sampling)
+    return Job(f"r{kind}{seed}", (ids,), params, OUTPUT_TOKENS, tenant="t", **fields)
+
+
+async def moved(dispatched: Dispatched, job: Job, draw: Random) -> tuple[list[Choice], Counter]:
+    """Run a job and drain its worker at random tokens.
+
+    Returns:
+        Its choices, and the number of moves by their end.
+    """
+    watch, choices = RecordingWatch(), [Choice() for _ in range(job.n)]
+    left = draw.randint(1, 40)
+    async with dispatched.dispatcher.run(job, watch=watch) as run:
+        async for delta in run.deltas:
+            choices[delta.choice].append(delta)
+            left -= len(delta.token_ids)
+            if left <= 0:
+                drain_worker_of(run, dispatched)
+                left = draw.randint(20, 120)
+    for worker in dispatched.fleet.workers:
+        worker.drained = False
+    await eventually(dispatched.is_idle)
+    return choices, Counter(move.end for move in watch.moves)
+
+
+def drain_worker_of(run: Run, dispatched: Dispatched) -> None:
+    """Drain the worker of a run, and use the other worker again."""
+    for worker in dispatched.fleet.workers:
+        worker.drained = worker is run.placed[0].worker
+
+
+async def move_streams(kinds: Iterator[str], config: WorkerConfig) -> Counter:
+    """Move one stream of each kind, and return the number of moves by their end."""
+    ends = Counter[MoveEnd]()
+    async with dispatching(EngineBackend, 2, config=config) as dispatched:
+        for seed, kind in enumerate(kinds):
+            job = job_of(kind, seed)
+            choices, found = await moved(dispatched, job, Random(seed))
+            plain = await run_job(dispatched.dispatcher, replace(job, request_id=f"p{seed}"))
+            assert choices == plain, (kind, seed)
+            ends += found
+    return ends
+
+
+async def test_moved_streams_of_every_kind_keep_their_text() -> None:
+    """Texts, tokens and log probabilities of moved streams equal those of undisturbed runs."""
+    ends = await move_streams(iter(KINDS), CONFIG)
+    assert ends[MoveEnd.MOVED] >= len(KINDS)
+    assert not ends[MoveEnd.FAILED]
+
+
+async def test_streams_move_between_engines_in_their_own_processes() -> None:
+    """A stream moves between engines in their own processes with the same text."""
+    ends = await move_streams(
+        iter(["seeded", "logprobs"]), structs.replace(CONFIG, own_process=True)
+    )
+    assert ends[MoveEnd.MOVED] >= 2
+
+
+@pytest.mark.long
+async def test_500_random_moves_keep_every_text() -> None:
+    """Texts and log probabilities stay equal over at least 500 moves of streams of all kinds."""
+    kinds = [kind for _ in range(42) for kind in KINDS]
+    ends = await move_streams(iter(kinds), CONFIG)
+    assert ends[MoveEnd.MOVED] >= 500
+    assert not ends[MoveEnd.FAILED]

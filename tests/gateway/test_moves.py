@@ -1,0 +1,333 @@
+"""Drain by moves: the streams of a worker that leaves continue elsewhere with their KV blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.kv_transfer.exchange import BlockCount
+from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.policies.moves import MoveEnd
+from draftgate.policies.resilience.failover import Cause
+from tests.examples import examples
+from tests.gateway.harness import client, eventually, running, until
+from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, OwnFormat, make_job, undisturbed
+from tests.gateway.troubles import (
+    NEVER_S,
+    Choice,
+    Dispatched,
+    RecordingWatch,
+    dispatching,
+    quick_starts,
+    run_scenario,
+)
+
+OUTPUT_TOKENS = 400
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_starts() -> Iterator[None]:
+    """Start workers faster with one shared tokenizer."""
+    with quick_starts():
+        yield
+
+
+@dataclass
+class Outcome:
+    """The results of a job whose worker is drained."""
+
+    choices: list[Choice]
+    watch: RecordingWatch
+    gap_s: float
+    step_s: float
+    computed_tokens: int
+    drained_s: float
+
+
+class Counting(SimBackend):
+    """A simulated worker that counts the tokens of its prompt chunks."""
+
+    computed_tokens = 0
+
+    async def start(self) -> None:
+        await super().start()
+        execute = self._executor.execute
+
+        def counted(plan: StepPlan) -> StepResult:
+            chunks = [len(work.token_ids) for work in plan.work if len(work.token_ids) > 1]
+            self.computed_tokens += sum(chunks)
+            return execute(plan)
+
+        self._executor.execute = counted
+
+
+def drain(job: Job, kind: type[SimBackend] = Counting, **settings: Any) -> Outcome:
+    """Run a job on two simulated workers, and drain its worker after 20 deltas."""
+    return run_scenario(drained(job, kind, structs.replace(CONFIG, **settings)))
+
+
+async def drained(
+    job: Job, factory: Callable[[WorkerConfig], Any], config: WorkerConfig, after_deltas: int = 20
+) -> Outcome:
+    async with dispatching(factory, 2, config=config) as dispatched:
+        watch, times, choices = RecordingWatch(), [], [Choice() for _ in range(job.n)]
+        source: FleetWorker | None = None
+        left_s = math.inf
+        async with dispatched.dispatcher.run(job, watch=watch) as run:
+            async for delta in run.deltas:
+                times.append(asyncio.get_running_loop().time())
+                choices[delta.choice].append(delta)
+                if len(times) == after_deltas:
+                    source = run.placed[0].worker
+                    source.drained = True
+                if source is not None and not source.usage.sequences:
+                    left_s = min(left_s, times[-1])
+        await eventually(dispatched.is_idle)
+        gaps = sorted(b - a for a, b in pairwise(times))
+        others = [one.backend for one in dispatched.fleet.workers if one is not source]
+        computed = sum(getattr(one, "computed_tokens", 0) for one in others)
+        drained_s = left_s - times[after_deltas - 1]
+        return Outcome(choices, watch, gaps[-1], gaps[len(gaps) // 2], computed, drained_s)
+
+
+@pytest.mark.parametrize("tokens", [256, 1000, 4000, 7600])
+def test_stream_moves_with_its_blocks_and_a_short_gap(tokens: int) -> None:
+    """A drained worker is empty while its stream runs on, with the same text and a gap that does
+    not depend on the context. The destination computes at most 64 tokens."""
+    job = make_job(tokens, output_tokens=OUTPUT_TOKENS)
+    outcome = drain(job)
+    assert outcome.choices == undisturbed(job)
+    (resume,), (move,) = outcome.watch.resumes, outcome.watch.moves
+    assert resume.cause is Cause.MOVED
+    assert resume.same_numerics_class
+    assert move.end is MoveEnd.MOVED
+    assert move.num_bytes == move.blocks * BLOCK_BYTES
+    assert move.blocks >= tokens // 16
+    assert 0 < outcome.computed_tokens <= 64
+    assert outcome.gap_s < outcome.step_s + 0.03
+    assert outcome.drained_s < 5.0
+
+
+def test_without_another_format_the_stream_stays() -> None:
+    """A stream stays on its worker if no other worker can take its blocks."""
+    job = make_job(600, output_tokens=100)
+    outcome = drain(job, OwnFormat)
+    assert outcome.choices == undisturbed(job)
+    assert not outcome.watch.moves
+    assert not outcome.watch.resumes
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("speculation", ["off", "fixed:3"])
+def test_all_choices_move_together(n: int, speculation: str) -> None:
+    """All choices of a prompt continue on one worker, with and without drafts."""
+    job = make_job(500, n=n, output_tokens=OUTPUT_TOKENS)
+    outcome = drain(job, speculation=speculation)
+    assert outcome.choices == undisturbed(job)
+    (move,) = outcome.watch.moves
+    assert move.end is MoveEnd.MOVED
+    assert outcome.computed_tokens <= 64 * n
+
+
+class Fault(StrEnum):
+    """A fault of a move."""
+
+    SOURCE_DIES = "source dies"
+    SINK_DIES = "sink dies"
+    SINK_HANGS = "sink hangs"
+    SINK_DRAINS = "sink drains"
+    SINK_FULL = "sink is full"
+    CLIENT_LEAVES = "client leaves"
+    DAMAGED = "damaged"
+
+
+@dataclass
+class Script:
+    """A fault in one of the operations on KV blocks, which the workers of a test share.
+
+    Attributes:
+        left: number of operations before the fault.
+    """
+
+    fault: Fault
+    left: int
+    client: asyncio.Task[Any] | None = None
+    fleet: list[FleetWorker] = field(default_factory=list)
+    happened: bool = False
+
+    async def step(self, worker: Troubled, *, as_source: bool) -> bool:
+        """Cause the fault when its operation comes, and return whether the block is damaged."""
+        self.left -= 1
+        if self.left != -1 or self.happened:
+            return False
+        self.happened = True
+        source = next(one for one in self.fleet if one.drained)
+        sink = next(
+            (one for one in self.fleet if one.backend is worker and not as_source),
+            next(one for one in self.fleet if one is not source),
+        )
+        if self.fault is Fault.SOURCE_DIES:
+            await source.backend.stop()
+        elif self.fault is Fault.SINK_DIES:
+            await sink.backend.stop()
+        elif self.fault is Fault.SINK_HANGS and not as_source:
+            await asyncio.sleep(NEVER_S)
+        elif self.fault is Fault.SINK_DRAINS:
+            sink.drained = True
+        elif self.fault is Fault.SINK_FULL:
+            sink.backend.fill_memory()
+        elif self.fault is Fault.CLIENT_LEAVES:
+            self.client.cancel()
+        return self.fault is Fault.DAMAGED
+
+
+class Troubled(SimBackend):
+    """A simulated worker whose operations on KV blocks follow a script."""
+
+    def __init__(self, config: WorkerConfig, script: Script) -> None:
+        super().__init__(config)
+        self.script = script
+        self.filler = array("q")
+
+    def fill_memory(self) -> None:
+        blocks = self._exchange._blocks
+        blocks.extend(self.filler, blocks.num_free * blocks.block_size)
+
+    def free_memory(self) -> None:
+        self._exchange._blocks.release(self.filler)
+
+    async def begin_import(self, hashes: Any) -> int:
+        await self.script.step(self, as_source=False)
+        return await super().begin_import(hashes)
+
+    async def pull_blocks(self, hashes: Any) -> AsyncGenerator[KvChunk, None]:
+        async with aclosing(super().pull_blocks(hashes)) as chunks:
+            async for chunk in chunks:
+                if await self.script.step(self, as_source=True):
+                    wrong = tuple(one + 1 for one in chunk.checksums)
+                    yield structs.replace(chunk, checksums=wrong)
+                else:
+                    yield chunk
+
+    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+        await self.script.step(self, as_source=False)
+        return await super().adopt_blocks(chunk, parent)
+
+
+async def disturbed(job: Job, script: Script, drained_at: int) -> tuple[list[Choice], int]:
+    """Run a job whose worker is drained after some deltas, with a fault of its move.
+
+    Returns:
+        The choices as far as the client has read them, and the number of open claims.
+    """
+    factory = partial(Troubled, script=script)
+    async with dispatching(factory, 3, config=CONFIG) as dispatched:
+        script.fleet = list(dispatched.fleet.workers)
+        choices = [Choice() for _ in range(job.n)]
+        script.client = asyncio.create_task(read(dispatched, job, choices, drained_at))
+        await asyncio.wait({script.client})
+        if not script.client.cancelled():
+            script.client.result()
+        for worker in script.fleet:
+            worker.backend.free_memory()
+        await eventually(dispatched.is_idle)
+        return choices, dispatched.dispatcher.queue.claims.open
+
+
+async def read(dispatched: Dispatched, job: Job, choices: list[Choice], drained_at: int) -> None:
+    async with dispatched.dispatcher.run(job) as run:
+        async for delta in run.deltas:
+            choices[delta.choice].append(delta)
+            drained_at -= 1
+            if drained_at == 0:
+                run.placed[0].worker.drained = True
+
+
+@settings(max_examples=examples(100))
+@given(
+    fault=st.sampled_from(Fault),
+    step=st.integers(0, 60),
+    tokens=st.integers(40, 900),
+    drained_at=st.integers(1, 60),
+    n=st.integers(1, 2),
+)
+@example(Fault.SOURCE_DIES, 0, 300, 10, 1)
+@example(Fault.SINK_DIES, 3, 300, 10, 1)
+@example(Fault.SINK_HANGS, 2, 300, 10, 1)
+@example(Fault.SINK_DRAINS, 1, 300, 10, 2)
+@example(Fault.SINK_FULL, 2, 600, 10, 1)
+@example(Fault.CLIENT_LEAVES, 3, 600, 10, 2)
+@example(Fault.DAMAGED, 1, 600, 10, 1)
+def test_no_fault_of_a_move_changes_a_stream(
+    fault: Fault, step: int, tokens: int, drained_at: int, n: int
+) -> None:
+    """Whatever fails in whichever operation of a move, the client gets the text of an undisturbed
+    run with one ending, and nothing stays reserved. A client that leaves has the beginning of the
+    text."""
+    job = make_job(tokens, n=n, output_tokens=120)
+    script = Script(fault, step)
+    choices, claims = run_scenario(disturbed(job, script, drained_at))
+    plain = undisturbed(job)
+    assert claims == 0
+    if fault is not Fault.CLIENT_LEAVES or not script.happened:
+        assert choices == plain
+        return
+    for choice, whole in zip(choices, plain, strict=True):
+        assert whole.text.startswith(choice.text)
+        assert whole.token_ids[: len(choice.token_ids)] == choice.token_ids
+
+
+async def test_trace_metrics_and_response_describe_a_move() -> None:
+    """The trace of a moved request has a span `migrate`, metrics count the move and its gap, and
+    the response names both workers."""
+    exporter = InMemorySpanExporter()
+    tracing = OtelTracing(SimpleSpanProcessor(exporter))
+    async with running(tracing=tracing, devices=(0, 1)) as gateway, client(gateway) as http:
+        workers = gateway.node.fleet.workers
+        body = {"prompt": list(make_job(800).prompts[0]), "max_tokens": 400, "seed": 1}
+        request = asyncio.create_task(
+            http.post("/v1/completions", json={**body, "ignore_eos": True}, timeout=60)
+        )
+        await until(lambda: any(one.usage.started for one in workers))
+        (source,) = (one for one in workers if one.usage.started)
+        source.drained = True
+        response = (await request).json()
+        page = (await http.get("/metrics")).text
+    tracing.shutdown()
+    (resumed,) = response["metrics"]["resumes"]
+    assert resumed["from_worker_id"] == source.worker_id
+    (span,) = (one for one in exporter.get_finished_spans() if one.name == "migrate")
+    found = dict(span.attributes)
+    assert found["draftgate.move.end"] == "moved"
+    assert found["draftgate.move.reason"] == "drain"
+    assert found["draftgate.move.from"] == source.worker_id
+    assert found["draftgate.move.to"] == resumed["to_worker_id"]
+    assert found["draftgate.move.stages"] >= 1
+    assert found["draftgate.move.blocks"] >= 49
+    assert found["draftgate.move.bytes"] == found["draftgate.move.blocks"] * BLOCK_BYTES
+    assert found["draftgate.move.gap_s"] > 0.0
+    lines = [line for line in page.splitlines() if line.startswith("draftgate_move")]
+    counted = [line for line in lines if line.endswith(" 1.0")]
+    assert any("draftgate_moves_total" in one and 'end="moved"' in one for one in counted)
+    assert any("draftgate_move_gap_seconds_count" in one for one in counted)

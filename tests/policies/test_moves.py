@@ -1,0 +1,64 @@
+"""The decisions about moves: which stream is next, and when its source stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgate.policies.moves import (
+    MOST_COMPUTED_BLOCKS,
+    MOST_FAILURES,
+    MOST_STAGES,
+    MoveStep,
+    MoveView,
+    next_move,
+    next_step,
+    predict_move,
+)
+from draftgate.policies.types import WorkerSpeed
+
+SPEED = WorkerSpeed(tpot_s=0.01, step_s=0.01, step_token_s=1e-4)
+VIEW = MoveView(4000, 1000, 1, 6144, 16, 1e8, SPEED)
+
+
+@given(tokens=st.lists(st.integers(1, 100_000), min_size=1, max_size=20))
+def test_the_shortest_move_is_first(tokens: list[int]) -> None:
+    """Among streams of one kind, the stream with the shortest context moves first."""
+    views = [replace(VIEW, tokens=one, left_tokens=10**9) for one in tokens]
+    assert tokens[next_move(views)] == min(tokens)
+
+
+def test_stream_that_ends_soon_stays() -> None:
+    """A stream that ends before its blocks could be copied does not move."""
+    assert next_move([replace(VIEW, left_tokens=10)]) is None
+    assert next_move([replace(VIEW, left_tokens=10), VIEW]) == 1
+
+
+def test_stream_stays_after_failed_moves() -> None:
+    """A stream does not move again after its last allowed failure."""
+    assert next_move([replace(VIEW, failures=MOST_FAILURES - 1)]) == 0
+    assert next_move([replace(VIEW, failures=MOST_FAILURES)]) is None
+
+
+@given(tokens=st.integers(1, 50_000), bandwidth=st.floats(1e7, 1e10), choices=st.integers(1, 8))
+def test_a_faster_link_never_lengthens_a_move(tokens: int, bandwidth: float, choices: int) -> None:
+    """A link of twice the bandwidth lengthens neither the copy nor the gap."""
+    view = replace(VIEW, tokens=tokens, bytes_per_s=bandwidth, choices=choices)
+    found, faster = predict_move(view), predict_move(replace(view, bytes_per_s=2 * bandwidth))
+    assert faster.copy_s <= found.copy_s
+    assert faster.gap_s <= found.gap_s + choices * view.block_tokens * SPEED.step_token_s
+
+
+@given(missing=st.lists(st.integers(0, 100), min_size=MOST_STAGES, max_size=MOST_STAGES))
+def test_every_move_stops_or_is_given_up(missing: list[int]) -> None:
+    """A move copies at least once and at most `MOST_STAGES` times, and the source stops only if the
+    destination computes few blocks."""
+    stages, left = 0, 0
+    while (step := next_step(stages, left)) is MoveStep.COPY:
+        left = missing[stages]
+        stages += 1
+    assert 1 <= stages <= MOST_STAGES
+    most = 0 if stages < MOST_STAGES else MOST_COMPUTED_BLOCKS
+    assert (step is MoveStep.STOP) == (left <= most)
