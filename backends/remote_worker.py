@@ -82,12 +82,14 @@ class Ready(WorkerMessage, frozen=True):
         epoch: epoch of a peer's worker, which each restart increases.
         tokenizer: digest of a peer's tokenizer files.
         proof: proof that a peer knows the secret too, or empty if it has none.
+        streams_blocks: whether a peer exchanges KV blocks over a stream (`peer.block_stream`).
     """
 
     card: ModelCard
     epoch: str = ""
     tokenizer: str = ""
     proof: str = ""
+    streams_blocks: bool = False
 
 
 class Update(WorkerMessage, frozen=True):

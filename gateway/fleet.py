@@ -118,7 +118,6 @@ class FleetWorker:
     @property
     def kv_format(self) -> KvFormat | None:
         """The format in which the worker exchanges KV blocks, or None if it exchanges none."""
-        # A worker of another node announces its format, but only own workers exchange blocks.
         return self.backend.card.kv_format if hasattr(self.backend, "adopt_blocks") else None
 
     @property

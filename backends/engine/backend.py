@@ -7,24 +7,16 @@ runs in this process (`loop.py`) or in a process of its own (`process.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol
 
 from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.kv_transfer.exchange import (
-    AdoptBlocks,
-    BlockCount,
-    CountBlocks,
-    ExportBlocks,
-    KvOperation,
-    KvResult,
-)
-from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.transfer import export_chunks
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -33,9 +25,6 @@ from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
     from draftgate.backends.engine.load import LoadedEngine
-
-
-Result = TypeVar("Result", BlockCount, KvChunk)
 
 
 class EngineHost(Protocol):
@@ -82,7 +71,7 @@ STOP_LOADING_S: Final = 2.0
 nothing is lost when the process ends in the middle."""
 
 
-class EngineBackend:
+class EngineBackend(OperatedBlocks):
     """Implements `Backend`, `KvSource` and `KvSink` of `backends.base` for a local checkpoint."""
 
     recovers = False
@@ -166,29 +155,13 @@ class EngineBackend:
         """Return the load after the latest step."""
         return self._load
 
-    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a hash chain the engine holds."""
-        return (await self._exchange(CountBlocks(tuple(hashes)), BlockCount)).blocks
-
-    async def begin_import(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a hash chain the engine holds, and keep them."""
-        operation = CountBlocks(tuple(hashes), for_import=True)
-        return (await self._exchange(operation, BlockCount)).blocks
-
-    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
-        """Yield the blocks of a part of a hash chain, up to the first that the engine lacks."""
-
-        async def export(part: tuple[bytes, ...]) -> KvChunk:
-            return await self._exchange(ExportBlocks(part), KvChunk)
-
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, or 0 if the engine exchanges none."""
         form = self.card.kv_format
-        return export_chunks(export, hashes, 0 if form is None else form.block_bytes)
+        return 0 if form is None else form.block_bytes
 
-    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
-        """Store the blocks of a chunk, and return how many the engine holds now."""
-        return await self._exchange(AdoptBlocks(chunk, parent), BlockCount)
-
-    async def _exchange(self, operation: KvOperation, kind: type[Result]) -> Result:
+    async def operate(self, operation: KvOperation) -> KvResult:
         """Run an operation on the KV blocks in the host's thread, and return its result.
 
         Raises:
@@ -201,11 +174,9 @@ class EngineBackend:
         try:
             settle = partial(_set_result, result)
             self._host.exchange(operation, partial(self._on_event_loop, settle))
-            found = await result
+            return await result
         finally:
             self._exchanges.discard(result)
-        assert isinstance(found, kind)
-        return found
 
     # --- the host's thread calls these methods -------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A channel for messages between a gateway's process and an engine process.
 
-The length of each message (`backends.remote_worker`) precedes the message in four bytes. Either
-side ends the conversation when it closes its end.
+Messages (`backends.remote_worker`) travel in frames (`backends.kv_transfer.framing`). Either side
+ends the conversation when it closes its end.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from threading import Lock
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from draftgate.backends.remote_worker import Codec, Command, Report, WorkerMessage
-
-_LENGTH_BYTES: Final = 4
+from draftgate.backends.kv_transfer.framing import LENGTHS, FrameCodec
+from draftgate.backends.remote_worker import Command, Report, WorkerMessage
 
 Received = TypeVar("Received", Command, Report)
 
@@ -29,7 +28,7 @@ class SocketChannel(Generic[Received]):
         """Take ownership of `end`. `received` is the type of the messages from the other end."""
         self._end = end
         self._file = end.makefile("rb")
-        self._codec: Codec[Received] = Codec(received)
+        self._codec: FrameCodec[Received] = FrameCodec(received)
         self._sending = Lock()
 
     def send(self, message: WorkerMessage) -> None:
@@ -39,14 +38,20 @@ class SocketChannel(Generic[Received]):
             OSError: the other end is closed.
         """
         with self._sending:
-            data = self._codec.encode(message)
-            self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            data, blocks = self._codec.encode(message)
+            self._end.sendall(data)
+            if blocks:
+                self._end.sendall(blocks)
 
     def __iter__(self) -> Iterator[Received]:
         """Yield the received messages until the other end is closed."""
         try:
-            while len(head := self._file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
-                yield self._codec.decode(self._file.read(int.from_bytes(head, "little")))
+            while len(head := self._file.read(LENGTHS.size)) == LENGTHS.size:
+                message_bytes, block_bytes = LENGTHS.unpack(head)
+                data, blocks = self._file.read(message_bytes), bytearray(block_bytes)
+                if block_bytes and self._file.readinto(blocks) < block_bytes:
+                    return
+                yield self._codec.decode(data, memoryview(blocks))
         except (ConnectionResetError, ValueError):
             return  # the connection ended within a message
 

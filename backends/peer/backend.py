@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
@@ -19,6 +19,9 @@ import aiohttp
 
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.clock import RemoteClock
 from draftgate.backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
@@ -97,8 +100,8 @@ class _Served:
     tokenizer: str
 
 
-class PeerBackend:
-    """Runs requests on another node's worker, and implements `backends.base.Backend`.
+class PeerBackend(OperatedBlocks):
+    """Implements `Backend`, `KvSource` and `KvSink` of `backends.base` for another node's worker.
 
     Attributes:
         epoch: epoch of the peer at the latest link.
@@ -142,6 +145,7 @@ class PeerBackend:
         self._streams = DeltaStreams(self._abandon)
         self._breaker = Breaker(PATIENCE)
         self._link: Link | None = None  # while linked
+        self._blocks: PeerBlocks | None = None  # while linked to a peer that exchanges blocks
         self._ids = LinkIds()
         self._tokenizers = tokenizers or Tokenizers()
         self._served: _Served | None = None
@@ -255,6 +259,17 @@ class PeerBackend:
         if self._link is not None and link_id is not None:
             self._link.send(Cancel(link_id))
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, or 0 if the peer exchanges none."""
+        return 0 if self._blocks is None else self._blocks.block_bytes
+
+    async def operate(self, operation: KvOperation) -> KvResult:
+        """Run an operation on the KV blocks of the peer."""
+        if self._blocks is None:
+            raise BackendFailed(self.failure or "the peer exchanges no KV blocks")
+        return await self._blocks.operate(operation)
+
     async def _stay_linked(self, session: aiohttp.ClientSession) -> None:
         """Connect, and connect again after each end of the link, unless its reason is final."""
         while True:
@@ -269,14 +284,18 @@ class PeerBackend:
         """Connect until the link ends, and return the reason."""
         try:
             async with linked(session, self.url, self._secret) as link:
-                await self._accept_peer(link)
+                await self._accept_peer(link, session)
                 return await link.run(self._apply_update, self._silence_s)
         except (BackendFailed, CheckpointError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - streams must end whatever happened
             return BackendFailed(f"{type(error).__name__}: {error}")
+        finally:
+            if self._blocks is not None:
+                self._blocks.close()
+            self._blocks = None
 
-    async def _accept_peer(self, link: Link) -> None:
+    async def _accept_peer(self, link: Link, http: aiohttp.ClientSession) -> None:
         """Check the peer's model, fetch its tokenizer if it is unknown, and accept requests.
 
         Raises:
@@ -293,8 +312,11 @@ class PeerBackend:
             tokenizer = known.admission.tokenizer
         else:
             raise PeerChanged(f"it serves another model now: {ready.card.model_id}")
-        admission = remote_admission(ready.card, tokenizer)
-        self._served = _Served(ready.card, admission, ready.tokenizer)
+        card = ready.card if ready.streams_blocks else replace(ready.card, kv_format=None)
+        admission = remote_admission(card, tokenizer)
+        self._served = _Served(card, admission, ready.tokenizer)
+        if card.kv_format is not None:
+            self._blocks = PeerBlocks(http, self.url, self._secret, card.kv_format)
         self._remote_clock = RemoteClock()
         self._apply_update(await link.update())
         self.epoch, self._link = ready.epoch, link

@@ -20,6 +20,7 @@ class TcpProxy:
         delay_s: the delay of each block in either direction, in seconds.
         passed_bytes: the number of bytes that the proxy forwarded from the server to clients.
         most_bytes: the limit of `passed_bytes` that closes the connection, or None.
+        flip_at: the number of the byte from the server in which one bit is flipped, or None.
     """
 
     def __init__(self, url: str) -> None:
@@ -29,6 +30,7 @@ class TcpProxy:
         self.delay_s = 0.0
         self.passed_bytes = 0
         self.most_bytes: int | None = None
+        self.flip_at: int | None = None
         self._spoilt: bytes | None = None
         self._flows = asyncio.Event()
         self._flows.set()
@@ -119,6 +121,9 @@ class TcpProxy:
             block, self._spoilt = self._spoilt, None
         if self.most_bytes is not None:
             block = block[: self.most_bytes - self.passed_bytes]
+        place = -1 if self.flip_at is None else self.flip_at - self.passed_bytes
+        if 0 <= place < len(block):
+            block = block[:place] + bytes([block[place] ^ 0x10]) + block[place + 1 :]
         self.passed_bytes += len(block)
         return block
 

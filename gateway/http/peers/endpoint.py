@@ -1,4 +1,6 @@
-"""The endpoint `GET /peer/v1/workers/NUMBER`, to which other nodes connect.
+"""The endpoints `GET /peer/v1/workers/NUMBER`, to which other nodes connect.
+
+A node has a WebSocket for requests, and a stream for KV blocks at `/blocks`.
 
 A client without a proof gets the response for an unknown path, after the usual check of its API
 key. The OpenAPI document is for clients, so it does not contain this path.
@@ -14,12 +16,13 @@ import aiohttp
 from aiohttp import web
 
 from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.block_stream import BLOCKS_PATH, PROOF_HEADER, UPGRADE, format_digest
 from draftgate.backends.peer.channel import MOST_FRAME_BYTES, PREFIX, WORKER_PATH
 from draftgate.gateway.errors import RouteNotFound
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.peers.blocks import BlockSession
 from draftgate.gateway.http.peers.session import PeerSession
-from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
@@ -40,7 +43,9 @@ def add_peer_routes(app: web.Application) -> None:
     if app[NODE].peer_access is None:
         return
     app[SESSIONS] = set()
-    app.router.add_route("*", WORKER_PATH + "{number:[0-9]{1,3}}", _serve_peer)
+    path = WORKER_PATH + "{number:[0-9]{1,3}}"
+    app.router.add_route("*", path, _serve_peer)
+    app.router.add_route("*", path + BLOCKS_PATH, _serve_blocks)
     app.on_shutdown.append(_end_sessions)
 
 
@@ -68,12 +73,9 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
         Unavailable: this node accepts no requests at present.
     """
     node = request.app[NODE]
-    if PROOF_ANSWER not in request:
-        raise RouteNotFound(f"the path {request.path} does not exist")
-    node.lifecycle.require_ready()
-    worker = _worker(node, int(request.match_info["number"]))
-    if worker is None:
-        raise RouteNotFound(f"the path {request.path} does not exist")
+    if PROOF_ANSWER in request:
+        node.lifecycle.require_ready()
+    worker = _worker(request)
     socket = web.WebSocketResponse(
         heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MOST_FRAME_BYTES
     )
@@ -88,13 +90,41 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     return socket
 
 
-def _worker(node: Node, number: int) -> FleetWorker | None:
-    """Return a worker of this process by its number, or None for upstreams and remote workers."""
-    workers = node.fleet.workers
-    worker = workers[number] if number < len(workers) else None
-    if worker is None or worker.forwards or isinstance(worker.backend, PeerBackend):
-        return None
+async def _serve_blocks(request: web.Request) -> web.StreamResponse:
+    """Exchange KV blocks with another node until its connection ends. A draining node does so too.
+
+    Raises:
+        RouteNotFound: the request has no proof, or no worker has blocks of the requested format.
+    """
+    worker = _worker(request)
+    form = worker.kv_format
+    if form is None or request.query.get("format") != format_digest(form):
+        raise _not_found(request)
+    headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, PROOF_HEADER: request[PROOF_ANSWER]}
+    response = web.StreamResponse(status=101, headers=headers)
+    await response.prepare(request)
+    await BlockSession(worker, form, request).run()
+    return response
+
+
+def _worker(request: web.Request) -> FleetWorker:
+    """Return the requested worker of this process.
+
+    Raises:
+        RouteNotFound: the request has no proof, or the worker does not exist, is an upstream, or
+            belongs to another node.
+    """
+    workers, number = request.app[NODE].fleet.workers, int(request.match_info["number"])
+    if PROOF_ANSWER not in request or number >= len(workers):
+        raise _not_found(request)
+    worker = workers[number]
+    if worker.forwards or isinstance(worker.backend, PeerBackend):
+        raise _not_found(request)
     return worker
+
+
+def _not_found(request: web.Request) -> RouteNotFound:
+    return RouteNotFound(f"the path {request.path} does not exist")
 
 
 async def _end_sessions(app: web.Application) -> None:

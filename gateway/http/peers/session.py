@@ -123,7 +123,8 @@ class PeerSession:
     async def _ready(self, answer: str) -> Ready:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
-        return Ready(backend.card, self._worker.epoch, digest, answer)
+        streams_blocks = self._worker.kv_format is not None
+        return Ready(backend.card, self._worker.epoch, digest, answer, streams_blocks)
 
     async def _receive(self) -> None:
         async for message in self._socket:

@@ -1,0 +1,177 @@
+"""The KV blocks of a worker of another node, over a stream of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from itertools import count
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from draftgate.backends.connection_errors import public_reason
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.format import KvFormat
+from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.peer.block_stream import (
+    BLOCKS_PATH,
+    PROOF_HEADER,
+    UPGRADE,
+    BlockReport,
+    BlockStream,
+    CancelKvCall,
+    KvCallFailed,
+    format_digest,
+)
+from draftgate.backends.peer.link import CONNECT_S
+from draftgate.backends.peer.proof import SharedSecret, is_answer
+from draftgate.backends.remote_worker import KvCall, KvReply
+
+_BROKEN: Final = "the stream of blocks broke"
+
+
+class PeerBlocks(OperatedBlocks):
+    """Implements `KvSource` and `KvSink` of `backends.base` for a worker of another node.
+
+    The first operation opens the stream, and so does the first one after the stream broke.
+    """
+
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, secret: SharedSecret | None, form: KvFormat
+    ) -> None:
+        """Prepare without connecting.
+
+        Args:
+            url: URL of the worker.
+            secret: secret of the cluster, or None without one.
+            form: format of the blocks, which must be that of the worker.
+        """
+        self._http = http
+        self._url = URL(url + BLOCKS_PATH)
+        self._secret = secret
+        self._form = form
+        self._call_ids = count()
+        self._opening: asyncio.Task[_Calls] | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self._form.block_bytes
+
+    async def operate(self, operation: KvOperation) -> KvResult:
+        """Run an operation on the blocks.
+
+        Raises:
+            BackendFailed: the worker failed, or the node cannot be reached.
+        """
+        calls = await self.open()
+        reply = await calls.run(KvCall(next(self._call_ids), operation))
+        if not isinstance(reply, KvReply):
+            raise BackendFailed(_BROKEN)
+        return reply.result
+
+    async def open(self) -> _Calls:
+        """Return the open stream, which several operations may await.
+
+        Raises:
+            BackendFailed: the node cannot be reached, or does not exchange blocks with this node.
+        """
+        if self._opening is None or _has_ended(self._opening):
+            self._opening = asyncio.create_task(self._open(), name="open a stream of blocks")
+        return await asyncio.shield(self._opening)
+
+    def close(self) -> None:
+        """Close the stream, so that operations under way fail. The next one opens it again."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.add_done_callback(_close_opened)
+
+    async def _open(self) -> _Calls:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await self._upgrade()
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise BackendFailed(public_reason(error)) from None
+
+    async def _upgrade(self) -> _Calls:
+        proof = None if self._secret is None else self._secret.proof(self._url.path, time.time())
+        headers = {"Connection": "Upgrade", "Upgrade": UPGRADE}
+        if proof is not None:
+            headers["Authorization"] = proof.header
+        url = self._url.with_query(format=format_digest(self._form))
+        response = await self._http.get(url, headers=headers, allow_redirects=False)
+        connection = response.connection
+        if response.status != 101 or connection is None or connection.transport is None:
+            response.close()
+            raise BackendFailed(f"it responded with status {response.status}")
+        if not is_answer(proof, response.headers.get(PROOF_HEADER, "")):
+            response.close()
+            raise BackendFailed("it has another secret, or none")
+        return _Calls(response, connection.transport, self._form)
+
+
+def _has_ended(opening: asyncio.Task[_Calls]) -> bool:
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or opening.result().ended
+
+
+def _close_opened(opening: asyncio.Task[_Calls]) -> None:
+    if not _has_ended(opening):
+        opening.result().stream.close()
+
+
+class _Calls:
+    """The calls on an open stream.
+
+    Attributes:
+        ended: whether the connection has ended.
+    """
+
+    def __init__(
+        self, response: aiohttp.ClientResponse, transport: asyncio.Transport, form: KvFormat
+    ) -> None:
+        self._response = response  # which would close the connection as garbage
+        self._answers: dict[int, asyncio.Future[BlockReport]] = {}
+        self.ended = False
+        self.stream = BlockStream[BlockReport](BlockReport, form, self._settle, self._end)
+        self.stream.take_over(transport)
+
+    async def run(self, call: KvCall) -> BlockReport:
+        """Send a call and return its answer.
+
+        Raises:
+            BackendFailed: the call failed, or the connection ended.
+        """
+        answer = self._answers[call.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.stream.send(call)
+            report = await answer
+        except ConnectionError:
+            raise BackendFailed(_BROKEN) from None
+        except asyncio.CancelledError:
+            self._cancel(call.id)
+            raise
+        finally:
+            del self._answers[call.id]
+        if isinstance(report, KvCallFailed):
+            raise BackendFailed(report.reason)
+        return report
+
+    def _cancel(self, call_id: int) -> None:
+        with suppress(ConnectionError):
+            self.stream.send_now(CancelKvCall(call_id))
+
+    def _settle(self, report: BlockReport) -> None:
+        answer = self._answers.get(report.id)
+        if answer is not None and not answer.done():
+            answer.set_result(report)
+
+    def _end(self) -> None:
+        self.ended = True
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(BackendFailed(_BROKEN))

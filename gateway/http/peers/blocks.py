@@ -1,0 +1,88 @@
+"""The endpoint `GET /peer/v1/workers/NUMBER/blocks`: KV blocks of a worker for other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Final
+
+from aiohttp import web
+
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.kv_transfer.format import KvFormat
+from draftgate.backends.kv_transfer.operated import operate_on
+from draftgate.backends.peer.block_stream import (
+    BlockCommand,
+    BlockStream,
+    CancelKvCall,
+    KvCallFailed,
+)
+from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.telemetry.logs import log
+
+MOST_CALLS: Final = 16
+"""Maximum calls of a stream that run at the same time. Two chunks of credit for each of a few
+transfers fit. Further calls wait in the socket. (Chosen, not tuned, 2026-11-23.)"""
+
+
+class BlockSession:
+    """The operations of another node on the blocks of a worker.
+
+    The end of the connection cancels all operations.
+    """
+
+    def __init__(self, worker: FleetWorker, form: KvFormat, request: web.Request) -> None:
+        """Serve a request whose connection has changed to the protocol of `block_stream`."""
+        self._worker = worker
+        self._request = request
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+        self._stream = BlockStream[BlockCommand](BlockCommand, form, self._receive, self._ended.set)
+
+    async def run(self) -> None:
+        """Serve until the connection ends or the handler is cancelled."""
+        transport = self._request.transport
+        if transport is None:
+            return  # the other node is gone
+        self._stream.take_over(transport)
+        try:
+            await self._ended.wait()
+        finally:
+            self._stream.close()
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    def _receive(self, command: BlockCommand) -> None:
+        if isinstance(command, CancelKvCall):
+            if command.id in self._tasks:
+                self._tasks[command.id].cancel()
+            return
+        if command.id in self._tasks:
+            raise ValueError(f"the id {command.id} belongs to another call")
+        task = self._tasks[command.id] = asyncio.create_task(self._answer(command))
+        task.add_done_callback(lambda _: self._forget(command.id))
+        if len(self._tasks) == MOST_CALLS:
+            self._stream.pause_reading()
+
+    def _forget(self, call_id: int) -> None:
+        del self._tasks[call_id]
+        if len(self._tasks) == MOST_CALLS - 1:
+            self._stream.resume_reading()
+
+    async def _answer(self, call: KvCall) -> None:
+        """Run an operation, and send its result."""
+        message: WorkerMessage
+        try:
+            message = KvReply(call.id, await operate_on(self._worker.kv, call.operation))
+        except BackendFailed as error:
+            message = KvCallFailed(call.id, str(error))
+        except Exception as error:  # noqa: BLE001 - the other node must get every error
+            log(logging.ERROR, "an operation of a peer on KV blocks failed", error=error)
+            message = KvCallFailed(call.id, f"internal error ({type(error).__name__})")
+        with suppress(ConnectionError):  # `run` ends everything
+            await self._stream.send(message)
