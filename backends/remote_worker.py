@@ -166,7 +166,7 @@ class Codec(Generic[Received]):
         """Return a message as bytes."""
         return self._encoder.encode(message)
 
-    def decode(self, data: bytes) -> Received:
+    def decode(self, data: bytes | bytearray) -> Received:
         """Return the message that these bytes encode.
 
         Raises:

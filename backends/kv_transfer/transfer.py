@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from enum import StrEnum
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from draftgate.backends.base import KvSink, KvSource
 from draftgate.backends.errors import BackendFailed
@@ -44,6 +44,28 @@ class TransferEnd(StrEnum):
     """The time that the caller allowed has passed."""
     FAILED = "failed"
     """The source or the destination failed."""
+
+
+class TransferOutcome(NamedTuple):
+    """The outcome of a transfer: its end, and the numbers of stored blocks and of chunks."""
+
+    end: TransferEnd
+    blocks: int = 0
+    chunks: int = 0
+
+
+@runtime_checkable
+class FetchingSink(KvSink, Protocol):
+    """A destination that may pull blocks itself, so that they do not pass through this process."""
+
+    async def fetch_blocks(
+        self, source: KvSource, hashes: Sequence[bytes], first: int, most_s: float | None
+    ) -> TransferOutcome | None:
+        """Transfer blocks as `Transfer` does, or return None if the source cannot be reached.
+
+        Raises:
+            BackendFailed: the destination failed.
+        """
 
 
 class Transfer:
@@ -78,15 +100,24 @@ class Transfer:
         Args:
             most_s: time after which the transfer ends, in seconds, or None for no limit.
         """
+        now_s = asyncio.get_running_loop().time
+        until_s = None if most_s is None else now_s() + most_s
         try:
-            async with asyncio.timeout(most_s):
-                return await self._run()
+            if isinstance(self._sink, FetchingSink):
+                fetched = await self._sink.fetch_blocks(
+                    self._source, self._hashes, self._first, most_s
+                )
+                if fetched is not None:
+                    end, self.blocks, self.chunks = fetched
+                    return end
+            async with asyncio.timeout_at(until_s):
+                return await self._relay()
         except TimeoutError:
             return TransferEnd.LATE
         except BackendFailed:
             return TransferEnd.FAILED
 
-    async def _run(self) -> TransferEnd:
+    async def _relay(self) -> TransferEnd:
         place = self._first
         async with aclosing(self._source.pull_blocks(self._hashes[place:])) as chunks:
             async for chunk in chunks:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
 import aiohttp
 
+from draftgate.backends.base import KvSource
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.kv_transfer.transfer import TransferOutcome
 from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.clock import RemoteClock
@@ -269,6 +271,14 @@ class PeerBackend(OperatedBlocks):
         if self._blocks is None:
             raise BackendFailed(self.failure or "the peer exchanges no KV blocks")
         return await self._blocks.operate(operation)
+
+    async def fetch_blocks(
+        self, source: KvSource, hashes: Sequence[bytes], first: int, most_s: float | None
+    ) -> TransferOutcome | None:
+        """Let the peer pull blocks directly from another peer, or return None if it cannot."""
+        if self._blocks is None or not isinstance(source, PeerBackend):
+            return None
+        return await self._blocks.fetch(source.url, hashes, first, most_s)
 
     async def _stay_linked(self, session: aiohttp.ClientSession) -> None:
         """Connect, and connect again after each end of the link, unless its reason is final."""

@@ -24,7 +24,7 @@ import msgspec
 
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.framing import LENGTHS, NO_BYTES, FrameCodec
-from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES
+from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES, TransferOutcome
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 
 BLOCKS_PATH: Final = "/blocks"
@@ -43,6 +43,34 @@ MOST_MESSAGE_BYTES: Final = 16 << 20
 Received = TypeVar("Received")
 
 
+class FetchBlocks(WorkerMessage, frozen=True):
+    """Message to the other node to pull blocks into its worker, directly from a third node.
+
+    Attributes:
+        source: URL of the third node's worker.
+        hashes: hash chain of the prefix.
+        first: number of leading blocks that the worker holds already.
+        most_s: time after which the transfer ends, in seconds, or None for no limit.
+    """
+
+    id: int
+    source: str
+    hashes: tuple[bytes, ...]
+    first: int
+    most_s: float | None
+
+
+class FetchedBlocks(WorkerMessage, frozen=True):
+    """Message from the other node after `FetchBlocks`.
+
+    Attributes:
+        outcome: the outcome of the transfer, or None if the node cannot reach the source.
+    """
+
+    id: int
+    outcome: TransferOutcome | None
+
+
 class CancelKvCall(WorkerMessage, frozen=True):
     """Message to the other node to end a call, whose answer is no longer needed."""
 
@@ -56,8 +84,8 @@ class KvCallFailed(WorkerMessage, frozen=True):
     reason: str
 
 
-BlockCommand = KvCall | CancelKvCall
-BlockReport = KvReply | KvCallFailed
+BlockCommand = KvCall | FetchBlocks | CancelKvCall
+BlockReport = KvReply | FetchedBlocks | KvCallFailed
 
 
 def format_digest(form: KvFormat) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Final
@@ -16,6 +17,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BLOCKS_PATH,
     PROOF_HEADER,
@@ -23,12 +25,22 @@ from draftgate.backends.peer.block_stream import (
     BlockReport,
     BlockStream,
     CancelKvCall,
+    FetchBlocks,
+    FetchedBlocks,
     KvCallFailed,
     format_digest,
 )
 from draftgate.backends.peer.link import CONNECT_S
 from draftgate.backends.peer.proof import SharedSecret, is_answer
 from draftgate.backends.remote_worker import KvCall, KvReply
+
+UNREACHABLE_S: Final = 30.0
+"""Time in seconds until a node that could not reach another node tries again. An attempt costs a
+transfer up to `REACH_S` of the other node. (Chosen, not tuned, 2026-11-23.)"""
+
+OUTCOME_S: Final = 0.25
+"""Time in seconds that the outcome of a transfer may take to arrive. (Chosen, not tuned,
+2026-11-23.)"""
 
 _BROKEN: Final = "the stream of blocks broke"
 
@@ -55,6 +67,7 @@ class PeerBlocks(OperatedBlocks):
         self._form = form
         self._call_ids = count()
         self._opening: asyncio.Task[_Calls] | None = None
+        self._unreachable: dict[str, float] = {}  # workers, with the time of the next attempt
 
     @property
     def block_bytes(self) -> int:
@@ -72,6 +85,39 @@ class PeerBlocks(OperatedBlocks):
         if not isinstance(reply, KvReply):
             raise BackendFailed(_BROKEN)
         return reply.result
+
+    async def fetch(
+        self, source: str, hashes: Sequence[bytes], first: int, most_s: float | None
+    ) -> TransferOutcome | None:
+        """Let the node pull blocks directly from the worker of a third node.
+
+        Args:
+            source: URL of that worker.
+            hashes: hash chain of the prefix.
+            first: number of leading blocks that this worker holds already.
+            most_s: time after which the transfer ends, in seconds, or None for no limit.
+
+        Returns:
+            The outcome, or None if the node cannot reach the third node.
+
+        Raises:
+            BackendFailed: the worker failed, or its node cannot be reached.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._unreachable.get(source, now_s):
+            return None
+        calls = await self.open()
+        call = FetchBlocks(next(self._call_ids), source, tuple(hashes), first, most_s)
+        try:
+            async with asyncio.timeout(None if most_s is None else most_s + OUTCOME_S):
+                report = await calls.run(call)
+        except TimeoutError:
+            return TransferOutcome(TransferEnd.LATE)
+        if not isinstance(report, FetchedBlocks):
+            raise BackendFailed(_BROKEN)
+        if report.outcome is None:
+            self._unreachable[source] = now_s + UNREACHABLE_S
+        return report.outcome
 
     async def open(self) -> _Calls:
         """Return the open stream, which several operations may await.
@@ -134,19 +180,20 @@ class _Calls:
     def __init__(
         self, response: aiohttp.ClientResponse, transport: asyncio.Transport, form: KvFormat
     ) -> None:
-        self._response = response  # which would close the connection as garbage
+        self._response = response
         self._answers: dict[int, asyncio.Future[BlockReport]] = {}
         self.ended = False
         self.stream = BlockStream[BlockReport](BlockReport, form, self._settle, self._end)
         self.stream.take_over(transport)
 
-    async def run(self, call: KvCall) -> BlockReport:
+    async def run(self, call: KvCall | FetchBlocks) -> BlockReport:
         """Send a call and return its answer.
 
         Raises:
             BackendFailed: the call failed, or the connection ended.
         """
-        answer = self._answers[call.id] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[BlockReport] = asyncio.get_running_loop().create_future()
+        self._answers[call.id] = answer
         try:
             await self.stream.send(call)
             report = await answer
@@ -172,6 +219,7 @@ class _Calls:
 
     def _end(self) -> None:
         self.ended = True
+        self._response.close()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(BackendFailed(_BROKEN))

@@ -2,10 +2,10 @@
 
     draftgate bench kv --json OUT
 
-Two engines run in this process, or each in its own process. The first engine runs a request with a
-random prompt. The second engine resumes the request in two ways, in turns: it computes the context,
-or it pulls the blocks from the first engine and computes the last block. The time ends with the
-first new token.
+Two engines run in this process, each in its own process, or each on its own node. The first engine
+runs a request with a random prompt. The second engine resumes the request in two ways, in turns: it
+computes the context, or it pulls the blocks from the first engine and computes the last block. The
+time ends with the first new token.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import argparse
 import asyncio
 import json
 import time
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import uvloop
+from msgspec import structs
+
 from bench.harness.provenance import provenance, require_quiet
+from bench.harness.servers import run_server
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.kv_transfer.transfer import Transfer
+from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice
@@ -35,28 +42,52 @@ ROUNDS: Final = 5
 KEPT_TOKENS: Final = 20
 """Output tokens before the move."""
 
+PLACES: Final = ("one_process", "own_processes", "nodes")
 
-async def measure(contexts: tuple[int, ...], rounds: int, *, own_process: bool) -> dict[str, Any]:
-    """Return the seconds of both ways for each context length, and the bandwidths of the pulls."""
-    config = WorkerConfig(
-        speculation="off",
-        threads=1,
-        max_model_len=8192,
-        kv_bytes=128 << 20,
-        own_process=own_process,
-    )
-    source, sink = EngineBackend(config), EngineBackend(config)
-    await asyncio.gather(source.start(), sink.start())
-    try:
+CONFIG: Final = WorkerConfig(speculation="off", threads=1, max_model_len=8192, kv_bytes=128 << 20)
+SERVE: Final = (
+    *("--speculation", "off", "--threads", "1"),
+    *("--max-model-len", "8192", "--kv-bytes", str(128 << 20)),
+)
+"""Flags of `draftgate serve` with the settings of `CONFIG`."""
+
+Worker = EngineBackend | PeerBackend
+
+
+async def measure(contexts: tuple[int, ...], rounds: int, place: str) -> dict[str, Any]:
+    """Return the seconds of both ways for each context length, and the bandwidths of the pulls.
+
+    Args:
+        place: where the engines run, one of `PLACES`.
+    """
+    async with _engines(place) as (source, sink):
         return {
             str(tokens): await _measure_context(source, sink, tokens, rounds) for tokens in contexts
         }
-    finally:
-        await asyncio.gather(source.stop(), sink.stop())
+
+
+@asynccontextmanager
+async def _engines(place: str) -> AsyncGenerator[tuple[Worker, Worker], None]:
+    """Run two engines."""
+    with ExitStack() as stack:
+        backends: list[Worker] = []
+        for _ in range(2):
+            if place == "nodes":
+                folder = Path(stack.enter_context(TemporaryDirectory()))
+                server = stack.enter_context(run_server(SERVE, folder, backend="engine"))
+                backends.append(PeerBackend(server.url, None))
+            else:
+                own_process = place == "own_processes"
+                backends.append(EngineBackend(structs.replace(CONFIG, own_process=own_process)))
+        try:
+            await asyncio.gather(*(backend.start() for backend in backends))
+            yield backends[0], backends[1]
+        finally:
+            await asyncio.gather(*(backend.stop() for backend in backends))
 
 
 async def _measure_context(
-    source: EngineBackend, sink: EngineBackend, tokens: int, rounds: int
+    source: Worker, sink: Worker, tokens: int, rounds: int
 ) -> dict[str, Any]:
     draw = Random(tokens)
     seconds: dict[str, list[float]] = {"compute_s": [], "pull_s": [], "transfer_s": []}
@@ -83,7 +114,7 @@ async def _measure_context(
 
 
 async def _first_tokens(
-    backend: EngineBackend, request: GenerationRequest, tokens: int
+    backend: Worker, request: GenerationRequest, tokens: int
 ) -> tuple[tuple[int, ...], float]:
     """Return the first tokens of a request and the time of the last of them. Cancel the rest."""
     found: list[int] = []
@@ -98,7 +129,7 @@ async def _first_tokens(
     return tuple(found), ended_s
 
 
-async def _pull(source: EngineBackend, sink: EngineBackend, tokens: list[int]) -> int:
+async def _pull(source: Worker, sink: Worker, tokens: list[int]) -> int:
     """Transfer the blocks of a context, and return their bytes."""
     form = source.card.kv_format
     assert form is not None
@@ -111,18 +142,21 @@ async def _pull(source: EngineBackend, sink: EngineBackend, tokens: list[int]) -
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure engines in one process and in their own processes, and write the JSON."""
+    """Measure engines in all places, and write the JSON."""
     parser = argparse.ArgumentParser(prog="draftgate bench kv", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--allow-busy", action="store_true")
     args = parser.parse_args(arguments)
     facts = provenance()
     require_quiet(facts, allow_busy=args.allow_busy)
     contexts, found = tuple(args.contexts), {}
-    for name, own_process in (("one_process", False), ("own_processes", True)):
-        found[name] = asyncio.run(measure(contexts, args.rounds, own_process=own_process))
+    for name in args.places:
+        # Nodes run on this event loop, too.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found[name] = runner.run(measure(contexts, args.rounds, name))
         for tokens, result in found[name].items():
             ratio, speed = result["compute_over_pull"], result["gb_per_s"]
             print(f"{name}: {tokens} tokens, {ratio} times as fast, {speed} GB/s", flush=True)

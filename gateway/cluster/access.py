@@ -20,7 +20,11 @@ NO_PROOF: Final = ""
 
 
 class PeerAccess:
-    """An authenticator of peers."""
+    """An authenticator of peers.
+
+    Attributes:
+        secret: the secret of the cluster, or None without one.
+    """
 
     def __init__(self, secret: SharedSecret | None, now_s: Callable[[], float] = time.time) -> None:
         """Require proofs of a secret.
@@ -29,6 +33,7 @@ class PeerAccess:
             secret: the secret, or None to require no proofs.
             now_s: the clock, in Unix time.
         """
+        self.secret = secret
         self._proofs = None if secret is None else ProofChecker(secret)
         self._now_s = now_s
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from bench.engine.kv import measure
 
 
-def test_both_ways_of_resuming_are_measured() -> None:
+@pytest.mark.parametrize("place", ["one_process", pytest.param("nodes", marks=pytest.mark.long)])
+def test_both_ways_of_resuming_are_measured(place: str) -> None:
     """A round has the times of computing and of pulling, and the bandwidth of the pull."""
-    found = asyncio.run(measure((300,), rounds=1, own_process=False))["300"]
+    found = asyncio.run(measure((300,), 1, place))["300"]
     assert len(found["compute_s"]) == len(found["pull_s"]) == len(found["transfer_s"]) == 1
     assert 0 < found["transfer_s"][0] < found["pull_s"][0]
     assert found["gb_per_s"] > 0

@@ -1,8 +1,9 @@
-"""A worker with KV blocks of known bytes, for transfers between nodes without an engine."""
+"""Workers with KV blocks of known bytes, for transfers between nodes without an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 
 from draftgate.backends.core.kv_blocks import KvBlocks
@@ -15,11 +16,16 @@ from draftgate.backends.kv_transfer.exchange import (
 )
 from draftgate.backends.kv_transfer.format import KvFormat, chunk_of
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.types import ModelCard
-from tests.gateway.harness import ScriptedBackend
+from tests.gateway.harness import ScriptedBackend, running
+from tests.gateway.tcp_proxy import TcpProxy, proxied
+from tests.peer.harness import linked_to
 
 FORM = KvFormat("test", "float32", block_tokens=16, strips=8, head_dim=96)
 NUM_BLOCKS = 64
+CHUNK_BLOCKS = 8
+"""Blocks of `FORM` in a chunk."""
 
 
 class ByteMemory:
@@ -71,3 +77,32 @@ class BlockWorker(ScriptedBackend, OperatedBlocks):
     async def bytes_of(self, hashes: tuple[bytes, ...]) -> bytes:
         """Return the bytes of the leading blocks of a chain that the worker holds."""
         return bytes(self._exchange.run(ExportBlocks(hashes), 0.0).data)
+
+
+class Cutting(BlockWorker):
+    """A worker whose node loses all connections at its second operation on a chunk."""
+
+    proxy: TcpProxy
+
+    async def operate(self, operation: KvOperation) -> KvResult:
+        if self.exports + self.adoptions == 1:
+            self.proxy.cut(refuse=True)
+        return await super().operate(operation)
+
+
+@asynccontextmanager
+async def remote(worker: BlockWorker) -> AsyncIterator[PeerBackend]:
+    """Yield a backend that is linked to a node with this worker."""
+    async with running(backends=[worker]) as where, linked_to(where.url) as backend:
+        yield backend
+
+
+@asynccontextmanager
+async def remote_behind_proxy(worker: BlockWorker) -> AsyncIterator[tuple[PeerBackend, TcpProxy]]:
+    """Yield a backend that is linked to a node with this worker through a proxy."""
+    async with (
+        running(backends=[worker]) as where,
+        proxied(where.url) as proxy,
+        linked_to(proxy.url) as backend,
+    ):
+        yield backend, proxy

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import suppress
 from typing import Final
 
+import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.operated import operate_on
+from draftgate.backends.kv_transfer.transfer import Transfer, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BlockCommand,
     BlockStream,
     CancelKvCall,
+    FetchBlocks,
+    FetchedBlocks,
     KvCallFailed,
 )
+from draftgate.backends.peer.blocks import PeerBlocks
+from draftgate.backends.peer.channel import WORKER_PATH
+from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
+from draftgate.gateway.cluster.access import is_loopback
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.logs import log
+
+REACH_S: Final = 0.25
+"""Time in seconds to connect to a third node, as long as a worker may take to answer
+(`kv_fetch.ASK_S`). (Chosen, not tuned, 2026-11-23.)"""
+
+_WORKER: Final = re.compile(re.escape(WORKER_PATH) + "[0-9]{1,3}")
 
 MOST_CALLS: Final = 16
 """Maximum calls of a stream that run at the same time. Two chunks of credit for each of a few
@@ -33,10 +49,25 @@ class BlockSession:
     The end of the connection cancels all operations.
     """
 
-    def __init__(self, worker: FleetWorker, form: KvFormat, request: web.Request) -> None:
-        """Serve a request whose connection has changed to the protocol of `block_stream`."""
+    def __init__(
+        self,
+        worker: FleetWorker,
+        form: KvFormat,
+        request: web.Request,
+        secret: SharedSecret | None,
+    ) -> None:
+        """Serve a request whose connection has changed to the protocol of `block_stream`.
+
+        Args:
+            worker: the worker of this node.
+            form: the format of its blocks.
+            request: the request.
+            secret: secret of the cluster, or None without one.
+        """
         self._worker = worker
+        self._form = form
         self._request = request
+        self._secret = secret
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
         self._stream = BlockStream[BlockCommand](BlockCommand, form, self._receive, self._ended.set)
@@ -74,11 +105,14 @@ class BlockSession:
         if len(self._tasks) == MOST_CALLS - 1:
             self._stream.resume_reading()
 
-    async def _answer(self, call: KvCall) -> None:
-        """Run an operation, and send its result."""
+    async def _answer(self, call: KvCall | FetchBlocks) -> None:
+        """Run an operation or a transfer, and send its result."""
         message: WorkerMessage
         try:
-            message = KvReply(call.id, await operate_on(self._worker.kv, call.operation))
+            if isinstance(call, FetchBlocks):
+                message = FetchedBlocks(call.id, await self._fetch(call))
+            else:
+                message = KvReply(call.id, await operate_on(self._worker.kv, call.operation))
         except BackendFailed as error:
             message = KvCallFailed(call.id, str(error))
         except Exception as error:  # noqa: BLE001 - the other node must get every error
@@ -86,3 +120,27 @@ class BlockSession:
             message = KvCallFailed(call.id, f"internal error ({type(error).__name__})")
         with suppress(ConnectionError):  # `run` ends everything
             await self._stream.send(message)
+
+    async def _fetch(self, call: FetchBlocks) -> TransferOutcome | None:
+        """Pull blocks from the worker of a third node, or return None if it cannot be reached."""
+        if not self._may_reach(call.source):
+            return None
+        async with aiohttp.ClientSession() as http:
+            source = PeerBlocks(http, call.source, self._secret, self._form)
+            try:
+                async with asyncio.timeout(REACH_S):
+                    await source.open()
+                transfer = Transfer(source, self._worker.kv, call.hashes, call.first)
+                end = await transfer.run(call.most_s)
+            except (BackendFailed, TimeoutError):
+                return None
+            finally:
+                source.close()
+            return TransferOutcome(end, transfer.blocks, transfer.chunks)
+
+    def _may_reach(self, source: str) -> bool:
+        """Return whether a URL is a worker's, and does not mean a host of its own to each node."""
+        url = URL(source)
+        if not _WORKER.fullmatch(url.path):
+            return False
+        return not is_loopback(url.host or "") or is_loopback(self._request.remote or "")

@@ -103,7 +103,9 @@ async def _serve_blocks(request: web.Request) -> web.StreamResponse:
     headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, PROOF_HEADER: request[PROOF_ANSWER]}
     response = web.StreamResponse(status=101, headers=headers)
     await response.prepare(request)
-    await BlockSession(worker, form, request).run()
+    access = request.app[NODE].peer_access
+    secret = None if access is None else access.secret
+    await BlockSession(worker, form, request, secret).run()
     return response
 
 
