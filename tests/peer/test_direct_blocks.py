@@ -175,25 +175,22 @@ async def test_resumed_request_takes_its_blocks_to_another_node(
     def decide(view: PullView) -> PullDecision:
         return replace(decide_pull(view), reason=PullReason.FASTER, compute_s=NEVER_S)
 
+    monkeypatch.setattr(SimBackend, "generate", fail_first)
     monkeypatch.setattr(kv_fetch, "decide_pull", decide)
     monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
-    body = {"prompt": [7 + place * 31 % 500 for place in range(1600)], "max_tokens": 20, "seed": 1}
+    body = {"prompt": [7 + place * 31 % 500 for place in range(600)], "max_tokens": 20, "seed": 1}
     async with (
         running() as first,
         running() as second,
         running(backend="peer", upstream=(first.url, second.url)) as where,
         client(where) as http,
     ):
-        expected = (await http.post("/v1/completions", json=body)).json()
-        monkeypatch.setattr(SimBackend, "generate", fail_first)
-        other = {**body, "prompt": body["prompt"][::-1]}
-        found = (await http.post("/v1/completions", json=other)).json()
+        found = (await http.post("/v1/completions", json=body)).json()
         page = (await http.get("/metrics")).text
-        monkeypatch.setattr(SimBackend, "generate", generate)
-        again = (await http.post("/v1/completions", json=other)).json()
-    assert found["choices"] == again["choices"] != expected["choices"]
+        again = (await http.post("/v1/completions", json=body)).json()  # without a loss
+    assert found["choices"] == again["choices"]
     (resumed,) = found["metrics"]["resumes"]
     (line,) = (row for row in page.splitlines() if row.startswith("draftgate_kv_fetched_bytes_"))
     block_bytes = 16 * load_profile("cpu-demo").kv_token_bytes
-    blocks = (1600 + resumed["kept_tokens"] - 1) // 16
+    blocks = (600 + resumed["kept_tokens"] - 1) // 16
     assert float(line.rpartition(" ")[2]) == blocks * block_bytes
