@@ -23,8 +23,9 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.ordering.returning import ReturningFirst
-from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.protocols import SharesAppointments, SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES
@@ -90,7 +91,11 @@ def build_dispatcher(
     history = AcceptanceHistory()
     placer = Placer(fleet, policy, decisions, history, reads_prompts=routing.reads_prompts)
     leases = Leases(store, shared=rules.shared)
-    sharing = Sharing(store, history)
+    if isinstance(policy_of_admission, SharesAppointments):
+        appointments = policy_of_admission.appointments
+    else:
+        appointments = Appointments(most=0)
+    sharing = Sharing(store, history, appointments, loop_time_s)
     return Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing, rules.most_resumes)
     )

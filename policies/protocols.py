@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
@@ -147,6 +148,15 @@ class AdmissionPolicy(NamedPolicy, Protocol):
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         """Learn the time to first token of an admitted request."""
+
+
+@runtime_checkable
+class SharesAppointments(Protocol):
+    """An admission policy whose appointments other gateways honour."""
+
+    @property
+    def appointments(self) -> Appointments:
+        """The bookings of refused requests."""
 
 
 @runtime_checkable

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
 from draftgate.gateway.state.exchange import Update
 from draftgate.gateway.state.store import Store
+from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory, KeyTally
 
 AT_ONCE: Final = 200
-"""Tallies per exchange."""
+"""Tallies, and bookings, per exchange."""
 
 
 class Sharing:
@@ -21,14 +23,24 @@ class Sharing:
     Without the store, the gateway uses what it knew before and what it learns itself.
     """
 
-    def __init__(self, store: Store, history: AcceptanceHistory) -> None:
+    def __init__(
+        self,
+        store: Store,
+        history: AcceptanceHistory,
+        appointments: Appointments,
+        now_s: Callable[[], float],
+    ) -> None:
         """Start without knowledge of the others.
 
         Args:
             history: the history of this gateway, which gets the sums over all gateways.
+            appointments: the bookings of this gateway, which gets those of all gateways.
+            now_s: the clock of the bookings.
         """
         self._store = store
         self._history = history
+        self._appointments = appointments
+        self._now_s = now_s
         self._source = secrets.token_hex(8)
         self._number = 0
         self._start = 0
@@ -45,17 +57,21 @@ class Sharing:
         number = self._number + 1
         restored = tuple(islice(self._restoring, AT_ONCE))
         sent = tuple(self._history.take(AT_ONCE))
-        update = Update(self._source, number, self._start, self._cursor, sent, restored)
+        notes = tuple(self._appointments.take(self._now_s(), AT_ONCE, self._source))
+        update = Update(*(self._source, number, self._start, self._cursor), sent, restored, notes)
         news = await self._store.exchange(update)
         if news is None:
             return False
         if news.start != self._start:
             self._start, self._cursor = news.start, 0
             self._restoring = deque(self._history.totals())
+            self._appointments.restore()
             return True
         self._number, self._cursor = number, news.cursor
         for _ in restored:
             self._restoring.popleft()
         self._history.confirm()
         self._history.merge(news.history)
-        return news.more or bool(self._restoring) or len(sent) == AT_ONCE
+        self._appointments.confirm()
+        self._appointments.merge(news.bookings, self._now_s())
+        return news.more or bool(self._restoring) or AT_ONCE in {len(sent), len(notes)}

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from draftgate.gateway.state.expiries import Expiries
+from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import (
     MOST_KEYS,
     NOTHING,
@@ -24,6 +25,8 @@ from draftgate.policies.speculation.acceptance_history import (
     KeyTally,
     Tally,
 )
+
+K = TypeVar("K")
 
 HISTORY_S: Final = 86400.0
 """Seconds after which the store forgets a history without new choices."""
@@ -47,6 +50,7 @@ class Update(NamedTuple):
         cursor: the revision up to which the gateway knows the entries.
         history: tallies of choices that the store does not know yet.
         restored: totals of an earlier memory of the store.
+        bookings: new and closed bookings.
     """
 
     source: str
@@ -55,6 +59,7 @@ class Update(NamedTuple):
     cursor: int
     history: tuple[KeyTally, ...] = ()
     restored: tuple[KeyTally, ...] = ()
+    bookings: tuple[BookingNote, ...] = ()
 
 
 class News(NamedTuple):
@@ -66,12 +71,14 @@ class News(NamedTuple):
         cursor: the revision up to which the gateway now knows the entries.
         more: whether further entries may have changed.
         history: the totals of all gateways for keys that have changed.
+        bookings: the bookings of all gateways that have changed.
     """
 
     start: int
     cursor: int = 0
     more: bool = False
     history: tuple[KeyTally, ...] = ()
+    bookings: tuple[BookingNote, ...] = ()
 
 
 class _History(NamedTuple):
@@ -92,6 +99,14 @@ class _History(NamedTuple):
         return self.restored.then(self.added)
 
 
+class _Noted(NamedTuple):
+    """A booking, as it was told at a time."""
+
+    note: BookingNote
+    revision: int
+    at_s: float
+
+
 _UNKNOWN: Final = _History(NOTHING, NOTHING, 0, 0.0)
 
 
@@ -109,6 +124,8 @@ class MemoryExchange:
         self._start = 0
         self._revision = 0
         self._history = OrderedDict[Key, _History]()  # the latest change is last
+        self._bookings = OrderedDict[str, _Noted]()  # by name, and the latest change is last
+        self._booking_ends = Expiries()
         self._numbers: dict[str, int] = {}  # the last update of each gateway
         self._sources = Expiries()
 
@@ -125,7 +142,7 @@ class MemoryExchange:
         self._numbers[update.source] = max(update.number, self._numbers.get(update.source, 0))
         self._sources.put(update.source, now_s + SOURCE_S)
         self._forget(now_s)
-        return self._news(update.cursor)
+        return self._news(update.cursor, now_s)
 
     def _apply(self, update: Update, now_s: float) -> None:
         for key, tally in update.history:
@@ -135,6 +152,18 @@ class MemoryExchange:
             known = self._history.get(key, _UNKNOWN)
             if total.choices > known.restored.choices:
                 self._put(key, total, known.added, now_s)
+        for note in update.bookings:
+            self._put_booking(note, now_s)
+
+    def _put_booking(self, note: BookingNote, now_s: float) -> None:
+        """Note a booking. A closed booking never opens again."""
+        known = self._bookings.get(note.name)
+        if note.ends_in_s < 0.0 or (known and (known.note.closed or not note.closed)):
+            return
+        self._revision += 1
+        self._bookings[note.name] = _Noted(note, self._revision, now_s)
+        self._bookings.move_to_end(note.name)
+        self._booking_ends.put(note.name, now_s + note.ends_in_s)
 
     def _put(self, key: Key, restored: Tally, added: Tally, now_s: float) -> None:
         self._revision += 1
@@ -142,7 +171,9 @@ class MemoryExchange:
         self._history.move_to_end(key)
 
     def _forget(self, now_s: float) -> None:
-        """Forget histories that are old, or the least recently used ones beyond the maximum."""
+        """Forget ended bookings, and histories that are old or least recently used."""
+        for name in self._booking_ends.pop_due(now_s):
+            del self._bookings[name]
         while self._history:
             key = next(iter(self._history))
             if (
@@ -152,12 +183,29 @@ class MemoryExchange:
                 return
             del self._history[key]
 
-    def _news(self, cursor: int) -> News:
-        latest = takewhile(
-            lambda key: self._history[key].revision > cursor, reversed(self._history)
+    def _news(self, cursor: int, now_s: float) -> News:
+        history, of_history = _changed(self._history, cursor, self._revision)
+        bookings, of_bookings = _changed(self._bookings, cursor, self._revision)
+        reached = min(of_history, of_bookings)
+        return News(
+            self._start,
+            reached,
+            reached < self._revision,
+            tuple((key, self._history[key].total) for key in history),
+            tuple(
+                one.note.later(now_s - one.at_s)
+                for one in map(self._bookings.__getitem__, bookings)
+            ),
         )
-        changed = list(latest)[::-1][:MOST_NEWS]
-        found = tuple((key, self._history[key].total) for key in changed)
-        if len(changed) < MOST_NEWS:
-            return News(self._start, self._revision, history=found)
-        return News(self._start, self._history[changed[-1]].revision, more=True, history=found)
+
+
+def _changed(
+    entries: OrderedDict[K, _History] | OrderedDict[K, _Noted], cursor: int, last: int
+) -> tuple[list[K], int]:
+    """Return the first keys that have changed after a revision.
+
+    The second result is the revision up to which these are all changes, at most the last revision.
+    """
+    found = list(takewhile(lambda key: entries[key].revision > cursor, reversed(entries)))
+    first = found[::-1][:MOST_NEWS]
+    return first, last if len(first) == len(found) else entries[first[-1]].revision

@@ -3,6 +3,9 @@
 Admitted requests occupy the pool for the next W seconds. Each refused request is booked after them
 and after all earlier bookings. Its client should return when the pool has done enough of this work
 to admit the request. The gateway recognises clients by the fingerprints of their requests.
+
+Gateways share their bookings. A gateway takes its new and closed bookings as *notes*, and merges
+the notes of the others. A note may arrive twice and late, but a closed booking never opens again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Final
+from itertools import islice
+from typing import Final, NamedTuple
 
 from draftgate.policies.ordering.prefix_sum_queue import PrefixSumQueue
 
@@ -63,7 +67,10 @@ class Booking:
         due_s: time at which the client should return.
         booked_s: time at which the client received the appointment.
         again: whether the client returned on time before and was refused again.
-        number: identifier of the booking, set when it is booked.
+        share: weight of the tenant.
+        name: identifier of the booking for all gateways, or an empty string before it is shared.
+        number: identifier of the booking in this process, set when it is booked.
+        closed: whether the client has returned.
     """
 
     fingerprint: int
@@ -73,7 +80,10 @@ class Booking:
     due_s: float
     booked_s: float
     again: bool = False
+    share: float = 1.0
+    name: str = ""
     number: int = 0
+    closed: bool = False
 
     def is_due(self, now_s: float) -> bool:
         """Return whether the client may return now."""
@@ -87,6 +97,70 @@ class Booking:
     def until_s(self) -> float:
         """The time after which the client is no longer expected."""
         return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
+
+
+class BookingNote(NamedTuple):
+    """A booking as gateways tell it to each other, whose times are relative to now.
+
+    Attributes:
+        name: identifier of the booking.
+        due_in_s: seconds until the client should return, negative after that time.
+        booked_ago_s: seconds since the client received the appointment.
+        share: weight of the tenant.
+        closed: whether the client has returned.
+    """
+
+    name: str
+    fingerprint: int
+    priority: int
+    tenant: str
+    work_s: float
+    due_in_s: float
+    booked_ago_s: float
+    again: bool = False
+    share: float = 1.0
+    closed: bool = False
+
+    @staticmethod
+    def of(booking: Booking, now_s: float) -> BookingNote:
+        """Return the note of a booking with a name."""
+        return BookingNote(
+            booking.name,
+            booking.fingerprint,
+            booking.priority,
+            booking.tenant,
+            booking.work_s,
+            booking.due_s - now_s,
+            now_s - booking.booked_s,
+            booking.again,
+            booking.share,
+            booking.closed,
+        )
+
+    def later(self, seconds: float) -> BookingNote:
+        """Return the same note, some seconds later."""
+        return self._replace(
+            due_in_s=self.due_in_s - seconds, booked_ago_s=self.booked_ago_s + seconds
+        )
+
+    def booking(self, now_s: float) -> Booking:
+        """Return the booking on the clock of this process."""
+        return Booking(
+            self.fingerprint,
+            self.priority,
+            self.tenant,
+            self.work_s,
+            now_s + self.due_in_s,
+            now_s - self.booked_ago_s,
+            self.again,
+            self.share,
+            self.name,
+        )
+
+    @property
+    def ends_in_s(self) -> float:
+        """Seconds until the client is no longer expected."""
+        return self.booking(0.0).until_s
 
 
 @dataclass(slots=True)
@@ -114,6 +188,10 @@ class Appointments:
         self._by_due: defaultdict[int, PrefixSumQueue] = defaultdict(PrefixSumQueue)
         self._count = 0
         self._number = 0
+        self._by_name: dict[str, Booking] = {}  # open bookings that other gateways may know
+        # New and closed bookings for the other gateways, and those on their way, by number.
+        self._changed: dict[int, Booking] = {}
+        self._sent: dict[int, Booking] = {}
 
     def __len__(self) -> int:
         """Return the number of bookings."""
@@ -130,6 +208,7 @@ class Appointments:
             _, number, booking = heappop(self._by_end)
             if number in self._by_fingerprint.get(booking.fingerprint, {}):
                 self._drop(booking)
+                self._changed.pop(number, None)
                 self._learn(kept=False)
 
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
@@ -209,38 +288,92 @@ class Appointments:
         due_s = sum(queue.work_before(before) - queue.work_before(after) for queue in queues)
         return self.kept_share * due_s
 
-    def book(self, booking: Booking, share: float) -> None:
-        """Add a booking if its request has a fingerprint and the limit permits it.
+    def book(self, booking: Booking) -> None:
+        """Add a booking if its request has a fingerprint and the limit permits it."""
+        if booking.fingerprint and self._count < self._most:
+            self._add(booking)
+            self._changed[booking.number] = booking
+
+    def close(self, booking: Booking) -> None:
+        """Remove the booking of a request that returned."""
+        self._end(booking)
+        if booking.name:
+            self._changed[booking.number] = booking
+        else:
+            del self._changed[booking.number]  # the other gateways never know it
+
+    def take(self, now_s: float, most: int, source: str) -> list[BookingNote]:
+        """Return at most this number of new and closed bookings for the other gateways.
+
+        The same bookings are returned until `confirm`, because the others may know them already.
 
         Args:
-            share: weight of the tenant.
+            source: an id of this gateway, the prefix of the names of its bookings.
         """
-        if not booking.fingerprint or self._count >= self._most:
+        if not self._sent:
+            self._sent = dict(islice(self._changed.items(), most))
+            for number, booking in self._sent.items():
+                del self._changed[number]
+                if not booking.name:
+                    booking.name = f"{source}-{number}"
+                    self._by_name[booking.name] = booking
+        return [BookingNote.of(booking, now_s) for booking in self._sent.values()]
+
+    def confirm(self) -> None:
+        """Note that the other gateways can read the bookings that `take` has returned."""
+        self._sent = {}
+
+    def merge(self, notes: Collection[BookingNote], now_s: float) -> None:
+        """Add the bookings of other gateways, and close bookings whose clients returned there."""
+        self.expire(now_s)
+        if not notes:
             return
+        waiting = (*self._changed.values(), *self._sent.values())
+        closed = {booking.name for booking in waiting if booking.closed}
+        for note in notes:
+            known = self._by_name.get(note.name)
+            if note.closed and known is not None:
+                self._end(known)
+            is_new = known is None and not note.closed and note.name not in closed
+            if is_new and note.ends_in_s >= 0.0 and self._count < self._most:
+                self._add(note.booking(now_s))
+
+    def restore(self) -> None:
+        """Tell the other gateways all bookings again, because the store has lost its memory."""
+        for booking in self._open():
+            self._changed[booking.number] = booking
+
+    def _open(self) -> list[Booking]:
+        return [one for equal in self._by_fingerprint.values() for one in equal.values()]
+
+    def _add(self, booking: Booking) -> None:
         self._number += 1
         self._count += 1
         booking.number = self._number
+        if booking.name:
+            self._by_name[booking.name] = booking
         self._by_fingerprint.setdefault(booking.fingerprint, {})[self._number] = booking
         heappush(self._by_end, (booking.until_s, self._number, booking))
         self._by_due[booking.priority].insert((booking.due_s, booking.number), booking.work_s)
         tenants = self._classes[booking.priority]
-        sums = tenants.setdefault(booking.tenant, _TenantBookings(share))
-        sums.share = share
+        sums = tenants.setdefault(booking.tenant, _TenantBookings(booking.share))
+        sums.share = booking.share
         sums.work_s += booking.work_s
         sums.bookings += 1
 
-    def close(self, booking: Booking) -> None:
-        """Remove the booking of a request that returned."""
+    def _end(self, booking: Booking) -> None:
+        """Remove the booking of a request that returned to any gateway."""
+        booking.closed = True
         self._drop(booking)
         # Rebuild the heap when most of its bookings are closed.
         if len(self._by_end) > 2 * self._count + 64:
-            open_ = [b for equal in self._by_fingerprint.values() for b in equal.values()]
-            self._by_end = [(b.until_s, b.number, b) for b in open_]
+            self._by_end = [(one.until_s, one.number, one) for one in self._open()]
             heapify(self._by_end)
         if not booking.again:
             self._learn(kept=True)
 
     def _drop(self, booking: Booking) -> None:
+        self._by_name.pop(booking.name, None)
         equal = self._by_fingerprint[booking.fingerprint]
         del equal[booking.number]
         if not equal:

@@ -94,20 +94,23 @@ class Deadline:
     """Admits a request if its predicted wait meets its deadline.
 
     `wait_forecast` and `appointments` explain the formulas.
+
+    Attributes:
+        appointments: the bookings, which gateways share.
     """
 
     name = "deadline"
 
     def __init__(self) -> None:
-        self._appointments = Appointments()
+        self.appointments = Appointments()
         self._flows = ClassFlows()
         self._correction = WaitCorrection()
         self._rate = DrainRate()
 
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
-        self._appointments.expire(now_s)
+        self.appointments.expire(now_s)
         self._rate.observe(view, now_s)
-        booking = self._appointments.find(view.fingerprint, now_s, view.retries)
+        booking = self.appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._drain(view, now_s).lasting
         predicted = self._predict(view, drain, now_s)
@@ -124,18 +127,18 @@ class Deadline:
             # served.
             share = 1.0
             if refused is not None:
-                share = 0.0 if view.sheddable else self._appointments.kept_share
+                share = 0.0 if view.sheddable else self.appointments.kept_share
             self._flows.add_request(view.service.priority, predicted.work_s * share, now_s)
         if refused is None:
             if booking is not None:
-                self._appointments.close(booking)
+                self.appointments.close(booking)
             self._rate.admit(predicted.work_s)
             return admit(view, predicted)
         if booking is None:
             return self._postpone(view, refused, now_s, again=False)
         if not on_time:
             return replace(refused, retry_after_s=booking.due_s - now_s)
-        self._appointments.close(booking)
+        self.appointments.close(booking)
         return self._postpone(view, refused, now_s, again=booking.is_kept(now_s))
 
     def reconsider(self, view: AdmissionView, waited_s: float, now_s: float) -> Refused | None:
@@ -154,7 +157,7 @@ class Deadline:
 
     def _drain(self, view: AdmissionView, now_s: float) -> Drain:
         """Return the drain of the queue of a request's class."""
-        return self._flows.drain(view.service.priority, now_s, self._appointments.classes)
+        return self._flows.drain(view.service.priority, now_s, self.appointments.classes)
 
     def _predict(self, view: AdmissionView, drain: Drain, now_s: float) -> WaitForecast:
         """Return the wait of a request that is admitted now.
@@ -166,7 +169,7 @@ class Deadline:
         if predicted.wait_s <= 0.0:
             return predicted
         longer_s = partial(self._longer_s, view, drain)
-        wait_s = self._appointments.overtaken_s(
+        wait_s = self.appointments.overtaken_s(
             view.service.priority, now_s, predicted.wait_s, longer_s
         )
         return replace(predicted, wait_s=wait_s, grain_s=predicted.grain_s * drain.spread**2)
@@ -175,7 +178,7 @@ class Deadline:
         priority = view.service.priority
         allowed_s = _allowed_s(view, predicted)
         sure_s, likely_s = (predicted.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
-        better_s, own_s = self._appointments.ahead_s(
+        better_s, own_s = self.appointments.ahead_s(
             priority, view.tenant, view.share, predicted.work_s
         )
         booked_s = self._longer_s(view, drain, (better_s / PACE, own_s / PACE))
@@ -209,7 +212,7 @@ class Deadline:
         outlook = self._outlook(view, predicted, drain)
         start_s = outlook.ahead_s + outlook.booked_s
         if again:
-            start_s = self._appointments.gap_s(
+            start_s = self.appointments.gap_s(
                 view.service.priority,
                 now_s,
                 outlook.ahead_s,
@@ -221,9 +224,10 @@ class Deadline:
             work_s, priority = outlook.predicted.work_s, view.service.priority
             due_s = now_s + retry_s
             new = Booking(
-                view.fingerprint, priority, view.tenant, work_s, due_s, now_s, again=again
+                *(view.fingerprint, priority, view.tenant, work_s, due_s, now_s, again),
+                share=view.share,
             )
-            self._appointments.book(new, view.share)
+            self.appointments.book(new)
         return replace(refused, retry_after_s=retry_s)
 
 

@@ -6,12 +6,14 @@ import pytest
 
 from draftgate.gateway.state.exchange import HISTORY_S, MOST_NEWS, News, Update
 from draftgate.gateway.state.store import Store
+from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import MOST_KEYS, Key, KeyTally, Tally
 from tests.gateway.stores import Timed
 
 KEY: Key = ("t", "m", True)
 ALL: Key = (None, "m", True)
 ONE = Tally(1, 30.0, 5.0)
+NOTE = BookingNote("a-1", (1 << 64) - 1, -1, "t", 0.25, 20.0, 1.0, share=2.0)
 
 
 async def start_of(store: Store) -> int:
@@ -28,9 +30,11 @@ async def told(
     *history: KeyTally,
     cursor: int = 0,
     restored: tuple[KeyTally, ...] = (),
+    bookings: tuple[BookingNote, ...] = (),
 ) -> News:
     """Send an update to a store whose start is known, and return the news."""
-    update = Update(source, number, await start_of(store), cursor, history, restored)
+    start = await start_of(store)
+    update = Update(source, number, start, cursor, history, restored, bookings)
     news = await store.exchange(update)
     assert news is not None
     assert news.start == update.start
@@ -101,6 +105,48 @@ class ExchangeContract:
         assert await told(store, "c", 1, restored=((KEY, total),), cursor=news.cursor) == News(
             news.start, news.cursor
         )
+
+    async def test_bookings_move_to_the_time_of_the_reader(self, timed: Timed) -> None:
+        """A gateway gets the bookings of others, with times relative to its own exchange."""
+        await told(timed.store, "a", 1, bookings=(NOTE, NOTE._replace(name="late", again=True)))
+        await timed.pass_time(3.0)
+        found = (await told(timed.store, "b", 1)).bookings
+        assert [one.name for one in found] == ["a-1", "late"]
+        assert found[0] == NOTE.later(3.0)
+        assert (found[0].due_in_s, found[0].booked_ago_s) == (17.0, 4.0)
+
+    async def test_a_closed_booking_never_opens_again(self, store: Store) -> None:
+        """A gateway learns that a client has returned, whatever a slower gateway tells later."""
+        first = await told(store, "a", 1, bookings=(NOTE,))
+        closed = NOTE._replace(closed=True)
+        second = await told(store, "b", 1, bookings=(closed,), cursor=first.cursor)
+        assert second.bookings == (closed,)
+        last = await told(store, "c", 1, bookings=(NOTE,), cursor=second.cursor)
+        assert last.bookings == ()
+        assert (await told(store, "d", 1)).bookings == (closed,)
+
+    async def test_bookings_end_when_their_clients_are_no_longer_expected(
+        self, timed: Timed
+    ) -> None:
+        """The store forgets a booking at the end of its client's grace."""
+        await told(timed.store, "a", 1, bookings=(NOTE, NOTE._replace(name="closed", closed=True)))
+        await timed.pass_time(NOTE.ends_in_s - 0.001)
+        assert len((await told(timed.store, "b", 1)).bookings) == 2
+        await timed.pass_time(0.001)
+        over = NOTE.later(60.0)._replace(name="over")
+        assert (await told(timed.store, "b", 2, bookings=(over,))).bookings == ()
+
+    async def test_long_news_of_bookings_come_in_parts(self, store: Store) -> None:
+        """A gateway that knows nothing reads all bookings and totals in several exchanges."""
+        notes = tuple(NOTE._replace(name=f"a-{number}") for number in range(MOST_NEWS + 3))
+        await told(store, "a", 1, (KEY, ONE), bookings=notes[:MOST_NEWS])
+        await told(store, "a", 2, (ALL, ONE), bookings=notes[MOST_NEWS:])
+        part = await told(store, "b", 1)
+        assert part.more
+        rest = await told(store, "b", 2, cursor=part.cursor)
+        assert not rest.more
+        assert {one.name for one in (*part.bookings, *rest.bookings)} == {one.name for one in notes}
+        assert {key for key, _ in (*part.history, *rest.history)} == {KEY, ALL}
 
     async def test_an_empty_store_has_another_start(self, timed: Timed) -> None:
         """A store that has lost its memory ignores an update for its earlier memory."""

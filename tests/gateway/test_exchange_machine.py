@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from draftgate.backends.sim.virtual_time import VirtualTimeLoop
+from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.state.calls import PATIENCE
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import (
     AcceptanceHistory,
     DraftCounts,
@@ -43,7 +45,7 @@ class Gateway:
         self.remote.inner = inner
         self.store = guarded(self.remote)
         self.history = AcceptanceHistory()
-        self.sharing = Sharing(self.store, self.history)
+        self.sharing = Sharing(self.store, self.history, Appointments(), loop_time_s)
         self.learned = 0
 
     def counts(self, tenant: str) -> DraftCounts:

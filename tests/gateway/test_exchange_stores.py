@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from tests.gateway.exchange_contract import ExchangeContract
 from tests.gateway.redis_server import RedisServer
@@ -52,7 +54,7 @@ class TestRedisExchange(ExchangeContract):
 async def test_an_exchange_is_one_round_trip(redis_server: RedisServer) -> None:
     """A heartbeat without news costs one command, even if tallies are sent."""
     store, history = RedisStore.at(redis_server.url, "exchange", "g"), AcceptanceHistory()
-    sharing = Sharing(store, history)
+    sharing = Sharing(store, history, Appointments(), loop_time_s)
     await sharing.exchange()
     redis_server.command("CONFIG", "RESETSTAT")
     history.add_choice("t", "m", greedy=True, drafted=40, histogram=(0, 0, 5))
@@ -62,11 +64,14 @@ async def test_an_exchange_is_one_round_trip(redis_server: RedisServer) -> None:
     await store.close()
 
 
-async def test_gateways_share_a_history_in_redis(redis_server: RedisServer) -> None:
-    """Two gateways that exchange in any order have the same counts, also after a flush."""
+async def test_gateways_share_what_they_know_in_redis(redis_server: RedisServer) -> None:
+    """Two gateways that exchange in any order have the same counts and appointments, also after a
+    flush."""
     stores = [RedisStore.at(redis_server.url, "shared", name) for name in "ab"]
     histories = [AcceptanceHistory(), AcceptanceHistory()]
-    sharing = [Sharing(*pair) for pair in zip(stores, histories, strict=True)]
+    appointments = [Appointments(), Appointments()]
+    parts = zip(stores, histories, appointments, strict=True)
+    sharing = [Sharing(*one, loop_time_s) for one in parts]
 
     async def exchange() -> None:
         for _ in range(2):
@@ -82,11 +87,19 @@ async def test_gateways_share_a_history_in_redis(redis_server: RedisServer) -> N
     first, second = (one.counts("t", "m", greedy=True) for one in histories)
     assert first == second
     assert first[0].accepted > 9 * 10 * 0.9
+    booking = Booking((1 << 64) - 1, -1, "t", 0.5, loop_time_s() + 60.0, loop_time_s())
+    appointments[0].book(booking)
     redis_server.command("FLUSHALL")
     learn(1)
     await exchange()
     after = [one.counts("t", "m", greedy=True) for one in histories]
     assert after[0] == after[1]
     assert after[0][0].accepted == pytest.approx(first[0].accepted * 0.99 + 10)
+    found = appointments[1].find(booking.fingerprint, booking.due_s, 1)
+    assert found is not None
+    assert found.due_s == pytest.approx(booking.due_s, abs=1.0)
+    appointments[1].close(found)
+    await exchange()
+    assert len(appointments[0]) == 0
     for store in stores:
         await store.close()

@@ -216,7 +216,7 @@ def test_returning_clients_of_better_classes_overtake_a_request() -> None:
     for number, (priority, due_s) in enumerate(
         [(-1, 8.0), (-1, 10.3), (-1, 10.7), (0, 10.2), (1, 10.2), (-1, 12.0)], start=1
     ):
-        appointments.book(Booking(number, priority, "", 0.5, due_s, 0.0), 1.0)
+        appointments.book(Booking(number, priority, "", 0.5, due_s, 0.0))
     assert appointments.overtaken_s(0, 10.0, 0.4, sum) == pytest.approx(0.4 + 2 * 0.5)
     assert appointments.overtaken_s(0, 10.0, 0.2, sum) == 0.2
     assert appointments.overtaken_s(-1, 10.0, 0.4, sum) == 0.4
@@ -226,7 +226,7 @@ def test_missed_booking_expires_and_lowers_the_kept_share() -> None:
     """A missed booking expires, and each booking has less weight if fewer clients keep their
     bookings."""
     appointments = Appointments()
-    appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
+    appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0))
     before = appointments.kept_share
     assert appointments.ahead_s(0, "", 1.0, 0.1) == pytest.approx((0.0, 0.5 * before))
     assert appointments.ahead_s(1, "", 1.0, 0.1) == pytest.approx((0.5 * before, 0.0))
@@ -242,14 +242,14 @@ def test_bookings_are_bounded() -> None:
     """The number of bookings and the size of their index are bounded."""
     appointments = Appointments(most=10)
     for number in range(1, 101):
-        appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
+        appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0))
     assert len(appointments) == 10
     for number in range(1, 11):
         appointments.close(appointments.find(number, 5.0, None))
     assert len(appointments) == 0
     for turn in range(1000):
         booking = Booking(1, 0, "", 0.1, 5.0, 0.0)
-        appointments.book(booking, 1.0)
+        appointments.book(booking)
         appointments.close(booking)
         assert len(appointments._by_end) <= 100, turn
 
@@ -334,7 +334,7 @@ def test_output_length_is_predicted_per_tenant() -> None:
 def test_requests_without_fingerprint_have_no_bookings() -> None:
     """A request with a fingerprint of 0 creates no booking and finds none."""
     appointments = Appointments()
-    appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0), 1.0)
+    appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0))
     assert len(appointments) == 0
     assert appointments.find(0, 10.0, None) is None
 
@@ -370,7 +370,7 @@ def test_gap_is_the_first_time_at_which_all_due_work_is_done(
     """At the gap, and not before, the pool has done the work ahead and all bookings due by then."""
     appointments, now_s = Appointments(), 100.0
     for number, delay_s in enumerate(delays):
-        appointments.book(Booking(number + 1, 0, "", 0.5, now_s + delay_s, now_s), 1.0)
+        appointments.book(Booking(number + 1, 0, "", 0.5, now_s + delay_s, now_s))
     gap_s = appointments.gap_s(0, now_s, ahead_s, lambda booked: factor * sum(booked))
 
     def done_s(after_s: float) -> float:
@@ -385,6 +385,6 @@ def test_gap_is_the_first_time_at_which_all_due_work_is_done(
 def test_gap_ignores_lower_priority_bookings() -> None:
     """A booking of a lower-priority class does not delay a higher class."""
     appointments = Appointments()
-    appointments.book(Booking(1, 1, "", 5.0, 1.0, 0.0), 1.0)
+    appointments.book(Booking(1, 1, "", 5.0, 1.0, 0.0))
     assert appointments.gap_s(0, 0.0, 2.0, sum) == 2.0
     assert appointments.gap_s(1, 0.0, 2.0, sum) == pytest.approx(7.0)

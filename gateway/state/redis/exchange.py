@@ -6,11 +6,12 @@ docs/guide/cluster.md describes the keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from draftgate.gateway.state.exchange import HISTORY_S, MOST_NEWS, SOURCE_S, News, Update
+from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import (
     FORGETTING,
     MOST_KEYS,
@@ -19,33 +20,55 @@ from draftgate.policies.speculation.acceptance_history import (
     Tally,
 )
 
+
+class _BookingFields(NamedTuple):
+    """The fields of a booking that the script does not read."""
+
+    fingerprint: int
+    priority: int
+    tenant: str
+    work_s: float
+    again: bool
+    share: float
+
+
 _KEY: Final = msgspec.json.Decoder(Key)
+_FIELDS: Final = msgspec.json.Decoder(_BookingFields)
+_BOOKING_VALUES: Final = 5
 
 
 def update_arguments(update: Update) -> list[object]:
     """Return the arguments of an update."""
     args: list[object] = [update.source, update.number, update.start, update.cursor]
-    args += (round(SOURCE_S * 1e6), round(HISTORY_S * 1e6), MOST_KEYS, MOST_NEWS, FORGETTING)
-    args.append(len(update.history))
+    args += (_us(SOURCE_S), _us(HISTORY_S), MOST_KEYS, MOST_NEWS, FORGETTING)
+    args += (len(update.history), len(update.restored))
     for key, tally in (*update.history, *update.restored):
         args += (msgspec.json.encode(key), tally.choices, tally.accepted, tally.rejected)
+    for one in update.bookings:
+        fields = _BookingFields(
+            *(one.fingerprint, one.priority, one.tenant, one.work_s, one.again, one.share)
+        )
+        args += (one.name, _us(one.due_in_s), _us(one.booked_ago_s), _us(one.ends_in_s))
+        args += (int(one.closed), msgspec.json.encode(fields))
     return args
 
 
 def news_of(found: Sequence[Any]) -> News:
     """Return the news in the result of the script.
 
-    Histories that this version cannot read are omitted.
+    Entries that this version cannot read are omitted.
     """
     start, *rest = found
     if not rest:
         return News(start)
-    cursor, more, *fields = rest
-    return News(start, cursor, bool(more), tuple(_histories(fields)))
+    cursor, more, histories, *values = rest
+    until = 2 * histories
+    history, bookings = _histories(values[:until]), _bookings(values[until:])
+    return News(start, cursor, bool(more), tuple(history), tuple(bookings))
 
 
-def _histories(fields: Sequence[str]) -> Iterator[KeyTally]:
-    for text, value in zip(*[iter(fields)] * 2, strict=True):
+def _histories(values: Sequence[str]) -> Iterator[KeyTally]:
+    for text, value in zip(*[iter(values)] * 2, strict=True):
         _, *numbers = value.split()
         try:
             key = _KEY.decode(text)
@@ -56,3 +79,28 @@ def _histories(fields: Sequence[str]) -> Iterator[KeyTally]:
             for choices, accepted, rejected in zip(*[iter(numbers)] * 3, strict=True)
         )
         yield key, restored.then(added)
+
+
+def _bookings(values: Sequence[str]) -> Iterator[BookingNote]:
+    rows = zip(*[iter(values)] * _BOOKING_VALUES, strict=True)
+    for name, due_in_us, booked_ago_us, closed, text in rows:
+        try:
+            one = _FIELDS.decode(text)
+        except msgspec.MsgspecError:
+            continue
+        yield BookingNote(
+            name,
+            one.fingerprint,
+            one.priority,
+            one.tenant,
+            one.work_s,
+            int(due_in_us) / 1e6,
+            int(booked_ago_us) / 1e6,
+            one.again,
+            one.share,
+            closed == "1",
+        )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
