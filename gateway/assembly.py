@@ -12,6 +12,7 @@ from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.forwarding import Forwarder
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
@@ -81,7 +82,7 @@ def build_dispatcher(
     """
     ordering = ReturningFirst(partial(ordering_policy, rules.ordering))
     routing, bounds = routing_policy(rules.routing), rules.bounds
-    router = Router(routing, draw)
+    router = Router(routing, draw, KvPulls(loop_time_s))
     claims = Claims(fleet, store)
     queue = CentralQueue(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)

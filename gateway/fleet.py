@@ -24,7 +24,7 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.state.store import new_epoch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
-from draftgate.policies.routing.types import Candidate
+from draftgate.policies.routing.types import Candidate, PrefixPull
 
 NO_WORKER: Final = "no worker is available"
 
@@ -82,11 +82,15 @@ class FleetWorker:
             min(self._promised.values(), default=None),
         )
 
-    def candidate(self, at: WorkerUsage) -> Candidate:
+    def candidate(
+        self, at: WorkerUsage, cached_tokens: int = 0, pull: PrefixPull | None = None
+    ) -> Candidate:
         """Return the routing policy's view of the worker.
 
         Args:
             at: the usage of the worker.
+            cached_tokens: tokens of the request's prompt that are probably in its cache.
+            pull: the next tokens, if the worker would pull them.
         """
         return Candidate(
             self.worker_id,
@@ -95,6 +99,8 @@ class FleetWorker:
             age_s=self.load_age_s,
             numerics_class=self.backend.card.numerics_class,
             own=self.own,
+            cached_tokens=cached_tokens,
+            pull=pull,
         )
 
     @property

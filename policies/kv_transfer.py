@@ -48,15 +48,18 @@ class LinkSpeed:
     bytes_per_s: float = PRIOR_BYTES_PER_S
     measured_s: float = -MEASURED_S
 
+    def is_known(self, now_s: float) -> bool:
+        """Return whether a measurement is recent enough to count."""
+        return now_s - self.measured_s < MEASURED_S
+
     def at(self, now_s: float) -> float:
         """Return the expected bandwidth in bytes per second at a time."""
-        fresh = now_s - self.measured_s < MEASURED_S
-        return self.bytes_per_s if fresh else PRIOR_BYTES_PER_S
+        return self.bytes_per_s if self.is_known(now_s) else PRIOR_BYTES_PER_S
 
     def measured(self, num_bytes: int, seconds: float, now_s: float) -> LinkSpeed:
         """Return the speed after a transfer of at least one byte in more than 0 seconds."""
         latest = num_bytes / seconds
-        if now_s - self.measured_s >= MEASURED_S:
+        if not self.is_known(now_s):
             return LinkSpeed(latest, now_s)
         return LinkSpeed(self.bytes_per_s + NEWEST_WEIGHT * (latest - self.bytes_per_s), now_s)
 

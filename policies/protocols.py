@@ -168,7 +168,10 @@ class RoutingPolicy(NamedPolicy, Protocol):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the policy reads prompt hashes, which the gateway computes only in this case."""
+        """Whether the policy reads prompt hashes or `Candidate.cached_tokens` and `pull`.
+
+        The gateway computes them only in this case.
+        """
 
     def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
         """Choose one of the candidates, and offer others as alternatives without repetition.

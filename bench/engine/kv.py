@@ -1,11 +1,15 @@
-"""Compare resuming a request on transferred KV blocks with computing its context again.
+"""Compare requests on transferred KV blocks with requests that compute their context.
 
     draftgate bench kv --json OUT
 
 Two engines run in this process, each in its own process, or each on its own node. The first engine
-runs a request with a random prompt. The second engine resumes the request in two ways, in turns: it
-computes the context, or it pulls the blocks from the first engine and computes the last block. The
-time ends with the first new token.
+runs a request with a random prompt. The second engine continues in one of two cases:
+
+- `resume`: it resumes the request.
+- `prefix_fetch`: it gets a new request, whose prompt is the same except for its last tokens.
+
+It does so in two ways, in turns: it computes the context, or it pulls the blocks from the first
+engine and computes the rest. The time ends with the first new token.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +42,13 @@ from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 
 CONTEXTS: Final = (256, 1000, 4000, 8000)
+PREFIXES: Final = (1000, 4000)
 ROUNDS: Final = 5
 KEPT_TOKENS: Final = 20
 """Output tokens before the move."""
+
+TAIL_TOKENS: Final = 40
+"""Tokens of a prompt after the prefix that it shares."""
 
 PLACES: Final = ("one_process", "own_processes", "nodes")
 
@@ -54,16 +62,50 @@ SERVE: Final = (
 Worker = EngineBackend | PeerBackend
 
 
-async def measure(contexts: tuple[int, ...], rounds: int, place: str) -> dict[str, Any]:
-    """Return the seconds of both ways for each context length, and the bandwidths of the pulls.
+Continuation = Callable[
+    [GenerationRequest, tuple[int, ...], Random], tuple[GenerationRequest, list[int]]
+]
+"""Returns the second request and the tokens whose blocks it can pull, from the first request and
+its output."""
+
+
+def resumed(
+    request: GenerationRequest, kept: tuple[int, ...], _draw: Random
+) -> tuple[GenerationRequest, list[int]]:
+    """Continue a request after its output."""
+    rest = replace(request, resumed=(ResumedChoice(0, kept),))
+    return rest, [*request.prompt_ids, *kept][:-1]  # the last token is always computed
+
+
+def new_tail(
+    request: GenerationRequest, _kept: tuple[int, ...], draw: Random
+) -> tuple[GenerationRequest, list[int]]:
+    """Return a new request that shares the prompt, and adds a tail."""
+    prefix = list(request.prompt_ids)
+    return replace(request, prompt_ids=compact([*prefix, *_tokens(draw, TAIL_TOKENS)])), prefix
+
+
+async def measure(
+    contexts: Sequence[int], prefixes: Sequence[int], rounds: int, place: str
+) -> dict[str, dict[str, Any]]:
+    """Return the seconds of both ways and the bandwidths of the pulls, by case and length.
 
     Args:
+        contexts: lengths of resumed prompts, in tokens.
+        prefixes: lengths of shared prefixes, in tokens.
         place: where the engines run, one of `PLACES`.
     """
     async with _engines(place) as (source, sink):
-        return {
-            str(tokens): await _measure_context(source, sink, tokens, rounds) for tokens in contexts
-        }
+        found: dict[str, dict[str, Any]] = {}
+        for case, lengths, continuation in (
+            ("resume", contexts, resumed),
+            ("prefix_fetch", prefixes, new_tail),
+        ):
+            found[case] = {
+                str(tokens): await _measure_case(source, sink, tokens, rounds, continuation)
+                for tokens in lengths
+            }
+        return found
 
 
 @asynccontextmanager
@@ -86,24 +128,24 @@ async def _engines(place: str) -> AsyncGenerator[tuple[Worker, Worker], None]:
             await asyncio.gather(*(backend.stop() for backend in backends))
 
 
-async def _measure_context(
-    source: Worker, sink: Worker, tokens: int, rounds: int
+async def _measure_case(
+    source: Worker, sink: Worker, tokens: int, rounds: int, continuation: Continuation
 ) -> dict[str, Any]:
-    draw = Random(tokens)
+    draw = Random(f"{continuation.__name__}/{tokens}")  # no prompt is cached from another case
     seconds: dict[str, list[float]] = {"compute_s": [], "pull_s": [], "transfer_s": []}
     num_bytes = 0
     for turn in range(rounds):
         for pulls in (True, False) if turn % 2 else (False, True):
-            prompt = [draw.randrange(300, 2000) for _ in range(tokens)]
-            request = replace(make_request(source, max_tokens=60), prompt_ids=compact(prompt))
+            prompt = compact(_tokens(draw, tokens))
+            request = replace(make_request(source, max_tokens=60), prompt_ids=prompt)
             kept, _ = await _first_tokens(source, request, KEPT_TOKENS)
+            second, known = continuation(request, kept, draw)
             began_s = time.perf_counter()
             if pulls:
-                num_bytes = await _pull(source, sink, [*prompt, *kept])
+                num_bytes = await _pull(source, sink, known)
                 seconds["transfer_s"].append(time.perf_counter() - began_s)
-            rest = replace(request, request_id=f"{request.request_id}.1")
-            rest = replace(rest, resumed=(ResumedChoice(0, kept),))
-            _, ended_s = await _first_tokens(sink, rest, 1)
+            second = replace(second, request_id=f"{request.request_id}.1")
+            _, ended_s = await _first_tokens(sink, second, 1)
             seconds["pull_s" if pulls else "compute_s"].append(ended_s - began_s)
     medians = {name: median(taken) for name, taken in seconds.items()}
     return {
@@ -111,6 +153,10 @@ async def _measure_context(
         "compute_over_pull": round(medians["compute_s"] / medians["pull_s"], 2),
         "gb_per_s": round(num_bytes / medians["transfer_s"] / 1e9, 3),
     }
+
+
+def _tokens(draw: Random, count: int) -> list[int]:
+    return [draw.randrange(300, 2000) for _ in range(count)]
 
 
 async def _first_tokens(
@@ -134,7 +180,7 @@ async def _pull(source: Worker, sink: Worker, tokens: list[int]) -> int:
     form = source.card.kv_format
     assert form is not None
     hashes: list[bytes] = []
-    extend_chain(hashes, "", tokens[:-1], form.block_tokens)
+    extend_chain(hashes, "", tokens, form.block_tokens)
     first = await sink.begin_import(hashes)
     transfer = Transfer(source, sink, hashes, first)
     await transfer.run()
@@ -146,23 +192,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="draftgate bench kv", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--allow-busy", action="store_true")
     args = parser.parse_args(arguments)
     facts = provenance()
     require_quiet(facts, allow_busy=args.allow_busy)
-    contexts, found = tuple(args.contexts), {}
+    found = {}
     for name in args.places:
         # Nodes run on this event loop, too.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found[name] = runner.run(measure(contexts, args.rounds, name))
-        for tokens, result in found[name].items():
-            ratio, speed = result["compute_over_pull"], result["gb_per_s"]
-            print(f"{name}: {tokens} tokens, {ratio} times as fast, {speed} GB/s", flush=True)
+            found[name] = runner.run(measure(args.contexts, args.prefixes, args.rounds, name))
+        for case, by_length in found[name].items():
+            for tokens, result in by_length.items():
+                ratio, speed = result["compute_over_pull"], result["gb_per_s"]
+                print(f"{name}, {case}: {tokens} tokens, {ratio} times as fast, {speed} GB/s")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**facts, "contexts": found}, indent=1)
+        text = json.dumps({**facts, "cases": found}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
 
 

@@ -102,13 +102,21 @@ class Attempt:
         try:
             if self._reservation is None:
                 await self._prepare()
-                if self._request.resumed:
-                    await self._parts.kv.fetch(self._run, self.placed)
+                if self._request.resumed or self._routed.cached_blocks:
+                    await self._fetch()
             self._run.place(self._index, self.placed)
             return self._send()
         except BaseException as error:
             await self._end(error)
             raise
+
+    async def _fetch(self) -> None:
+        """Pull the KV blocks of the prompt that the worker lacks, if that saves time."""
+        if self._request.resumed:
+            await self._parts.kv.fetch_resumed(self._run, self.placed)
+        elif self._routed.cached_blocks:
+            cached_blocks = self._routed.cached_blocks
+            await self._parts.kv.fetch_new(self._run, self.placed, cached_blocks)
 
     async def prepare(self) -> None:
         """Lease the worker and decide about speculation, before the context is entered.

@@ -79,7 +79,7 @@ class Dispatcher:
         self.leases = leases
         self.sharing = sharing
         self._placer = placer
-        kv = KvFetcher(fleet, queue.now_s)
+        kv = KvFetcher(fleet, queue.router.pulls)
         parts = Parts(queue, admission, placer, leases, Watchdog(), kv)
         self._failover = Failover(fleet, parts, most_resumes)
         self._counted = InFlight(fleet, lifecycle)

@@ -241,8 +241,7 @@ class Forwarder:
     def _choose(
         self, candidates: list[tuple[FleetWorker, WorkerUsage]], place: Place
     ) -> FleetWorker:
-        alone = len(self._fleet.workers) == 1
-        return self.queue.router.choose(place.view, candidates, alone=alone).worker
+        return self.queue.router.choose(place.view, candidates, self._fleet.workers).worker
 
     def no_upstream(self) -> GatewayError:
         """Return the error for a request without an available upstream."""

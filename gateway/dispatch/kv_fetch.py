@@ -1,34 +1,29 @@
-"""Fetching of the KV blocks of a resumed prompt from a worker that still holds them.
+"""Fetching of the KV blocks of a prompt from a worker that still holds them.
 
 A prompt that resumes on another worker would be computed there again. Its old worker may still
-live, and other workers may hold a part of its prefix. The new worker then pulls the blocks before
-it gets the request, if this is predicted to be faster. The request itself stays the same. It finds
-the blocks in the prefix cache, and the worker computes whatever is missing.
+live, and other workers may hold a part of its prefix. A new prompt may go to a worker that lacks a
+prefix that another worker has cached, for example because that worker is full. The worker pulls the
+blocks before it gets the request, if this is predicted to be faster. The request itself stays the
+same. It finds the blocks in the prefix cache, and the worker computes whatever is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Final
 
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.kv_transfer.format import KvFormat, refusal
-from draftgate.backends.kv_transfer.transfer import Transfer
+from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.types import GenerationRequest
+from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, KvPulls, can_supply
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import KvFetch, Run
+from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.span_attributes import describe_kv_fetch
-from draftgate.policies.kv_transfer import (
-    LinkSpeed,
-    PullDecision,
-    PullReason,
-    PullView,
-    decide_pull,
-)
+from draftgate.policies.kv_transfer import PullDecision, PullReason, decide_pull
 
 ASK_S: Final = 0.25
 """Time in seconds to wait for the answers of workers that may hold a prefix. A worker answers after
@@ -38,22 +33,19 @@ _MOVE: Final = PullDecision(PullReason.MOVE)
 
 
 class KvFetcher:
-    """Fetches the prefixes of resumed prompts, and measures the links between workers."""
+    """Fetches the prefixes of prompts before they are sent.
 
-    def __init__(self, fleet: Fleet, now_s: Callable[[], float]) -> None:
-        """Fetch from the workers of a fleet.
+    Attributes:
+        pulls: runs the transfers.
+    """
 
-        Args:
-            now_s: clock in seconds.
-        """
+    def __init__(self, fleet: Fleet, pulls: KvPulls) -> None:
+        """Fetch from the workers of a fleet."""
         self._fleet = fleet
-        self._now_s = now_s
-        # By source, destination, and whether one of them serves requests.
-        self._links: dict[tuple[str, str, bool], LinkSpeed] = {}
-        self._queued_bytes: dict[str, int] = {}  # of transfers under way, by destination
+        self.pulls = pulls
 
-    async def fetch(self, run: Run, placed: Placement) -> None:
-        """Pull the prefixes of a placed request, as far as this is predicted to save time."""
+    async def fetch_resumed(self, run: Run, placed: Placement) -> None:
+        """Pull the prefixes of a resumed request, as far as this is predicted to save time."""
         sink, form = placed.worker, placed.worker.kv_format
         sources = [one for one in self._fleet.open if can_supply(one, sink)]
         if form is None or not sources:
@@ -63,6 +55,41 @@ class KvFetcher:
                 fetched = await self._fetch_prefix(hashes, sources, sink, form)
                 describe_kv_fetch(span, fetched)
             run.watch.fetched(fetched)
+
+    async def fetch_new(
+        self, run: Run, placed: Placement, cached_blocks: Mapping[str, int]
+    ) -> None:
+        """Pull the prefix of a new request if another worker probably holds more of it.
+
+        No worker is asked unless a pull is predicted to be faster than computing the prefix.
+
+        Args:
+            cached_blocks: leading blocks that workers probably held before the request was placed,
+                by worker id, without workers that hold none.
+        """
+        sink, hashes = placed.worker, placed.request.block_hashes
+        arriving = self.pulls.arriving(sink, hashes)
+        if arriving is not None:
+            await arriving.wait()  # at most until its blocks would have been computed
+            return
+        known = cached_blocks.get(sink.worker_id, 0)
+        if known >= max(cached_blocks.values()):
+            return
+        form = sink.kv_format
+        if form is None:
+            return
+        usable = (len(placed.request.prompt_ids) - 1) // form.block_tokens
+        source, most = None, min(known, usable)
+        for one in self._fleet.open:
+            blocks = min(cached_blocks.get(one.worker_id, 0), usable)
+            if blocks > most and can_supply(one, sink):
+                source, most = one, blocks
+        if source is None:
+            return
+        with run.span.child("kv.transfer") as span:
+            fetched = await self._fetch_cached(hashes[:most], source, sink, form, known)
+            describe_kv_fetch(span, fetched)
+        run.watch.fetched(fetched)
 
     async def copy(
         self, run: Run, request: GenerationRequest, source: FleetWorker, sink: FleetWorker
@@ -80,17 +107,35 @@ class KvFetcher:
         for hashes in await offload(_chains, request, form.block_tokens):
             with run.span.child("kv.transfer") as span:
                 known = await sink.kv.begin_import(hashes)
-                fetched = KvFetch(source.worker_id, sink.worker_id, _MOVE, known)
-                fetched = await self._pull(source, sink, hashes, fetched)
+                workers = source.worker_id, sink.worker_id
+                fetched = KvFetch(FetchCause.MOVED, *workers, _MOVE, known)
+                fetched = await self.pulls.run(fetched, source, sink, form, hashes)
                 describe_kv_fetch(span, fetched)
             run.watch.fetched(fetched)
             fetches.append(fetched)
         return fetches
 
-    def bytes_per_s(self, source: FleetWorker, sink: FleetWorker) -> float:
-        """Return the expected bandwidth between two workers, one of which serves requests."""
-        link = self._links.get((source.worker_id, sink.worker_id, True), LinkSpeed())
-        return link.at(self._now_s())
+    async def _fetch_cached(
+        self,
+        hashes: Sequence[bytes],
+        source: FleetWorker,
+        sink: FleetWorker,
+        form: KvFormat,
+        known: int,
+    ) -> KvFetch:
+        """Pull a prefix from the worker that probably holds it.
+
+        The source is not asked first. The transfer ends at the first block that it does not hold.
+        """
+        most = len(hashes)
+        decision = decide_pull(self.pulls.view(source, sink, form, known, most))
+        if decision.pulls:
+            known = await _answer(sink.kv.begin_import(hashes))
+            decision = decide_pull(self.pulls.view(source, sink, form, known, most))
+        fetch = KvFetch(FetchCause.NEW, source.worker_id, sink.worker_id, decision, known)
+        if not decision.pulls:
+            return fetch
+        return await self.pulls.run(fetch, source, sink, form, hashes)
 
     async def _fetch_prefix(
         self, hashes: Sequence[bytes], sources: list[FleetWorker], sink: FleetWorker, form: KvFormat
@@ -101,66 +146,11 @@ class KvFetcher:
             *(_answer(one.kv.held_blocks(hashes)) for one in sources),
         )
         most, source = max(zip(held, sources, strict=True), key=lambda pair: pair[0])
-        busy = source.backend.load().running > 0 or sink.backend.load().running > 0
-        place = source.worker_id, sink.worker_id, busy
-        num_bytes = (most - known) * form.block_bytes
-        view = PullView(
-            (most - known) * form.block_tokens,
-            known * form.block_tokens,
-            num_bytes,
-            self._queued_bytes.get(sink.worker_id, 0),
-            self._links.get(place, LinkSpeed()).at(self._now_s()),
-            sink.backend.load(),
-        )
-        decision = decide_pull(view)
-        fetched = KvFetch(source.worker_id, sink.worker_id, decision, known)
+        decision = decide_pull(self.pulls.view(source, sink, form, known, most))
+        fetch = KvFetch(FetchCause.RESUMED, source.worker_id, sink.worker_id, decision, known)
         if not decision.pulls:
-            return fetched
-        return await self._pull(source, sink, hashes[:most], fetched, decision.compute_s)
-
-    async def _pull(
-        self,
-        source: FleetWorker,
-        sink: FleetWorker,
-        hashes: Sequence[bytes],
-        fetch: KvFetch,
-        most_s: float | None = None,
-    ) -> KvFetch:
-        """Pull the rest of a chain, whose beginning the destination holds.
-
-        Args:
-            most_s: time after which the transfer ends, in seconds, or None for no limit.
-        """
-        form = sink.kv_format
-        assert form is not None
-        num_bytes = (len(hashes) - fetch.known_blocks) * form.block_bytes
-        if not num_bytes:
             return fetch
-        busy = source.backend.load().running > 0 or sink.backend.load().running > 0
-        place = source.worker_id, sink.worker_id, busy
-        transfer = Transfer(source.kv, sink.kv, hashes, fetch.known_blocks)
-        begun_s = self._now_s()
-        self._add_queued(sink, num_bytes)
-        try:
-            end = await transfer.run(most_s)
-        finally:
-            self._add_queued(sink, -num_bytes)
-        seconds = self._now_s() - begun_s
-        if transfer.blocks and seconds > 0.0:
-            link, moved = self._links.get(place, LinkSpeed()), transfer.blocks * form.block_bytes
-            self._links[place] = link.measured(moved, seconds, self._now_s())
-        return fetch.ended(end, transfer, form.block_bytes, seconds)
-
-    def _add_queued(self, sink: FleetWorker, num_bytes: int) -> None:
-        left = self._queued_bytes.get(sink.worker_id, 0) + num_bytes
-        self._queued_bytes[sink.worker_id] = left
-        if not left:
-            del self._queued_bytes[sink.worker_id]
-
-
-def can_supply(source: FleetWorker, sink: FleetWorker) -> bool:
-    """Return whether a worker can pull blocks from another worker."""
-    return source is not sink and refusal(source.kv_format, sink.kv_format) is None
+        return await self.pulls.run(fetch, source, sink, form, hashes[:most])
 
 
 async def _answer(blocks: Coroutine[None, None, int]) -> int:

@@ -21,13 +21,13 @@ from draftgate.backends.errors import BackendFailed, StreamMoved
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
-from draftgate.gateway.dispatch.kv_fetch import can_supply
+from draftgate.gateway.dispatch.kv_pulls import KvFetch, can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import need_of
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import KvFetch, Move, Run
+from draftgate.gateway.dispatch.run import Move, Run
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry.logs import log
@@ -239,7 +239,7 @@ class Moves:
             len(lengths),
             form.block_bytes // form.block_tokens,
             form.block_tokens,
-            self._parts.kv.bytes_per_s(source, sink),
+            self._parts.kv.pulls.bytes_per_s(source, sink),
             source.backend.load().speed,
             stream.failures,
         )

@@ -250,9 +250,7 @@ class CentralQueue:
         usable = [(worker, at) for worker, at in usable if has_capacity(at, need)]
         if not usable:
             return None
-        routed = self.router.choose(
-            view, usable, alone=len(self._fleet.workers) == 1, rivals=self._fleet.rivals
-        )
+        routed = self.router.choose(view, usable, self._fleet.workers, rivals=self._fleet.rivals)
         routed.worker.reserve(waiting.request_id, need)
         return routed
 

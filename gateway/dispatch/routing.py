@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
-from draftgate.policies.routing.types import Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.placement_history import PlacementHistory
+from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
 """A function that returns the current view of a request, called only for the policy."""
+
+
+NOTHING_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Routed(NamedTuple):
@@ -22,6 +28,8 @@ class Routed(NamedTuple):
         route: the decision, or None with only one worker to choose.
         choices: the workers that may be leased, the chosen worker first.
         begun_s, ended_s: the time of the decision, on the clock of spans.
+        cached_blocks: leading blocks of the prompt that workers probably held before the decision,
+            by worker id, without workers that hold none.
     """
 
     worker: FleetWorker
@@ -29,57 +37,111 @@ class Routed(NamedTuple):
     choices: tuple[FleetWorker, ...] = ()
     begun_s: float = 0.0
     ended_s: float = 0.0
+    cached_blocks: Mapping[str, int] = NOTHING_CACHED
 
 
 class Router:
-    """A router that chooses workers by a policy, and informs the policy about sent requests."""
+    """A router that chooses workers by a policy, and informs the policy about sent requests.
 
-    def __init__(self, policy: RoutingPolicy, draw: Draw) -> None:
+    Attributes:
+        history: the prompts that each worker may have cached.
+        pulls: the links over which workers may pull prefixes.
+    """
+
+    def __init__(self, policy: RoutingPolicy, draw: Draw, pulls: KvPulls) -> None:
         """Use a policy exclusively.
 
         Args:
             draw: the policy's source of randomness.
+            pulls: the links over which workers may pull prefixes.
         """
         self._policy = policy
         self._draw = draw
+        self.pulls = pulls
+        self.history = PlacementHistory()
 
     def choose(
         self,
         view: View,
         usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        workers: Sequence[FleetWorker],
         *,
-        alone: bool,
         rivals: int = 0,
     ) -> Routed:
         """Choose a worker for a request.
 
         Args:
             usable: the workers with capacity, and their usage. At least one is required.
-            alone: whether the node has only one worker, so that the policy is not needed.
+            workers: all workers, also those without capacity, because they may hold a prefix. The
+                policy is not needed for a single worker.
             rivals: number of other gateways whose requests to these workers are unknown.
         """
         begun_s = time.monotonic()
-        if alone:
+        if len(workers) == 1:
             return Routed(usable[0][0], begun_s=begun_s, ended_s=time.monotonic())
-        routed = self._choose(view, usable, rivals)
+        routed = self._choose(view, usable, workers, rivals)
         return routed._replace(begun_s=begun_s, ended_s=time.monotonic())
 
     def moved(self, view: View, worker: FleetWorker) -> None:
         """Report to the policy that a worker other than the chosen worker got the request."""
-        self._policy.placed(view(), worker.candidate(worker.usage))
+        self._placed(view(), worker.candidate(worker.usage))
 
     def _choose(
-        self, view: View, usable: Sequence[tuple[FleetWorker, WorkerUsage]], rivals: int
+        self,
+        view: View,
+        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        workers: Sequence[FleetWorker],
+        rivals: int,
     ) -> Routed:
         """Choose a worker by the policy."""
         request = view()
-        candidates = tuple(worker.candidate(at) for worker, at in usable)
+        ids = [worker.worker_id for worker in workers]
+        blocks = self.history.cached_blocks(ids, request.block_hashes)
+        if blocks:
+            candidates = self._holding(request, usable, workers, blocks)
+        else:
+            candidates = tuple([worker.candidate(at) for worker, at in usable])
         if len(usable) == 1:
-            self._policy.placed(request, candidates[0])
-            return Routed(usable[0][0])
+            self._placed(request, candidates[0])
+            return Routed(usable[0][0], cached_blocks=blocks)
         route = self._policy.route(request, Candidates(candidates, rivals), self._draw)
         places = {one.worker_id: place for place, one in enumerate(candidates)}
         chosen = [places[offer.worker_id] for offer in route.offers]
-        self._policy.placed(request, candidates[chosen[0]])
+        self._placed(request, candidates[chosen[0]])
         choices = tuple(usable[place][0] for place in chosen)
-        return Routed(choices[0], route, choices)
+        return Routed(choices[0], route, choices, cached_blocks=blocks)
+
+    def _holding(
+        self,
+        request: RouteView,
+        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        workers: Sequence[FleetWorker],
+        blocks: Mapping[str, int],
+    ) -> tuple[Candidate, ...]:
+        """Return the candidates with the parts of the prompt that they hold or would pull.
+
+        They would pull from the worker that holds most.
+
+        Args:
+            blocks: leading blocks that workers probably hold, by worker id.
+        """
+        most = max(blocks.values())
+        holder = next(one for one in workers if blocks.get(one.worker_id) == most)
+        most = min(most, (request.request.prompt_tokens - 1) // request.block_tokens)
+        found = []
+        for worker, at in usable:
+            known, pull = blocks.get(worker.worker_id, 0), None
+            if known < most:
+                pull = self.pulls.offer(holder, worker, known, most)
+            found.append(worker.candidate(at, _tokens(request, known), pull))
+        return tuple(found)
+
+    def _placed(self, request: RouteView, worker: Candidate) -> None:
+        """Report the worker of a request to the policy, and record what it will have cached."""
+        self._policy.placed(request, worker)
+        self.history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
+
+
+def _tokens(request: RouteView, blocks: int) -> int:
+    """Return the prompt tokens in a number of cached blocks, without the last token."""
+    return max(min(blocks * request.block_tokens, request.request.prompt_tokens - 1), 0)

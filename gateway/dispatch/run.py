@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import Final, Protocol
 
-from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.telemetry.tracing import Span
-from draftgate.policies.kv_transfer import PullDecision
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
@@ -48,39 +46,6 @@ class Resume:
         lost, placed = self.lost.worker.backend.card, self.placed.worker.backend.card
         known = lost.numerics_class is not None
         return known and lost.numerics_class == placed.numerics_class
-
-
-@immutable
-class KvFetch:
-    """The decision whether to fetch the KV blocks of a prefix, and the result.
-
-    Attributes:
-        source, sink: ids of the two workers.
-        known_blocks: leading blocks that the destination held before.
-        end: how the transfer ended, or None if the decision was to compute the prefix.
-        blocks, num_bytes, chunks: what the destination stored.
-        seconds: duration of the transfer.
-    """
-
-    source: str
-    sink: str
-    decision: PullDecision
-    known_blocks: int
-    end: TransferEnd | None = None
-    blocks: int = 0
-    num_bytes: int = 0
-    chunks: int = 0
-    seconds: float = 0.0
-
-    def ended(
-        self, end: TransferEnd, transfer: Transfer, block_bytes: int, seconds: float
-    ) -> KvFetch:
-        """Return the fetch after its transfer."""
-        blocks, chunks = transfer.blocks, transfer.chunks
-        num_bytes = blocks * block_bytes
-        return replace(
-            self, end=end, blocks=blocks, num_bytes=num_bytes, chunks=chunks, seconds=seconds
-        )
 
 
 @immutable
@@ -123,7 +88,7 @@ class Watch(Protocol):
         ...
 
     def fetched(self, fetch: KvFetch) -> None:
-        """Record whether the KV blocks of a resumed choice were fetched."""
+        """Record whether the KV blocks of a prefix were fetched."""
         ...
 
     def moved(self, move: Move) -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Final
 
 from draftgate.backends.kv_transfer.transfer import TransferEnd
+from draftgate.gateway.dispatch.kv_pulls import FetchCause
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import MetricDefinition
@@ -55,11 +56,13 @@ def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDef
         yield metric.DECISIONS, (policy, proposer)
     for cause, outcome in product(Cause, (*RESUMED, *GivenUp)):
         yield metric.RESUMES, (cause.value, str(outcome))
-    for reason in PullReason:
+    for fetch, reason in product(FetchCause, PullReason):
+        if (fetch is FetchCause.MOVED) is not (reason is PullReason.MOVE):
+            continue
         pulls = TransferEnd if reason in {PullReason.FASTER, PullReason.MOVE} else ()
         computes = () if reason is PullReason.FASTER else ("none",)
         for end in (*pulls, *computes):
-            yield metric.KV_FETCHES, (reason.value, str(end))
+            yield metric.KV_FETCHES, (fetch.value, reason.value, str(end))
     for why, move_end in product(MoveReason, MoveEnd):
         yield metric.MOVES, (why.value, move_end.value)
     yield metric.ACCEPTED_AT, ("0",)

@@ -231,8 +231,9 @@ RESUMES: Final = _counter(
 )
 KV_FETCHES: Final = _counter(
     "draftgate_kv_fetches",
-    "Decisions about KV blocks of resumed choices, by reason and by the end of the transfer",
-    labels=("reason", "end"),
+    "Decisions whether to fetch the KV blocks of a prefix, by its cause, by the reason of the "
+    "decision, and by the end of the transfer",
+    labels=("cause", "reason", "end"),
 )
 KV_FETCHED: Final = _counter(
     "draftgate_kv_fetched_bytes", "Bytes of KV blocks that workers took from other workers"

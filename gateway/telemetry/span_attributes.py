@@ -5,9 +5,10 @@ from __future__ import annotations
 from draftgate.backends.types import SpeculationOutcome, Task
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import KvFetch, Move, Resume
+from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
@@ -163,6 +164,7 @@ def describe_kv_fetch(span: Span, fetch: KvFetch) -> None:
         )
     span.set(
         {
+            "draftgate.kv.cause": fetch.cause.value,
             "draftgate.kv.from": fetch.source,
             "draftgate.kv.to": fetch.sink,
             "draftgate.kv.reason": fetch.decision.reason.value,

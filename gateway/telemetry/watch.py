@@ -10,8 +10,9 @@ from enum import StrEnum
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import KvFetch, Move, Resume
+from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import is_logged, log
@@ -178,9 +179,9 @@ class RequestWatch:
         self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
 
     def fetched(self, fetch: KvFetch) -> None:
-        """Record whether the KV blocks of a resumed choice were fetched."""
+        """Record whether the KV blocks of a prefix were fetched."""
         end = "none" if fetch.end is None else fetch.end.value
-        self._metrics.add(metric.KV_FETCHES, 1, fetch.decision.reason.value, end)
+        self._metrics.add(metric.KV_FETCHES, 1, fetch.cause.value, fetch.decision.reason.value, end)
         self._metrics.add(metric.KV_FETCHED, fetch.num_bytes)
 
     def moved(self, move: Move) -> None:

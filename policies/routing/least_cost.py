@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from draftgate.policies.routing.placement_history import PlacementHistory
 from draftgate.policies.routing.prediction import Prediction, predict
 from draftgate.policies.routing.scoring import MOST_OFFERS, WeightedScores
 from draftgate.policies.routing.selection import Ranking, rank, spread
@@ -42,24 +41,22 @@ class LeastCost:
         """
         self.name = name
         self._drafts = drafts
-        self._history = PlacementHistory()
-        self._fallback = WeightedScores(name, {"prefix": 2.0, "load": 1.0}, history=self._history)
+        self._fallback = WeightedScores(name, {"prefix": 2.0, "load": 1.0})
 
     def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
-        workers, history = candidates.workers, self._history
-        cached = [history.cached_tokens(request, worker) for worker in workers]
+        workers, last_worker = candidates.workers, self._fallback.last_worker
         gateways = candidates.rivals + 1
-        predictions = predict(request, workers, cached, gateways=gateways, drafts=self._drafts)
+        predictions = predict(request, workers, gateways=gateways, drafts=self._drafts)
         if predictions is None:
             route = self._fallback.route(request, candidates, draw)
             return replace(route, reason=f"no speed is known yet; {route.reason}")
         ids = [worker.worker_id for worker in workers]
         by_id = dict(zip(ids, zip(workers, predictions, strict=True), strict=True))
-        offers: Ranking = rank(candidates, [p.score for p in predictions], history.last_worker)
+        offers: Ranking = rank(candidates, [p.score for p in predictions], last_worker)
         if candidates.rivals:
             how, offers = "drawn", spread(request, candidates, offers, draw)
         else:
-            how, chosen = "best", _next_of_equals(offers, by_id, history.last_worker)
+            how, chosen = "best", _next_of_equals(offers, by_id, last_worker)
             offers = [chosen, *(offer for offer in offers if offer is not chosen)]
         _, best = by_id[offers[0].worker_id]
         reason = (
@@ -67,6 +64,8 @@ class LeastCost:
         )
         if best.cached_tokens:
             reason += f", {best.cached_tokens} of {request.request.prompt_tokens} tokens cached"
+        if best.pulled_tokens:
+            reason += f", {best.pulled_tokens} to pull from another worker"
         return Route(
             self.name,
             tuple(offers[:MOST_OFFERS]),

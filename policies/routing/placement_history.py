@@ -1,12 +1,10 @@
-"""Earlier placements: the last worker, and the prompts that each worker may still have cached."""
+"""Earlier placements: the prompts that each worker may still have cached."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
-
-from draftgate.policies.routing.types import Candidate, RouteView
 
 STRIDE: Final = 8
 """Interval of the hashes that are kept from a chain: every eighth, or 128 tokens at 16 per block. A
@@ -22,43 +20,35 @@ together take a gigabyte, or 110 MB with caches of 450k tokens (an H100 with 8B 
 
 
 class PlacementHistory:
-    """The last worker, and an LRU index of prompts for each worker, as large as its cache.
+    """An LRU index of prompts for each worker, as large as its cache.
 
     The index records placements, not the contents of caches. It is only an estimate, because
     outputs take memory too and blocks in use are not evicted. Tenants never share a hash.
-
-    Attributes:
-        last_worker: id of the worker that got the latest request, or "" before the first.
     """
 
     def __init__(self, most_entries: int = MOST_ENTRIES, most_workers: int = MOST_WORKERS) -> None:
-        self.last_worker = ""
         self._most_entries = most_entries
         self._most_workers = most_workers
         # The most recently used entry is last, in both dictionaries.
         self._placed = OrderedDict[str, OrderedDict[bytes, None]]()
 
-    def cached_tokens(self, request: RouteView, worker: Candidate) -> int:
-        """Return how many prompt tokens a worker may have cached, without the last token."""
-        blocks = self.cached_blocks(worker.worker_id, request.block_hashes)
-        return max(min(blocks * request.block_tokens, request.request.prompt_tokens - 1), 0)
+    def cached_blocks(self, worker_ids: Iterable[str], hashes: Sequence[bytes]) -> dict[str, int]:
+        """Return how many leading blocks of a chain workers have seen and may still have cached.
 
-    def cached_blocks(self, worker_id: str, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain a worker has seen and may still have cached."""
-        seen = self._placed.get(worker_id)
-        if not seen:
-            return 0
-        known = 0
-        for place in range(STRIDE - 1, len(hashes), STRIDE):
-            if hashes[place] not in seen:
-                break
-            known = place + 1
-        return known
+        The result omits workers with none. The numbers are multiples of `STRIDE`.
+        """
+        if len(hashes) < STRIDE:
+            return {}
+        found = {}
+        for worker_id in worker_ids:
+            seen = self._placed.get(worker_id)
+            if seen and hashes[STRIDE - 1] in seen:
+                found[worker_id] = _leading(seen, hashes)
+        return found
 
     def record(self, worker_id: str, hashes: Sequence[bytes], cache_blocks: int) -> None:
         """Record a prompt that goes to a worker with `cache_blocks` KV blocks (0 if unknown)."""
-        self.last_worker = worker_id
-        if not hashes:
+        if len(hashes) < STRIDE:
             return
         seen = self._placed.setdefault(worker_id, OrderedDict())
         self._placed.move_to_end(worker_id)
@@ -75,3 +65,11 @@ class PlacementHistory:
     def __len__(self) -> int:
         """Return the number of entries."""
         return sum(map(len, self._placed.values()))
+
+
+def _leading(seen: Container[bytes], hashes: Sequence[bytes]) -> int:
+    """Return how many leading blocks of a chain were seen, of which the first entry was."""
+    for place in range(2 * STRIDE - 1, len(hashes), STRIDE):
+        if hashes[place] not in seen:
+            return place + 1 - STRIDE
+    return len(hashes) // STRIDE * STRIDE

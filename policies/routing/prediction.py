@@ -1,12 +1,15 @@
 """Predicted latency of a request on each worker, and the time that other requests lose.
 
-    TTFT   = (prompt tokens ahead + own uncached tokens) x step_token_s + a step
-             + wait for a free sequence
+    TTFT   = (prompt tokens ahead + own tokens to compute) x step_token_s + a step
+             + own pull + wait for a free sequence
     TPOT   = step / tokens,    step = step_s + others in the batch x step_sequence_s
     tokens = 1 + sum over slots of (survival - price)
     others = others in the batch x (own tokens to compute x step_token_s
              + output / tokens x step_sequence_s)
     cost   = TTFT + output x TPOT + others
+
+The own tokens to compute are those that the worker neither has cached nor pulls from another
+worker. It pulls them if that is faster (`policies.kv_transfer`). A pull delays no other request.
 
 `tokens` is the number of tokens per step, less the cost of its drafts to other requests. `others`
 is the total time that other requests lose (a congestion charge, Pigou 1920). Without this term,
@@ -49,6 +52,7 @@ class Prediction:
     Attributes:
         score: cost in seconds, and its rise with each leased token.
         draft_tokens: slots per step that are worth their price.
+        pulled_tokens: further tokens that the worker will pull.
     """
 
     score: Score
@@ -56,12 +60,12 @@ class Prediction:
     tpot_s: float
     cached_tokens: int
     draft_tokens: int
+    pulled_tokens: int = 0
 
 
 def predict(
     request: RouteView,
     workers: Sequence[Candidate],
-    cached_tokens: Sequence[int],
     *,
     gateways: int = 1,
     drafts: bool = True,
@@ -69,7 +73,6 @@ def predict(
     """Return a prediction for each worker, or None if no speed is known.
 
     Args:
-        cached_tokens: prompt tokens in each worker's cache, [workers].
         gateways: number of gateways with as many leases as this gateway, including this gateway.
         drafts: whether the gain and the cost of drafts count.
     """
@@ -85,7 +88,7 @@ def predict(
     ahead_s = _prompts_ahead_s(request, workers, speeds, gateways)
     return [
         _predict_on(request, *each, chances[each[0].load.proposers])
-        for each in zip(workers, speeds, ahead_s, cached_tokens, strict=True)
+        for each in zip(workers, speeds, ahead_s, strict=True)
     ]
 
 
@@ -114,7 +117,6 @@ def _predict_on(
     worker: Candidate,
     speed: WorkerSpeed,
     ahead_s: float,
-    cached: int,
     chance: float,
 ) -> Prediction:
     slots, tokens = _drafted(request.request, worker.load.price, chance)
@@ -122,15 +124,25 @@ def _predict_on(
     batch = min(on_worker + own, limit or on_worker + own)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s
     steps = request.output_tokens / tokens
-    own_s = (request.request.prompt_tokens - cached) * speed.step_token_s
-    ttft_s = max(ahead_s, 0.0) + own_s + step_s
+    pulled, pull_s = _pulled(worker, speed)
+    own_tokens = request.request.prompt_tokens - worker.cached_tokens - pulled
+    own_s = own_tokens * speed.step_token_s
+    ttft_s = max(ahead_s, 0.0) + own_s + pull_s + step_s
     if limit:
         ttft_s += max(on_worker + own - limit, 0) * (own_s + steps * step_s) / limit
     slower_s = own * steps * speed.step_sequence_s
     others_s = (batch - own) * (own_s + slower_s)
     per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1)
     score = Score(min(ahead_s, 0.0) + ttft_s + steps * step_s + others_s, per_token_s)
-    return Prediction(score, ttft_s, step_s / tokens, cached, slots)
+    return Prediction(score, ttft_s, step_s / tokens, worker.cached_tokens, slots, pulled)
+
+
+def _pulled(worker: Candidate, speed: WorkerSpeed) -> tuple[int, float]:
+    """Return the tokens that a worker pulls, and the seconds of the pull."""
+    pull = worker.pull
+    if pull is None or pull.pull_s >= pull.tokens * speed.step_token_s:
+        return 0, 0.0
+    return pull.tokens, pull.pull_s
 
 
 def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, float]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from draftgate.policies.routing.placement_history import PlacementHistory
 from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.selection import Pick, Score, least, less_of_two, rank, spread
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
-Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PlacementHistory], Sequence[Score]]
+Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate]], Sequence[Score]]
 """A function that returns the score of each candidate without changing any state."""
 
 OVERLOAD: Final = 1.25
@@ -27,9 +26,7 @@ MOST_OFFERS: Final = 64
 """Maximum number of offers in a decision, because a reservation checks each of them."""
 
 
-def load(
-    request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
-) -> Sequence[Score]:
+def load(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
     """Return the tokens on each worker, as a share of the largest total with this request."""
     tokens = [_tokens(request, worker) for worker in workers]
     leased = [
@@ -46,45 +43,41 @@ def _tokens(request: RouteView, worker: Candidate) -> int:
     return worker.tokens + uncounted * request.most_tokens // max(request.sequences, 1)
 
 
-def prefix(
-    request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
-) -> Sequence[Score]:
-    """Return the share of the prompt that is not cached, or 1 for an overloaded worker."""
+def prefix(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
+    """Return the share of the prompt that is not cached, or 1 for an overloaded worker.
+
+    Tokens that the worker would pull count by the time of the pull, as a share of computing them.
+    """
     tokens = [worker.tokens + worker.leased_tokens for worker in workers]
     most = OVERLOAD * (sum(tokens) / len(workers) + request.most_tokens)
     prompt_tokens = max(request.request.prompt_tokens, 1)
     return [
-        Score(
-            1.0
-            if own_tokens > most
-            else 1.0 - history.cached_tokens(request, worker) / prompt_tokens
-        )
+        Score(1.0 if own_tokens > most else 1.0 - _saved_tokens(worker) / prompt_tokens)
         for worker, own_tokens in zip(workers, tokens, strict=True)
     ]
 
 
-def price(
-    _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
-) -> Sequence[Score]:
+def _saved_tokens(worker: Candidate) -> float:
+    """Return the prompt tokens that a worker need not compute, by its cache and a pull."""
+    pulled = 0.0 if worker.pull is None else worker.pull.saved_tokens
+    return worker.cached_tokens + pulled
+
+
+def price(_request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
     """Return the price of a draft slot on each worker, where 1 means no drafts."""
     return [Score(min(worker.load.price, 1.0)) for worker in workers]
 
 
-def staleness(
-    _request: RouteView, workers: Sequence[Candidate], _history: PlacementHistory
-) -> Sequence[Score]:
+def staleness(_request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
     """Return a score that grows with the age of each worker's load."""
     return [Score(worker.age_s / (worker.age_s + STALE_S)) for worker in workers]
 
 
-def latency(
-    request: RouteView, workers: Sequence[Candidate], history: PlacementHistory
-) -> Sequence[Score]:
+def latency(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
     """Return the cost that `least_cost` predicts, as a share of the highest, or `load`."""
-    cached = [history.cached_tokens(request, worker) for worker in workers]
-    predictions = predict(request, workers, cached)
+    predictions = predict(request, workers)
     if predictions is None:
-        return load(request, workers, history)
+        return load(request, workers)
     scores = [prediction.score for prediction in predictions]
     lowest = min(0.0, *(score.value for score in scores))  # Old loads can lead to negative levels.
     span = max(score.value for score in scores) - lowest
@@ -100,13 +93,16 @@ SCORERS: Final[Mapping[str, Scorer]] = {
 }
 
 READ_PROMPTS: Final = frozenset({"prefix", "latency"})
-"""Scorers that read block hashes."""
+"""Scorers that read what is cached, for which the gateway needs block hashes."""
 
 
 class WeightedScores:
     """Chooses the worker with the smallest weighted sum of scores.
 
     Without scorers, all workers are equal and take turns.
+
+    Attributes:
+        last_worker: id of the worker that got the latest request, or "" before the first.
     """
 
     def __init__(
@@ -114,20 +110,17 @@ class WeightedScores:
         name: str,
         weights: Mapping[str, float],
         pick: Pick = spread,
-        history: PlacementHistory | None = None,
     ) -> None:
         """Create a policy without placements.
 
         Args:
             weights: weights of scorers in `SCORERS`, by name.
             pick: chooses one of the ranked workers.
-            history: placements shared with another policy, which also receives every `placed` call.
         """
         self._name = name
         self._weights = dict(weights)
         self._pick = pick
-        # Do not use `or`, because an empty history is false but must still be shared.
-        self._history = PlacementHistory() if history is None else history
+        self.last_worker = ""
 
     @property
     def name(self) -> str:
@@ -139,7 +132,7 @@ class WeightedScores:
 
     def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
         workers = candidates.workers
-        parts = {name: SCORERS[name](request, workers, self._history) for name in self._weights}
+        parts = {name: SCORERS[name](request, workers) for name in self._weights}
         sums = [
             Score(
                 sum(weight * parts[name][place].value for name, weight in self._weights.items()),
@@ -149,14 +142,14 @@ class WeightedScores:
             )
             for place in range(len(workers))
         ]
-        ranking = rank(candidates, sums, self._history.last_worker)
+        ranking = rank(candidates, sums, self.last_worker)
         offers = self._pick(request, candidates, ranking, draw)
         chosen = [worker.worker_id for worker in workers].index(offers[0].worker_id)
         reason = self._reason({name: part[chosen] for name, part in parts.items()}, candidates)
         return Route(self._name, tuple(offers[:MOST_OFFERS]), reason)
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
-        self._history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
+        self.last_worker = worker.worker_id
 
     def _reason(self, parts: Mapping[str, Score], candidates: Candidates) -> str:
         pick_name = "least" if parts else "next"

@@ -38,6 +38,27 @@ class RouteView:
 
 
 @immutable
+class PrefixPull:
+    """A part of a prompt that a worker can pull from another worker (`policies.kv_transfer`).
+
+    Attributes:
+        tokens: tokens after those that the worker has cached.
+        pull_s: predicted seconds of the pull.
+        compute_s: predicted seconds in which the worker would compute the tokens, more than
+            `pull_s`.
+    """
+
+    tokens: int
+    pull_s: float
+    compute_s: float
+
+    @property
+    def saved_tokens(self) -> float:
+        """The tokens that the worker could compute in the time that the pull saves."""
+        return self.tokens * (1.0 - self.pull_s / self.compute_s)
+
+
+@immutable
 class Candidate:
     """A worker with capacity for the request.
 
@@ -49,6 +70,9 @@ class Candidate:
         numerics_class: class of workers that generate identical texts, or None without this
             guarantee.
         own: whether the worker belongs to this process.
+        cached_tokens: prompt tokens that are probably in its cache, less than the prompt has.
+        pull: the next tokens of the prompt, if the worker would rather pull than compute them over
+            a link of known bandwidth.
     """
 
     worker_id: str
@@ -58,6 +82,8 @@ class Candidate:
     age_s: float = 0.0
     numerics_class: str | None = None
     own: bool = True
+    cached_tokens: int = 0
+    pull: PrefixPull | None = None
 
     @property
     def load(self) -> WorkerLoad:

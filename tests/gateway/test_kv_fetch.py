@@ -28,7 +28,7 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Sampli
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch import kv_fetch
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
 from tests.gateway.harness import client, eventually, needs_engine, running

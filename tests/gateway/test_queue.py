@@ -19,6 +19,7 @@ from draftgate.gateway.dispatch.admission import (
     AdmissionRequest,
 )
 from draftgate.gateway.dispatch.claims import Claims
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
@@ -64,7 +65,8 @@ def queue_of(*capacities: int, timeout_s: float = 60.0) -> tuple[CentralQueue, l
     """Return a queue and its workers with a limited number of sequences each."""
     workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(capacities)]
     clock = asyncio.get_running_loop().time
-    fleet, router = Fleet(workers=workers), Router(routing_policy("least_loaded"), Random(0).random)
+    fleet = Fleet(workers=workers)
+    router = Router(routing_policy("least_loaded"), Random(0).random, KvPulls(clock))
     claims, ordering = Claims(fleet, MemoryStore(clock)), ordering_policy("fair")
     return CentralQueue(fleet, ordering, router, claims, clock, timeout_s), workers
 

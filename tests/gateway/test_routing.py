@@ -15,6 +15,7 @@ from draftgate.gateway.config import ConfigError
 from draftgate.gateway.config.reading import effective_config
 from draftgate.gateway.dispatch.decisions import Decisions, read_decisions
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
@@ -63,17 +64,18 @@ async def test_the_policy_routes_only_between_several_candidates(pair) -> None:
     """The router calls the policy only for several candidates and reports a single candidate to
     it."""
     policy = RecordingPolicy()
-    router = Router(policy, Random(0).random)
+    router = Router(policy, Random(0).random, KvPulls(lambda: 0.0))
+    workers = [worker for worker, _ in workers_with_usage(*pair)]
 
     def unread() -> RouteView:
         raise AssertionError("a node of one worker has nothing to decide")
 
-    routed = router.choose(unread, workers_with_usage(pair[0]), alone=True)
+    routed = router.choose(unread, workers_with_usage(pair[0]), workers[:1])
     assert (routed.worker.worker_id, routed.route) == ("w-0", None)
-    routed = router.choose(lambda: VIEW, workers_with_usage(pair[0]), alone=False)
+    routed = router.choose(lambda: VIEW, workers_with_usage(pair[0]), workers)
     assert (routed.worker.worker_id, routed.route) == ("w-0", None)
     assert (policy.candidate_counts, policy.placements) == ([], ["w-0"])
-    routed = router.choose(lambda: VIEW, workers_with_usage(*pair), alone=False)
+    routed = router.choose(lambda: VIEW, workers_with_usage(*pair), workers)
     assert routed.worker.worker_id == routed.route.worker_id == "w-1"
     assert (policy.candidate_counts, policy.placements) == ([2], ["w-0", "w-1"])
 

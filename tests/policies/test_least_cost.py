@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing.prediction import predict
-from draftgate.policies.routing.types import Candidate, Candidates, RouteView
+from draftgate.policies.routing.types import Candidate, Candidates, PrefixPull, RouteView
 from draftgate.policies.types import (
     DraftCounts,
     SpeculationMode,
@@ -42,9 +42,35 @@ def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
     slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
     assert cheapest(worker(0, speed=slow), worker(1)) == 1
     assert cheapest(worker(0, running=64, waiting=4), worker(1, running=60)) == 1
-    policy = routing_policy("least_cost")
-    policy.placed(prompt("a", 256), worker(1))
-    assert place(policy, workers_with_tokens(0, 0, 0), prompt("a", 256)) == 1
+    holder = replace(worker(1), cached_tokens=4095)
+    assert cheapest(worker(0), holder, worker(2), request=prompt("a", 256)) == 1
+
+
+def test_pull_lets_requests_leave_the_busy_holder_of_a_prefix() -> None:
+    """A worker that can pull the prefix faster than compute it wins over the busy holder. Without
+    the pull, or with one that takes longer than computing, the holder wins."""
+    request = prompt("a", 256)
+    holder = replace(worker(0, running=2), cached_tokens=4000)
+    idle = worker(1)
+    assert cheapest(holder, idle, request=request) == 0
+    for pull_s, chosen in ((0.002, 1), (0.5, 0)):
+        pulling = replace(idle, pull=PrefixPull(4000, pull_s, 0.6))
+        policy = routing_policy("least_cost")
+        route = decide(policy, Candidates((holder, pulling)), request)
+        assert route.worker_id == f"w-{chosen}"
+        assert ("4000 to pull" in route.reason) == bool(chosen)
+
+
+@given(st.integers(0, 63), st.integers(1, 999), st.floats(1e-3, 1.0), st.floats(1.0, 100.0))
+def test_pull_never_raises_the_cost(running, tokens, pull_s, times) -> None:
+    """The option of a pull never makes a worker worse, and a slow pull changes nothing."""
+    plain = worker(0, running=running)
+    pulling = replace(plain, pull=PrefixPull(tokens, pull_s, pull_s * times))
+    (without,), (with_pull,) = predict(REQUEST, (plain,)), predict(REQUEST, (pulling,))
+    assert with_pull.score.value <= without.score.value + 1e-12
+    assert with_pull.ttft_s <= without.ttft_s + 1e-12
+    if pull_s >= tokens * SPEED.step_token_s:
+        assert with_pull == without
 
 
 def test_faster_worker_gets_more_but_not_everything() -> None:
@@ -59,7 +85,6 @@ def test_faster_worker_gets_more_but_not_everything() -> None:
         for predicted in predict(
             REQUEST,
             (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow)),
-            (0, 0),
         )
     ]
     assert counts[0] > counts[1] > 0
@@ -131,14 +156,8 @@ def test_cost_rises_with_load_and_falls_with_cached_tokens(
     more_ahead = worker(0, running=running, prompt_tokens=ahead + 100, price=price)
     old = replace(current, age_s=age_s)
     (now,), (with_sequence,), (with_prompt,), (with_age,), (with_cache,) = (
-        predict(REQUEST, (candidate,), (tokens,))
-        for candidate, tokens in (
-            (current, 0),
-            (busier, 0),
-            (more_ahead, 0),
-            (old, 0),
-            (current, cached),
-        )
+        predict(REQUEST, (candidate,))
+        for candidate in (current, busier, more_ahead, old, replace(current, cached_tokens=cached))
     )
     assert now.score.value <= with_sequence.score.value
     assert now.score.value < with_prompt.score.value

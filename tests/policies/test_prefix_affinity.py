@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing.placement_history import STRIDE, PlacementHistory
 from draftgate.policies.routing.scoring import OVERLOAD
+from draftgate.policies.routing.types import Candidates
 from tests.policies.routing_workers import (
     chain,
     place,
     prompt,
+    worker,
     workers_with_tokens,
 )
 
@@ -22,11 +25,14 @@ def test_prefix_affinity_follows_the_prompt_until_overload() -> None:
     """A prefix returns to its worker until that worker is overloaded."""
     policy = routing_policy("prefix_affinity")
     assert policy.reads_prompts
-    assert place(policy, workers_with_tokens(9, 0, 9), prompt("a", 64)) == 1
-    assert place(policy, workers_with_tokens(0, 900, 0), prompt("a", 100)) == 1
-    assert place(policy, workers_with_tokens(0, 900, 0), prompt("b", 100)) != 1
-    heavy = int(3 * OVERLOAD * 2000) + 1
-    assert place(policy, workers_with_tokens(0, heavy, 0), prompt("a", 100)) != 1
+
+    def chosen(sent_tokens: int, cached_tokens: int) -> int:
+        holder = replace(worker(1, sent_tokens), cached_tokens=cached_tokens)
+        return place(policy, Candidates((worker(0), holder, worker(2))), prompt("a", 100))
+
+    assert chosen(900, 1024) == 1
+    assert chosen(900, 0) != 1
+    assert chosen(int(3 * OVERLOAD * 2000) + 1, 1024) != 1
 
 
 def test_prefix_affinity_without_hashes_is_least_loaded() -> None:
@@ -49,12 +55,12 @@ def test_history_is_bounded_and_never_overstates_the_cache(placements, cache_ent
         index.record(name, chain(tenant, blocks), cache_entries * STRIDE)
         longest[tenant, name] = max(longest[tenant, name], blocks)
         assert len(index) <= 3 * cache_entries
-        known = index.cached_blocks(name, chain(tenant, blocks))
+        known = index.cached_blocks([name], chain(tenant, blocks)).get(name, 0)
         # The history keeps the beginning of a prompt longest.
         assert known == min(blocks // STRIDE, cache_entries) * STRIDE
         for other in "abcdefgh":
             for elsewhere in "xyz":
-                known = index.cached_blocks(elsewhere, chain(other, 200))
+                known = index.cached_blocks([elsewhere], chain(other, 200)).get(elsewhere, 0)
                 assert known <= longest[other, elsewhere]
                 assert known % STRIDE == 0
 
@@ -65,7 +71,6 @@ def test_history_forgets_workers_that_left() -> None:
     for number in range(10):
         index.record(f"w-{number}", chain("a", 80), 0)
         index.record("stays", chain("b", 80), 0)
-    assert index.cached_blocks("stays", chain("b", 80)) == 80
-    assert index.cached_blocks("w-9", chain("a", 80)) == 80
-    assert index.cached_blocks("w-1", chain("a", 80)) == 0
+    assert index.cached_blocks(["stays", "w-0"], chain("b", 80)) == {"stays": 80}
+    assert index.cached_blocks(["w-1", "w-9"], chain("a", 80)) == {"w-9": 80}
     assert len(index) == 30

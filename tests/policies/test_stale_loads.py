@@ -88,7 +88,7 @@ def workers_with_report_ages(
 
 def costs_of(workers: tuple[Candidate, ...], gateways: int = 1) -> list[float]:
     """Return the cost of a request on each worker."""
-    predictions = predict(REQUEST, workers, [0] * len(workers), gateways=gateways)
+    predictions = predict(REQUEST, workers, gateways=gateways)
     assert predictions is not None
     return [prediction.score.value for prediction in predictions]
 
@@ -129,7 +129,7 @@ def test_score_falls_by_at_most_the_age_of_the_report(loads) -> None:
     )
     now = tuple(replace(candidate, age_s=0.0) for candidate in workers)
     for candidate, aged, score, fresh in zip(
-        workers, predict(REQUEST, workers, [0] * len(workers)), costs_of(workers), costs_of(now),
+        workers, predict(REQUEST, workers), costs_of(workers), costs_of(now),
         strict=True,
     ):  # fmt: skip
         assert 0.0 <= fresh - score <= candidate.age_s + 1e-9
