@@ -1,9 +1,9 @@
 """Moves of running streams to other workers: which stream moves next, and when its source stops.
 
 A move copies the KV blocks of a stream in *stages* while the stream runs on its source. Each stage
-copies the blocks that were filled during the stage before. Then the source stops, and the
-destination computes the last tokens and continues (Llumnix, arXiv 2406.03243). The *gap* is the
-extra pause of the client.
+copies the blocks that were filled during the stage before. Then the destination computes the last
+tokens and continues, and the source stops (Llumnix, arXiv 2406.03243). The *gap* is the extra pause
+of the client.
 
     copy      = sum of the stages
     stage     = latency + bytes of the missing tokens / bandwidth
@@ -32,6 +32,10 @@ MOST_COMPUTED_BLOCKS: Final = 3
 """Full blocks of a choice that may be missing when the source stops after the last stage. The
 destination computes them in its first step, with the tokens of the last block. These are at most 64
 tokens, which take less time than a further transfer. (Chosen, not tuned, 2026-11-23.)"""
+
+VERIFIED_TOKENS: Final = 8
+"""Tokens of the source that the destination must compute too before the switch. Both workers run
+the stream meanwhile. (Chosen, not tuned, 2026-11-23.)"""
 
 MOVE_S: Final = 10.0
 """Time in seconds after which a move is given up, as in Llumnix. The destination holds imported
@@ -67,6 +71,8 @@ class MoveEnd(StrEnum):
     """No destination had room for the stream, or for its blocks."""
     BEHIND = "behind"
     """The source filled blocks faster than they were copied, or no longer held some."""
+    REJECTED = "rejected"
+    """The destination computed another token than the source, although their class is exact."""
     LATE = "late"
     """The move took longer than `MOVE_S`."""
     FAILED = "failed"
@@ -169,3 +175,13 @@ def next_step(stages: int, missing_blocks: int) -> MoveStep:
     if stages < MOST_STAGES:
         return MoveStep.COPY
     return MoveStep.STOP if missing_blocks <= MOST_COMPUTED_BLOCKS else MoveStep.GIVE_UP
+
+
+def may_switch(verified_tokens: int, *, ended: bool) -> bool:
+    """Return whether the stream may switch to the destination once it has caught up.
+
+    Args:
+        verified_tokens: tokens that both workers have computed.
+        ended: whether the destination has ended a choice.
+    """
+    return verified_tokens >= VERIFIED_TOKENS or ended

@@ -124,6 +124,7 @@ BENCHES: Final = {
     "overload": "bench.simulation.overload",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",
+    "moves": "bench.gateway.moves",
     "readers": "bench.gateway.readers",
     "rag": "bench.gateway.rag",
     "store": "bench.gateway.store",

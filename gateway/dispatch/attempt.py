@@ -66,7 +66,7 @@ class Attempt:
 
     placed: Placement
     reading: Reading
-    on_delta: Callable[[], None] | None = None
+    on_delta: Callable[[Delta], None] | None = None
 
     def __init__(
         self,
@@ -94,12 +94,16 @@ class Attempt:
         self._entry = run.entry
         self._reservation: Reservation | None = None  # once prepared
         self._deltas: AsyncGenerator[Delta, None] | None = None  # once sent
+        self._joined: AsyncGenerator[Delta, None] | None = None  # if sent before the context
         self._span: Span = NO_SPAN
         self._spans: WorkerSpans | None = None  # if recorded
         self._begun = False
 
     async def __aenter__(self) -> AsyncGenerator[Delta, None]:
         try:
+            if self._joined is not None:
+                self._take_over()
+                return self._joined
             if self._reservation is None:
                 await self._prepare()
                 if self._request.resumed or self._routed.cached_blocks:
@@ -133,11 +137,24 @@ class Attempt:
         """Release a prepared attempt whose context is not entered."""
         await self._end(None)
 
-    def extend(self, output: PartialOutput) -> None:
-        """Continue a prepared attempt from the tokens that were added meanwhile."""
-        plan = self.placed.request.speculation
-        self._request = output.rest(self._request.request_id)
-        self.placed = replace(self.placed, request=self._request.planned(plan))
+    def extend(self) -> None:
+        """Continue a prepared attempt from the present output, unless it has begun already."""
+        if self._deltas is None:
+            plan = self.placed.request.speculation
+            self._request = self._output.rest(self._request.request_id)
+            self.placed = replace(self.placed, request=self._request.planned(plan))
+
+    def begin(self) -> AsyncGenerator[Delta, None]:
+        """Send a prepared request from the present output, while the prompt runs on its source.
+
+        The current task reads the deltas, until the context is entered with `continue_with`.
+        """
+        self.extend()
+        return self._send()
+
+    def continue_with(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        """Set the deltas of the context, if the request has begun before the context."""
+        self._joined = deltas
 
     async def __aexit__(
         self,
@@ -145,13 +162,16 @@ class Attempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._parts.watchdog.unwatch(self.reading)
         interruption = None
         if isinstance(error, asyncio.CancelledError):
             interruption = self.reading.interruption()
         await self._end(None if isinstance(interruption, StreamMoved) else error)
         if interruption is not None:
             raise interruption from None
+
+    def set_pace(self, pace: Pace) -> None:
+        """Set the pace of the request on its worker, which the job's own pace replaces."""
+        self._worker.generating.set_pace(self._request.request_id, pace)
 
     def observe(self, delta: Delta) -> None:
         """Pass a delta to output, account, watchdog, queue, trace and acceptance history."""
@@ -169,7 +189,7 @@ class Attempt:
             self._entry.ended += 1
             self._parts.placer.record_outcome(self.placed, delta.outcome)
         if self.on_delta is not None:
-            self.on_delta()
+            self.on_delta(delta)
 
     async def _prepare(self) -> None:
         self._reservation = await self._reserve()
@@ -237,10 +257,22 @@ class Attempt:
         self.reading = self._parts.watchdog.watch(worker, run)
         return deltas
 
+    def _take_over(self) -> None:
+        """Let the current task read a request that has begun before the context."""
+        run, worker = self._run, self._worker
+        self._parts.watchdog.unwatch(self.reading)
+        self.reading = self._parts.watchdog.watch(worker, run)
+        run.place(self._index, self.placed)
+        if run.pace is not Pace.FULL:
+            self.set_pace(run.pace)
+
     async def _end(self, error: BaseException | None) -> None:
         """End the stream, the spans and the lease, and dispatch the next request."""
         try:
+            if self._joined is not None:
+                await self._joined.aclose()
             if self._deltas is not None:
+                self._parts.watchdog.unwatch(self.reading)
                 await self._deltas.aclose()
         finally:
             if self._spans is not None:

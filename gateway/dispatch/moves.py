@@ -1,8 +1,9 @@
 """Moves of running streams from a worker that is leaving to other workers.
 
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
-copied to the destination. Then the gateway interrupts the reader of the stream at a token boundary,
-and the reader continues with the *successor*, an attempt that has already reserved the destination
+copied to the destination. In an exact numerics class, the destination then begins before the source
+stops, and must compute the same tokens (`splice`). At last the gateway interrupts the reader of the
+stream, and the reader continues with the *successor*, an attempt that has reserved the destination
 (`failover`). `policies.moves` decides which stream moves next and when its source stops. A stream
 whose move does not succeed stays on its source until the source stops.
 """
@@ -11,27 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from contextvars import Context
 from functools import partial
-from itertools import count
 from typing import Final
 
-from draftgate.backends.errors import BackendFailed, StreamMoved
+from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
-from draftgate.backends.types import GenerationRequest, Pace
+from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.kv_pulls import KvFetch, can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.moving import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
-from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import Move, Run
+from draftgate.gateway.dispatch.splice import Splice
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry.logs import log
-from draftgate.gateway.telemetry.span_attributes import describe_move
 from draftgate.policies.moves import (
     MOST_MOVES,
     MOVE_S,
@@ -41,6 +40,7 @@ from draftgate.policies.moves import (
     MoveReason,
     MoveStep,
     MoveView,
+    may_switch,
     next_move,
     next_step,
 )
@@ -49,102 +49,7 @@ CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
 workers on other nodes."""
 
-_FAILURES: Final = frozenset({MoveEnd.BEHIND, MoveEnd.LATE, MoveEnd.FAILED})
-
-
-class Stream:
-    """A prompt of a job, which runs on one worker after the other.
-
-    Attributes:
-        output: the output so far.
-        waiting: the place of its first dispatch in the queue.
-        attempt: the attempt that runs the prompt, while it is registered for moves.
-        successor: the attempt at which an interrupted prompt continues.
-        failures: number of its moves that failed.
-        retry_s: earliest time of its next move.
-    """
-
-    attempt: Attempt
-
-    def __init__(self, run: Run, index: int, waiting: Waiting) -> None:
-        """Start without output."""
-        self.run = run
-        self.index = index
-        self.waiting = waiting
-        self.output = PartialOutput(run.requests[index])
-        self.successor: Attempt | None = None
-        self.failures = 0
-        self.retry_s = 0.0
-        self._numbers = count(1)
-        self._move: _Migration | None = None
-
-    def rest(self) -> GenerationRequest:
-        """Return the request for the rest of the output, with a new id."""
-        request_id = self.run.requests[self.index].request_id
-        return self.output.rest(f"{request_id}.{next(self._numbers)}")
-
-    def hand_over(self, successor: Attempt, move: _Migration) -> None:
-        """Interrupt the reader, which continues with a prepared attempt."""
-        self.successor, self._move = successor, move
-        move.stop()
-        successor.on_delta = partial(self.end_move, MoveEnd.MOVED)
-        self.attempt.reading.interrupt(StreamMoved("the stream moved to another worker"))
-
-    def end_move(self, end: MoveEnd) -> None:
-        """Record the end of the move whose successor got the stream, once."""
-        move, self._move = self._move, None
-        if move is not None:
-            move.end(end)
-
-    def take_successor(self) -> Attempt | None:
-        """Return the successor for the rest of the output, once, or None without one."""
-        successor, self.successor = self.successor, None
-        if successor is not None:
-            successor.extend(self.output)
-        return successor
-
-    async def close(self) -> None:
-        """Release a successor that did not get the stream."""
-        self.end_move(MoveEnd.ENDED)
-        if self.successor is not None:
-            await self.successor.abandon()
-
-
-class _Migration:
-    """A move, from its choice to the first delta of the destination."""
-
-    def __init__(self, stream: Stream, reason: MoveReason, now_s: Callable[[], float]) -> None:
-        self.stages = 0
-        self.sink = ""
-        self._stream = stream
-        self._reason = reason
-        self._now_s = now_s
-        self._source = stream.attempt.placed.worker.worker_id
-        self._blocks = self._bytes = 0
-        self._stopped_s: float | None = None
-        self._span = stream.run.span.child("migrate")
-
-    def add_stage(self, fetches: list[KvFetch]) -> None:
-        """Add a stage, with the transfers of all choices."""
-        self.stages += 1
-        self._blocks += sum(fetch.blocks for fetch in fetches)
-        self._bytes += sum(fetch.num_bytes for fetch in fetches)
-
-    def stop(self) -> None:
-        """Begin the gap."""
-        self._stopped_s = self._now_s()
-
-    def end(self, end: MoveEnd) -> None:
-        """Report the move."""
-        stopped_s = self._stopped_s
-        gap_s = None if stopped_s is None else self._now_s() - stopped_s
-        move = Move(
-            *(self._stream.index, self._reason, end, self._source, self.sink),
-            *(self.stages, self._blocks, self._bytes, gap_s),
-        )
-        describe_move(self._span, move)
-        self._span.end()
-        self._stream.run.watch.moved(move)
+_FAILURES: Final = frozenset({MoveEnd.BEHIND, MoveEnd.REJECTED, MoveEnd.LATE, MoveEnd.FAILED})
 
 
 class Moves:
@@ -246,7 +151,7 @@ class Moves:
 
     async def _move(self, stream: Stream) -> None:
         """Move a stream, or leave it on its worker."""
-        move, end = _Migration(stream, MoveReason.DRAIN, self._now_s), MoveEnd.ENDED
+        move, end = Migration(stream, MoveReason.DRAIN, self._now_s), MoveEnd.ENDED
         try:
             async with asyncio.timeout(MOVE_S):
                 end = await self._try_move(stream, move)
@@ -265,7 +170,7 @@ class Moves:
                 move.end(end)
         self._begin_moves()
 
-    async def _try_move(self, stream: Stream, move: _Migration) -> MoveEnd:
+    async def _try_move(self, stream: Stream, move: Migration) -> MoveEnd:
         """Reserve a destination, copy the blocks, and hand the stream over.
 
         Returns:
@@ -285,9 +190,13 @@ class Moves:
         try:
             move.sink = successor.placed.worker.worker_id
             end = await self._copy(stream, successor.placed.worker, move)
-            if end is MoveEnd.MOVED:
-                await _boundary(stream.attempt)
-                stream.hand_over(successor, move)
+            if end is not MoveEnd.MOVED:
+                return end
+            await _boundary(stream.attempt)
+            move.note_delta()
+            if _is_exact(stream, successor):
+                return await self._overlap(stream, successor, move)
+            stream.hand_over(successor, move)
             return end
         finally:
             if stream.successor is not successor:
@@ -313,7 +222,7 @@ class Moves:
         self._parts.queue.pump()
         return None
 
-    async def _copy(self, stream: Stream, sink: FleetWorker, move: _Migration) -> MoveEnd:
+    async def _copy(self, stream: Stream, sink: FleetWorker, move: Migration) -> MoveEnd:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
         kv, run, source = self._parts.kv, stream.run, _worker(stream)
         missing = 0
@@ -328,6 +237,43 @@ class Moves:
                 return MoveEnd.FAILED
             missing = _missing_blocks(stream, fetches, sink)
         return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
+
+    async def _overlap(self, stream: Stream, successor: Attempt, move: Migration) -> MoveEnd:
+        """Run the stream on both workers, until the destination has computed the same tokens.
+
+        The source pauses after enough equal tokens, so that the destination catches up.
+        """
+        source, splice = stream.attempt, Splice(stream.output.open_choices)
+        paused = ended = False
+        deltas = successor.begin()
+
+        def observe(delta: Delta) -> None:
+            splice.add_source(delta)
+            move.note_delta()
+
+        source.on_delta = observe
+        try:
+            async with aclosing(_read(successor, deltas)) as read:
+                async for delta in read:
+                    splice.add_sink(delta)
+                    move.verified_tokens = splice.verified_tokens
+                    if splice.differs:
+                        return MoveEnd.REJECTED
+                    ended = ended or delta.finish_reason is not None
+                    if not may_switch(splice.verified_tokens, ended=ended):
+                        continue
+                    if splice.caught_up and source.reading.waiting:
+                        successor.continue_with(splice.continued(deltas))
+                        stream.hand_over(successor, move)
+                        return MoveEnd.MOVED
+                    if not paused:
+                        paused = True
+                        source.set_pace(Pace.PAUSED)
+            return MoveEnd.ENDED
+        finally:
+            source.on_delta = None
+            if paused and stream.successor is not successor:
+                source.set_pace(stream.run.pace)
 
 
 class Watching:
@@ -357,6 +303,27 @@ def _missing_blocks(stream: Stream, fetches: list[KvFetch], sink: FleetWorker) -
     return (prompt + longest - 1) // form.block_tokens - held
 
 
+def _is_exact(stream: Stream, successor: Attempt) -> bool:
+    """Return whether both workers compute the same tokens, whatever else they run."""
+    source, sink = _worker(stream).backend.card, successor.placed.worker.backend.card
+    # A traced response reports the steps of one worker for each token.
+    is_exact = source.capabilities.exact and source.numerics_class == sink.numerics_class
+    return is_exact and not stream.run.job.traced
+
+
+async def _read(
+    attempt: Attempt, deltas: AsyncGenerator[Delta, None]
+) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of an attempt whose context is not entered yet."""
+    reading = attempt.reading
+    reading.waiting = True
+    async for delta in deltas:
+        reading.waiting = False
+        reading.deltas += 1
+        yield delta
+        reading.waiting = True
+
+
 async def _boundary(attempt: Attempt) -> None:
     """Wait until a reader has passed a delta on and waits for the next one."""
     loop = asyncio.get_running_loop()
@@ -371,6 +338,6 @@ async def _boundary(attempt: Attempt) -> None:
             return
 
 
-def _wake(passed: asyncio.Future[None]) -> None:
+def _wake(passed: asyncio.Future[None], _: Delta) -> None:
     if not passed.done():
         passed.set_result(None)

@@ -28,6 +28,11 @@ class PartialOutput:
         return self._ended_tokens + sum(map(len, self._open.values()))
 
     @property
+    def open_choices(self) -> tuple[int, ...]:
+        """The choices that have not ended."""
+        return tuple(self._open)
+
+    @property
     def lengths(self) -> list[int]:
         """Number of output tokens of each choice that has not ended."""
         return [len(ids) for ids in self._open.values()]

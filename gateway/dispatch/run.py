@@ -57,8 +57,9 @@ class Move:
         source, sink: ids of the workers. The destination is empty if none had room.
         stages: number of copies while the prompt ran on the source.
         blocks, num_bytes: what the destination stored in these stages.
-        gap_s: time from the stop of the source to the first new token in seconds, or None if the
-            source was not stopped.
+        verified_tokens: number of tokens that both workers computed, in an exact numerics class.
+        gap_s: time from the last token of the source to the first new token in seconds, or None if
+            the prompt did not move.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Move:
     stages: int
     blocks: int
     num_bytes: int
+    verified_tokens: int
     gap_s: float | None
 
 

@@ -245,7 +245,7 @@ MOVES: Final = _counter(
 )
 MOVE_GAP: Final = _histogram(
     "draftgate_move_gap_seconds",
-    "Time from the stop of a moved prompt on its old worker to its next token",
+    "Time from the last token of a moved prompt on its old worker to its next token",
 )
 RETRIES: Final = _counter(
     "draftgate_upstream_retries",

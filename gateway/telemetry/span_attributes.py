@@ -189,6 +189,7 @@ def describe_move(span: Span, move: Move) -> None:
             "draftgate.move.stages": move.stages,
             "draftgate.move.blocks": move.blocks,
             "draftgate.move.bytes": move.num_bytes,
+            "draftgate.move.verified_tokens": move.verified_tokens,
         }
     )
     if move.gap_s is not None:

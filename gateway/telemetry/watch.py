@@ -187,8 +187,17 @@ class RequestWatch:
     def moved(self, move: Move) -> None:
         """Record the end of a move."""
         self._metrics.add(metric.MOVES, 1, move.reason.value, move.end.value)
-        if move.gap_s is not None and move.end is MoveEnd.MOVED:
+        if move.gap_s is not None:
             self._metrics.observe(metric.MOVE_GAP, move.gap_s)
+        if move.end is MoveEnd.REJECTED:
+            log(
+                logging.ERROR,
+                "a worker computed other tokens than the source of a move",
+                prompt=move.index,
+                from_worker=move.source,
+                to_worker=move.sink,
+                verified_tokens=move.verified_tokens,
+            )
 
     def observe(self, delta: Delta) -> None:
         """Record a delta on its way to the client.

@@ -30,9 +30,10 @@ from tests.gateway.troubles import Choice, Dispatched, RecordingWatch, dispatchi
 pytestmark = needs_engine
 
 CONFIG = WorkerConfig(threads=1, kv_bytes=24 << 20, max_model_len=2048, speculation="auto")
-OUTPUT_TOKENS = 400
+OUTPUT_TOKENS = 160
+MOST_MOVES = 500
 PROMPT = "class Shape:\n    def area(self):\n        return self.width * self.height\n\n\n" * 8
-LETTERS = GrammarSpec(GrammarKind.REGEX, "[a-z ]{1000,1200}")
+LETTERS = GrammarSpec(GrammarKind.REGEX, "[a-z ]{600,800}")
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -119,13 +120,16 @@ async def move_streams(kinds: Iterable[str]) -> Counter:
             plain = await run_job(dispatched.dispatcher, replace(job, request_id=f"p{seed}"))
             assert choices == plain, (kind, seed)
             ends += found
+            if ends[MoveEnd.MOVED] >= MOST_MOVES:
+                break
     return ends
 
 
-async def test_moved_streams_of_every_kind_keep_their_text() -> None:
+async def test_moved_streams_keep_their_text() -> None:
     """Texts, tokens and log probabilities of moved streams equal those of undisturbed runs."""
-    ends = await move_streams(KINDS)
-    assert ends[MoveEnd.MOVED] >= len(KINDS) // 2  # a stream may end before its move
+    ends = await move_streams(["several", "logprobs", "grammar", "draft_model"])
+    assert ends[MoveEnd.MOVED]  # a stream may end before its move
+    assert not ends[MoveEnd.REJECTED]
     assert not ends[MoveEnd.FAILED]
 
 
@@ -148,4 +152,5 @@ async def test_500_random_moves_keep_every_text() -> None:
     """Texts and log probabilities stay equal over 500 moves of streams of all kinds."""
     ends = await move_streams(kind for _ in range(60) for kind in KINDS)
     assert ends[MoveEnd.MOVED] >= 500
+    assert not ends[MoveEnd.REJECTED]
     assert not ends[MoveEnd.FAILED]

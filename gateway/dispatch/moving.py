@@ -1,0 +1,123 @@
+"""A prompt that may move to another worker while it runs, and the report of its move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from draftgate.backends.errors import StreamMoved
+from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.gateway.dispatch.attempt import Attempt
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.queue import Waiting
+from draftgate.gateway.dispatch.run import Move, Run
+from draftgate.gateway.telemetry.span_attributes import describe_move
+from draftgate.policies.moves import MoveEnd, MoveReason
+
+
+class Stream:
+    """A prompt of a job, which runs on one worker after the other.
+
+    Attributes:
+        output: the output so far.
+        waiting: the place of its first dispatch in the queue.
+        attempt: the attempt that runs the prompt, while it is registered for moves.
+        successor: the attempt at which an interrupted prompt continues.
+        failures: number of its moves that failed.
+        retry_s: earliest time of its next move.
+    """
+
+    attempt: Attempt
+
+    def __init__(self, run: Run, index: int, waiting: Waiting) -> None:
+        """Start without output."""
+        self.run = run
+        self.index = index
+        self.waiting = waiting
+        self.output = PartialOutput(run.requests[index])
+        self.successor: Attempt | None = None
+        self.failures = 0
+        self.retry_s = 0.0
+        self._numbers = count(1)
+        self._move: Migration | None = None
+
+    def rest(self) -> GenerationRequest:
+        """Return the request for the rest of the output, with a new id."""
+        request_id = self.run.requests[self.index].request_id
+        return self.output.rest(f"{request_id}.{next(self._numbers)}")
+
+    def hand_over(self, successor: Attempt, move: Migration) -> None:
+        """Interrupt the reader, which continues with a prepared attempt."""
+        self.successor, self._move = successor, move
+        successor.on_delta = self._observe_first
+        self.attempt.reading.interrupt(StreamMoved("the stream moved to another worker"))
+
+    def _observe_first(self, delta: Delta) -> None:
+        """End the move with the first new token of the destination."""
+        if self._move is not None and (delta.token_ids or delta.finish_reason is not None):
+            self.end_move(MoveEnd.MOVED)
+
+    def end_move(self, end: MoveEnd) -> None:
+        """Record the end of the move whose successor got the stream, once."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.end(end)
+
+    def take_successor(self) -> Attempt | None:
+        """Return the successor for the rest of the output, once, or None without one."""
+        successor, self.successor = self.successor, None
+        if successor is not None:
+            successor.extend()
+        return successor
+
+    async def close(self) -> None:
+        """Release a successor that did not get the stream."""
+        self.end_move(MoveEnd.ENDED)
+        if self.successor is not None:
+            await self.successor.abandon()
+
+
+class Migration:
+    """A move, from its choice to the first new token of the destination.
+
+    Attributes:
+        stages: number of copies so far.
+        verified_tokens: number of tokens that both workers have computed.
+        sink: id of the destination, or empty while it is unknown.
+    """
+
+    def __init__(self, stream: Stream, reason: MoveReason, now_s: Callable[[], float]) -> None:
+        """Begin the span of a move whose destination is not known yet."""
+        self.stages = self.verified_tokens = 0
+        self.sink = ""
+        self._stream = stream
+        self._reason = reason
+        self._now_s = now_s
+        self._source = stream.attempt.placed.worker.worker_id
+        self._blocks = self._bytes = 0
+        self._last_s: float | None = None  # time of the last delta of the source
+        self._span = stream.run.span.child("migrate")
+
+    def add_stage(self, fetches: list[KvFetch]) -> None:
+        """Add a stage, with the transfers of all choices."""
+        self.stages += 1
+        self._blocks += sum(fetch.blocks for fetch in fetches)
+        self._bytes += sum(fetch.num_bytes for fetch in fetches)
+
+    def note_delta(self) -> None:
+        """Record the time of a delta of the source, which may be the last one."""
+        self._last_s = self._now_s()
+
+    def end(self, end: MoveEnd) -> None:
+        """Report the move."""
+        gap_s = None
+        if end is MoveEnd.MOVED and self._last_s is not None:
+            gap_s = self._now_s() - self._last_s
+        move = Move(
+            *(self._stream.index, self._reason, end, self._source, self.sink),
+            *(self.stages, self._blocks, self._bytes, self.verified_tokens, gap_s),
+        )
+        describe_move(self._span, move)
+        self._span.end()
+        self._stream.run.watch.moved(move)

@@ -1,0 +1,138 @@
+"""The outputs of two workers that run the same prompt from one position on, joined to one output.
+
+In an exact numerics class, both workers compute the same tokens. The client gets the output of the
+source. The output of the destination is compared with it, and continues it after the switch. Tokens
+and text are functions of the position, so the join may be inside a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+from draftgate.backends.types import Delta, Phases, TokenLogprob
+
+
+class Splice:
+    """The outputs of the source and the destination since the beginning of the destination.
+
+    Attributes:
+        differs: whether the destination has computed another output than the source.
+    """
+
+    def __init__(self, choices: Iterable[int]) -> None:
+        """Start at a position at which these choices have not ended."""
+        self._choices = {choice: _Choice() for choice in choices}
+        self.differs = False
+
+    @property
+    def verified_tokens(self) -> int:
+        """Number of tokens of the source that the destination has computed too."""
+        return sum(choice.verified_tokens for choice in self._choices.values())
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the destination has computed all tokens of the choices that have not ended."""
+        return all(one.source.ended or one.caught_up for one in self._choices.values())
+
+    def add_source(self, delta: Delta) -> None:
+        """Add a delta that the client gets."""
+        choice = self._choices[delta.choice]
+        choice.source.add(delta)
+        self.differs = self.differs or not choice.verify()
+
+    def add_sink(self, delta: Delta) -> None:
+        """Add a delta of the destination."""
+        choice = self._choices[delta.choice]
+        choice.sink.add(delta)
+        choice.last = delta
+        choice.phases = choice.phases or delta.phases
+        self.differs = self.differs or not choice.verify()
+
+    async def continued(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """Yield what the destination has added to the output of the source, and the rest.
+
+        Args:
+            deltas: the further deltas of the destination.
+        """
+        left = {number for number, one in self._choices.items() if not one.source.ended}
+        async for delta in _chained(self._surplus(), deltas):
+            if delta.choice not in left:
+                continue  # the source has ended the choice
+            if delta.finish_reason is not None:
+                left.remove(delta.choice)
+            yield delta
+            if not left:
+                return
+
+    def _surplus(self) -> list[Delta]:
+        found = [choice.surplus() for choice in self._choices.values()]
+        return [delta for delta in found if delta is not None]
+
+
+async def _chained(
+    first: Iterable[Delta], deltas: AsyncGenerator[Delta, None]
+) -> AsyncGenerator[Delta, None]:
+    for delta in first:
+        yield delta
+    async for delta in deltas:
+        yield delta
+
+
+class _Output:
+    """What a worker has added to a choice."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.ended = False
+
+    def add(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.ended = delta.finish_reason is not None
+
+
+class _Choice:
+    """The outputs of both workers for one choice.
+
+    Attributes:
+        verified_tokens: number of leading tokens that are equal in both.
+        last: the last delta of the destination.
+        phases: the phases of the destination, once known.
+    """
+
+    def __init__(self) -> None:
+        self.source, self.sink = _Output(), _Output()
+        self.verified_tokens = self._verified_chars = 0
+        self.last: Delta | None = None
+        self.phases: Phases | None = None
+
+    @property
+    def caught_up(self) -> bool:
+        return len(self.sink.token_ids) >= len(self.source.token_ids)
+
+    def verify(self) -> bool:
+        """Compare what both workers have added, and return whether it is equal."""
+        one, other = self.source, self.sink
+        tokens = slice(self.verified_tokens, min(len(one.token_ids), len(other.token_ids)))
+        chars = slice(self._verified_chars, min(len(one.text), len(other.text)))
+        self.verified_tokens, self._verified_chars = tokens.stop, chars.stop
+        return (
+            one.token_ids[tokens] == other.token_ids[tokens]
+            and one.logprobs[tokens] == other.logprobs[tokens]
+            and one.text[chars] == other.text[chars]
+        )
+
+    def surplus(self) -> Delta | None:
+        """Return what the destination has added to the output of the source, if it has begun."""
+        if self.last is None:
+            return None
+        tokens = len(self.source.token_ids)
+        return self.last._replace(
+            token_ids=tuple(self.sink.token_ids[tokens:]),
+            text=self.sink.text[len(self.source.text) :],
+            logprobs=tuple(self.sink.logprobs[tokens:]),
+            phases=self.phases,
+        )
