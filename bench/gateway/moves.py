@@ -34,8 +34,9 @@ from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import KvFetch, Move, Resume
+from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
