@@ -1,4 +1,4 @@
-"""Contract tests of the memory store and of the Redis store with a real server."""
+"""Contract tests of the memory store, alone and shared, and of the Redis store."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import StoreError, new_epoch
+from draftgate.gateway.state.store import Refusal, StoreError, new_epoch
 from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
 from tests.gateway.stores import (
@@ -58,6 +59,32 @@ class TestRedisStore(StoreContract):
         await opened.begin()
         yield opened
         await opened.close()
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[tuple[LocalStore, LocalStore]]:
+    """The shared store as two processes of a node use it."""
+    opened = TimedLocal(tmp_path / "store")
+    await opened.begin()
+    clients = LocalStore(tmp_path / "store"), LocalStore(tmp_path / "store")
+    for client in clients:
+        await client.renew((), 30.0)
+    yield clients
+    for client in clients:
+        await client.close()
+    await opened.close()
+
+
+async def test_processes_lease_the_whole_capacity(
+    processes: tuple[LocalStore, LocalStore],
+) -> None:
+    """Processes that share a store lease the whole capacity of a worker together, and no more."""
+    one, other = processes
+    await one.publish(report(capacity_tokens=1000))
+    await granted(one, "a", 600)
+    await granted(other, "b", 400)
+    assert (await reserve(one, "c", 1)).refusal is Refusal.FULL
+    assert (await one.snapshot()).gateways == 2
 
 
 @pytest.fixture

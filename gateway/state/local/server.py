@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -46,17 +46,24 @@ class SharedStores:
         """The quotas of tenants."""
         return self.leases.quotas
 
+    @property
+    def gateways(self) -> int:
+        """Number of gateways that share the stores, but at least 1."""
+        return max(1, len(self._gateways))
+
     def reply(self, call: Call, caller: _Connection) -> Reply:
         """Return the reply to a call."""
         if call.method == "leases.renew":  # only gateways renew leases
             self._gateways.add(caller)
-            self.leases.gateways = len(self._gateways)
         try:
             store, _, name = call.method.partition(".")
             arguments = METHODS[call.method].arguments.decode(call.arguments)
             result = _finished(getattr(getattr(self, store), name)(*arguments))
-            if call.method == "quotas.renew":
-                result = max(1, len(self._gateways))
+            # The store has the leases of all gateways, so it does not divide capacity among them.
+            if call.method == "leases.snapshot":
+                result = replace(result, gateways=self.gateways)
+            elif call.method == "quotas.renew":
+                result = self.gateways
         except Exception as error:  # noqa: BLE001 - the client gets every error of its call
             return Reply(call.number, _NOTHING, f"{type(error).__name__}: {error}")
         return Reply(call.number, msgspec.Raw(encode(result)))
@@ -64,7 +71,6 @@ class SharedStores:
     def left(self, caller: _Connection) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
         self._gateways.discard(caller)
-        self.leases.gateways = max(1, len(self._gateways))
 
 
 class _Connection(asyncio.Protocol):
