@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import Refusal, StoreError, new_epoch
+from tests.gateway.harness import eventually
 from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
 from tests.gateway.stores import (
@@ -85,6 +87,52 @@ async def test_processes_lease_the_whole_capacity(
     await granted(other, "b", 400)
     assert (await reserve(one, "c", 1)).refusal is Refusal.FULL
     assert (await one.snapshot()).gateways == 2
+
+
+async def has_no_leases(store: LocalStore) -> bool:
+    """Return whether no worker of a store is leased."""
+    return await leased_tokens(store) == 0
+
+
+async def test_released_leases_end_without_a_later_call(
+    processes: tuple[LocalStore, LocalStore],
+) -> None:
+    """A release reaches the shared store even if its process makes no further call."""
+    one, other = processes
+    await one.publish(report())
+    await granted(one, "r", 5)
+    await one.release(("r",))
+    await eventually(lambda: has_no_leases(other))
+
+
+async def test_closing_sends_releases(processes: tuple[LocalStore, LocalStore]) -> None:
+    """A process that stops releases its leases first."""
+    one, other = processes
+    await one.publish(report())
+    await granted(one, "r", 5)
+    await one.release(("r",))
+    await one.close()
+    await eventually(lambda: has_no_leases(other))
+
+
+async def test_a_release_travels_with_the_next_call(
+    processes: tuple[LocalStore, LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server wakes once for a release and the reservation after it, in this order."""
+    one, _ = processes
+    await one.publish(report(capacity_tokens=1000))
+    await granted(one, "a", 1000)
+    received: list[bytes] = []
+    receive = SharedConnection.data_received
+
+    def record(connection: SharedConnection, data: bytes) -> None:
+        received.append(data)
+        receive(connection, data)
+
+    monkeypatch.setattr(SharedConnection, "data_received", record)
+    await one.release(("a",))
+    await granted(one, "b", 1000)
+    assert len(received) == 1
 
 
 @pytest.fixture

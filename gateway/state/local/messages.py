@@ -1,7 +1,7 @@
 """The messages between shared memory stores and their clients, as MessagePack with a length.
 
 A call has a number, the names of a store and of its method, and the arguments. Replies have the
-number of their call and come in the order of the calls.
+number of their call and come in the order of the calls. A notice is a call without a reply.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, To
 
 _LENGTH: Final = struct.Struct("!I")
 
-encode: Final = msgspec.msgpack.Encoder().encode
+NOTICE: Final = 0
+"""The number of all notices."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True):
     """A call of a method.
 
     Attributes:
+        number: a number that distinguishes the open calls of a connection, or `NOTICE`.
         method: a key of `METHODS`.
         arguments: the encoded arguments, a tuple.
     """
@@ -46,7 +50,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     """The result of a call.
 
     Attributes:
-        result: the encoded result, or None after an error.
+        result: the encoded result, which is None after an error.
         error: the error message, or an empty string.
     """
 
@@ -89,9 +93,12 @@ METHODS: Final = {
 """The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
 
 
-def framed(message: Call | Reply) -> bytes:
-    """Return a message with its length in front."""
-    body = encode(message)
+def framed(*fields: Any) -> bytes:
+    """Return the fields of a `Call` or `Reply` as a message with its length in front.
+
+    The fields are encoded together, including the arguments or the result.
+    """
+    body = _encode(fields)
     return _LENGTH.pack(len(body)) + body
 
 

@@ -12,14 +12,13 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from draftgate.gateway.state.local.messages import METHODS, Call, Frames, Reply, encode, framed
+from draftgate.gateway.state.local.messages import METHODS, NOTICE, Call, Frames, framed
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.response_store import MemoryResponseStore
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import SharedSnapshots
 
-_NOTHING: Final = msgspec.Raw(encode(None))
 _call_decoder: Final = msgspec.msgpack.Decoder(Call)
 
 
@@ -51,8 +50,8 @@ class SharedStores:
         """Number of gateways that share the stores, but at least 1."""
         return max(1, len(self._gateways))
 
-    def reply(self, call: Call, caller: _Connection) -> Reply:
-        """Return the reply to a call."""
+    def reply(self, call: Call, caller: _Connection) -> bytes:
+        """Return the framed reply to a call, or nothing for a notice."""
         if call.method == "leases.renew":  # only gateways renew leases
             self._gateways.add(caller)
         try:
@@ -65,8 +64,11 @@ class SharedStores:
             elif call.method == "quotas.renew":
                 result = self.gateways
         except Exception as error:  # noqa: BLE001 - the client gets every error of its call
-            return Reply(call.number, _NOTHING, f"{type(error).__name__}: {error}")
-        return Reply(call.number, msgspec.Raw(encode(result)))
+            if call.number == NOTICE:
+                log(logging.ERROR, "a notice to the shared stores failed", error=error)
+                return b""
+            return framed(call.number, None, f"{type(error).__name__}: {error}")
+        return b"" if call.number == NOTICE else framed(call.number, result)
 
     def left(self, caller: _Connection) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
@@ -100,7 +102,9 @@ class _Connection(asyncio.Protocol):
             log(logging.ERROR, "a client of the shared stores sent no call", error=error)
             self.transport.close()
             return
-        self.transport.write(b"".join(framed(self._stores.reply(call, self)) for call in calls))
+        replies = b"".join(self._stores.reply(call, self) for call in calls)
+        if replies:
+            self.transport.write(replies)
 
 
 def _finished(call: Coroutine[Any, Any, Any]) -> Any:

@@ -74,7 +74,7 @@ class LocalStore:
 
     async def release(self, request_ids: Collection[str]) -> None:
         """End the leases and claims of requests, as `Store.release` describes."""
-        await self._client.call("leases.release", tuple(request_ids))
+        await self._client.notify("leases.release", tuple(request_ids))
 
     async def exchange(self, update: Update) -> News:
         """Tell the other gateways, as `Store.exchange` describes."""
@@ -102,7 +102,7 @@ class LocalQuotas:
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
         """End reservations, as `QuotaStore.settle` describes."""
-        await self._client.call("quotas.settle", tuple(settlements))
+        await self._client.notify("quotas.settle", tuple(settlements))
 
     async def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
