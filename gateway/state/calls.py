@@ -195,9 +195,26 @@ async def _wait_for_answer(
     """
     for _ in range(2):
         begin_s = clock()
-        await asyncio.wait({call}, timeout=deadline_s)
+        await _wait(call, deadline_s)
         if call.done():
             return _Wait.ANSWERED
         if clock() - begin_s < deadline_s + _STALL_S:
             return _Wait.TIMED_OUT
     return _Wait.STALLED
+
+
+async def _wait(call: asyncio.Task[Any], timeout_s: float) -> None:
+    """Wait until a call has ended, or for `timeout_s`. `asyncio.wait` takes 6 us longer."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[None] = loop.create_future()
+    timer = loop.call_later(timeout_s, _set, end)
+    call.add_done_callback(partial(_set, end))
+    try:
+        await end
+    finally:
+        timer.cancel()
+
+
+def _set(end: asyncio.Future[None], _: object = None) -> None:
+    if not end.done():
+        end.set_result(None)
