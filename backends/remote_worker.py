@@ -6,7 +6,7 @@ Messages are msgpack, in which token ids are bytes. A link carries many requests
 that is used once, so that a late message for an abandoned request is not mistaken for its second
 attempt.
 
-The load of another node's worker is in `Update`, which arrives ten times a second. Admission,
+The load of another node's worker is in an `Update` at least ten times a second. Admission,
 routing, speculation and the watchdog read the load there. The worker's report in the state store
 (`gateway.state.store`) contains no load. It has capacity and watermark for reservations, and the
 address, the model and the context length for discovery.
@@ -99,17 +99,17 @@ class Update(WorkerMessage, frozen=True):
 
     Attributes:
         deltas: deltas in order, each with the id of its request.
-        load: load of the worker after these deltas.
+        load: load of the worker after these deltas, or None if a load was sent shortly before.
         failed: requests that ended with an error after these deltas, with the reasons.
         sent_s: time at which a peer sent the update, by the clock of the deltas' `phases`.
         refusing: reason for which a peer takes no further requests, or empty.
-        watermark: number of the last lease that the `load` of a peer includes.
+        watermark: number of the last lease that the `load` of a peer includes, if it has a load.
         leaving: whether a peer is shutting down in order, so that requests in `failed` ended for
             this reason.
     """
 
     deltas: list[tuple[str, Delta]]
-    load: WorkerLoad
+    load: WorkerLoad | None = None
     failed: list[tuple[str, str]] = []
     sent_s: float = 0.0
     refusing: str = ""

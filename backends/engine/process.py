@@ -147,6 +147,7 @@ class EngineProcess(threading.Thread):
         """
         for report in channel:
             if isinstance(report, Update):
+                assert report.load is not None  # only peers omit loads
                 self._events.stepped(report.deltas, report.load)
             elif isinstance(report, KvReply):
                 self._calls.pop(report.id)(report.result)

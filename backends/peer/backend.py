@@ -339,8 +339,9 @@ class PeerBackend(OperatedBlocks):
         if not isinstance(report, Update):
             return
         now_s = self._clock()
-        self._load, self._updated_s, self._refusing = report.load, now_s, report.refusing
-        self.watermark, self._leaving = report.watermark, report.leaving
+        if report.load is not None:
+            self._load, self._updated_s, self.watermark = report.load, now_s, report.watermark
+        self._refusing, self._leaving = report.refusing, report.leaving
         self._remote_clock.add_report(report.sent_s, now_s)
         batch = []
         for link_id, delta in report.deltas:
