@@ -229,7 +229,9 @@ class Node:
         read(metric.WAITING, lambda: len(queue) + self._waiting_on_workers())
         read(metric.STORE_OUT, lambda: self.store.outage is not None)
         claims, quotas = queue.claims, self.dispatcher.admission.quotas
+        sharing = self.dispatcher.sharing
         read(metric.WORKER_CLAIMS, lambda: claims.open)
+        read(metric.EXPIRED_CLAIMS, lambda: sharing.expired_claims)
         read(metric.QUOTA_RESERVATIONS, lambda: quotas.open)
         read(metric.OPEN_WORKERS, lambda: len(fleet.open))
         read(metric.TASKS, lambda: len(asyncio.all_tasks()))

@@ -21,6 +21,9 @@ class Sharing:
     """The exchange of one gateway.
 
     Without the store, the gateway uses what it knew before and what it learns itself.
+
+    Attributes:
+        expired_claims: number of claims on workers that have expired in the pool.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Sharing:
             appointments: the bookings of this gateway, which gets those of all gateways.
             now_s: the clock of the bookings.
         """
+        self.expired_claims = 0
         self._store = store
         self._history = history
         self._appointments = appointments
@@ -68,6 +72,7 @@ class Sharing:
             self._appointments.restore()
             return True
         self._number, self._cursor = number, news.cursor
+        self.expired_claims = news.expired_claims
         for _ in restored:
             self._restoring.popleft()
         self._history.confirm()

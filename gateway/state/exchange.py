@@ -72,6 +72,8 @@ class News(NamedTuple):
         more: whether further entries may have changed.
         history: the totals of all gateways for keys that have changed.
         bookings: the bookings of all gateways that have changed.
+        expired_claims: number of claims on workers that have expired in the pool since the store's
+            memory began.
     """
 
     start: int
@@ -79,6 +81,7 @@ class News(NamedTuple):
     more: bool = False
     history: tuple[KeyTally, ...] = ()
     bookings: tuple[BookingNote, ...] = ()
+    expired_claims: int = 0
 
 
 class _History(NamedTuple):

@@ -63,7 +63,9 @@ class LeaseTable:
         for lease in tuple(self.of_worker(worker_id)):
             self.drop(lease.request_id)
 
-    def prune(self, now_s: float) -> None:
-        """End expired leases."""
-        for request_id in self._expiries.pop_due(now_s):
+    def prune(self, now_s: float) -> int:
+        """End expired leases, and return their number."""
+        expired = list(self._expiries.pop_due(now_s))
+        for request_id in expired:
             self.drop(request_id)
+        return len(expired)

@@ -67,6 +67,7 @@ class MemoryStore:
         self._workers: dict[str, _Worker] = {}
         self._leases, self._claims = LeaseTable(), LeaseTable()
         self._number = 0
+        self._expired_claims = 0
         self._exchange = MemoryExchange(clock)
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -170,7 +171,9 @@ class MemoryStore:
 
     async def exchange(self, update: Update) -> News:
         """Tell the other gateways, as `Store.exchange` describes."""
-        return self._exchange.exchange(update)
+        self._prune(self._clock())
+        news = self._exchange.exchange(update)
+        return news._replace(expired_claims=self._expired_claims)
 
     async def close(self) -> None:
         """Do nothing, because the store has no connections."""
@@ -257,7 +260,7 @@ class MemoryStore:
     def _prune(self, now_s: float) -> None:
         """End expired leases and claims."""
         self._leases.prune(now_s)
-        self._claims.prune(now_s)
+        self._expired_claims += self._claims.prune(now_s)
 
     def _forget(self, now_s: float) -> None:
         """Forget workers without leases that no call has named for `FORGET_S`."""

@@ -370,6 +370,11 @@ WORKER_CLAIMS: Final = _gauge(
     "draftgate_worker_claims",
     "Waiting requests of this node that have claimed the next room of a worker",
 )
+EXPIRED_CLAIMS: Final = _counter(
+    "draftgate_expired_worker_claims",
+    "Claims on workers that expired without a renewal, by all nodes of the pool",
+    shared=True,
+)
 QUOTA_RESERVATIONS: Final = _gauge(
     "draftgate_quota_reservations",
     "Requests of this node with an open reservation of a tenant's quota",

@@ -146,7 +146,7 @@ class Metrics:
         self.scalar(metric, *labels).value = value
 
     def read(self, metric: MetricDefinition, value: Callable[[], float]) -> None:
-        """Set a gauge by a function whenever its value is needed."""
+        """Set a gauge, or a shared counter, by a function whenever its value is needed."""
         self._gauges[metric] = value
 
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:

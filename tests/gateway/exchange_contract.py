@@ -8,7 +8,7 @@ from draftgate.gateway.state.exchange import HISTORY_S, MOST_NEWS, News, Update
 from draftgate.gateway.state.store import Store
 from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import MOST_KEYS, Key, KeyTally, Tally
-from tests.gateway.stores import Timed
+from tests.gateway.stores import Timed, claimed, granted, report
 
 KEY: Key = ("t", "m", True)
 ALL: Key = (None, "m", True)
@@ -105,6 +105,20 @@ class ExchangeContract:
         assert await told(store, "c", 1, restored=((KEY, total),), cursor=news.cursor) == News(
             news.start, news.cursor
         )
+
+    async def test_news_count_expired_claims(self, timed: Timed) -> None:
+        """The store counts claims that expire, but no claims that are released or become leases."""
+        await timed.store.publish(report())
+        for name in ("leased", "released", "expired", "renewed"):
+            await claimed(timed.store, name)
+        await timed.store.release(("released",))
+        await granted(timed.store, "leased")
+        await timed.pass_time(1.0)
+        await claimed(timed.store, "renewed")
+        await timed.pass_time(1.0)
+        assert (await told(timed.store, "a", 1)).expired_claims == 1
+        await timed.pass_time(1.0)
+        assert (await told(timed.store, "a", 2)).expired_claims == 2
 
     async def test_bookings_move_to_the_time_of_the_reader(self, timed: Timed) -> None:
         """A gateway gets the bookings of others, with times relative to its own exchange."""

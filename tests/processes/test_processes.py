@@ -178,6 +178,35 @@ async def test_processes_share_stored_responses(tmp_path: Path) -> None:
             previous = response.json()["id"]
 
 
+async def test_processes_share_the_acceptance_of_drafts(tmp_path: Path) -> None:
+    """A front decides with the acceptance of drafts in requests of the other front."""
+    body = {"prompt": "x", "max_tokens": 64, "ignore_eos": True}
+    undrafted = {**body, "speculation": {"mode": "off"}}
+    async with running(tmp_path, "--speculation", "fixed:4") as node, client(node) as first:
+        await first.post("/v1/completions", json=body)
+        assert (await _latest_decision(first))["outcome"]["accepted_tokens"] > 0
+        second = client(node)
+        while await _latest_decision(second) is not None:  # the connection is to the same front
+            await second.aclose()
+            second = client(node)
+
+        async def shared() -> bool:
+            response = await second.post("/v1/completions", json=undrafted)
+            assert response.status_code == httpx.codes.OK, response.text
+            decision = await _latest_decision(second)
+            assert decision is not None
+            return decision["request"]["tenant_drafts"]["agreed"] > 0
+
+        await eventually(shared)
+        await second.aclose()
+
+
+async def _latest_decision(http: httpx.AsyncClient) -> dict | None:
+    """Return the latest decision of the front that serves a connection, or None without any."""
+    decisions = (await http.get("/decisions")).json()["decisions"]
+    return decisions[0] if decisions else None
+
+
 async def test_a_setting_that_cannot_work_is_one_line(tmp_path: Path) -> None:
     """The reason of a process that cannot start is the last line, and the node exits."""
     node = NodeProcess("node", tmp_path, *FLAGS, "--profile", "no-such-profile")

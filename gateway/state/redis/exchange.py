@@ -61,10 +61,10 @@ def news_of(found: Sequence[Any]) -> News:
     start, *rest = found
     if not rest:
         return News(start)
-    cursor, more, histories, *values = rest
+    cursor, more, expired_claims, histories, *values = rest
     until = 2 * histories
     history, bookings = _histories(values[:until]), _bookings(values[until:])
-    return News(start, cursor, bool(more), tuple(history), tuple(bookings))
+    return News(start, cursor, bool(more), tuple(history), tuple(bookings), expired_claims)
 
 
 def _histories(values: Sequence[str]) -> Iterator[KeyTally]:

@@ -9,6 +9,7 @@ local POOL = KEYS[1]
 local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
 local NUMBER = POOL .. 'number'   -- string: the highest number of a lease or claim
 local GATEWAYS = POOL .. 'gateways' -- sorted set: gateway -> time of its last renewal
+local EXPIRED_CLAIMS = POOL .. 'expired-worker-claims' -- string: the number of claims that expired
 
 -- The keys of leases, and of claims, which have the same form.
 -- held: hash: request -> 'NUMBER TOKENS WORKER'
@@ -63,6 +64,7 @@ local function prune(now)
   for _, kind in ipairs({ LEASE, CLAIM }) do
     local over = redis.call('ZRANGEBYSCORE', kind.expiry, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
     for _, request in ipairs(over) do drop(kind, request) end
+    if kind == CLAIM and #over > 0 then redis.call('INCRBY', EXPIRED_CLAIMS, #over) end
   end
 end
 

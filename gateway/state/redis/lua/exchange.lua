@@ -5,8 +5,8 @@
 --       restored totals, then for each tally and restored total: key, choices, accepted, rejected,
 --       then for each booking: name, microseconds until it is due, since it was made and until it
 --       ends, 1 if it is closed, its other fields as JSON
--- Returns {start} after another start, otherwise {start, cursor, 1 if there is more, number of changed
---       histories, then for each of them: key, its value (see HISTORY), then for each changed booking:
+-- Returns {start} after another start, otherwise {start, cursor, 1 if there is more, expired claims,
+--       number of changed histories, then for each of them: key, its value (see HISTORY), then for each changed booking:
 --       name, microseconds until it is due and since it was made, 1 if it is closed, other fields}.
 
 local source, number, start = ARGV[1], tonumber(ARGV[2]), ARGV[3]
@@ -32,6 +32,7 @@ local now = now_us()
 redis.call('SET', START, digits(now + 1), 'NX')
 local began = redis.call('GET', START)
 if began ~= start then return { tonumber(began) } end
+prune(now)
 
 -- Return the fields of a history, or zeros for an unknown key.
 local function history_of(key)
@@ -101,7 +102,8 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', BOOKING_ENDS, '-inf', now, 'LI
   redis.call('ZREM', BOOKING_CHANGES, name)
   redis.call('ZREM', BOOKING_ENDS, name)
 end
-for _, key in ipairs({ START, REVISION, HISTORY, CHANGES, BOOKINGS, BOOKING_CHANGES, BOOKING_ENDS }) do
+for _, key in ipairs({ START, REVISION, HISTORY, CHANGES, BOOKINGS, BOOKING_CHANGES, BOOKING_ENDS,
+  EXPIRED_CLAIMS }) do
   redis.call('PEXPIRE', key, math.ceil(history_us / 1000))
 end
 
@@ -118,7 +120,8 @@ local function changed(revisions)
 end
 
 local histories, bookings = changed(CHANGES), changed(BOOKING_CHANGES)
-local news = { tonumber(began), reached, reached < last and 1 or 0, #histories }
+local expired = tonumber(redis.call('GET', EXPIRED_CLAIMS) or 0)
+local news = { tonumber(began), reached, reached < last and 1 or 0, expired, #histories }
 for _, key in ipairs(histories) do
   table.insert(news, key)
   table.insert(news, redis.call('HGET', HISTORY, key))
