@@ -105,8 +105,9 @@ class FleetWorker:
 
     @property
     def leaving(self) -> bool:
-        """Whether the worker is drained, so that its streams should move to other workers."""
-        return self.drained
+        """Whether the worker or its node is drained, so that its streams should move."""
+        backend = self.backend
+        return self.drained or (isinstance(backend, PeerBackend) and backend.leaving)
 
     @property
     def server(self) -> str | None:
@@ -210,11 +211,6 @@ class PeerWorker(FleetWorker):
     def load_age_s(self) -> float:
         """Age of the worker's load in seconds."""
         return self._peer.load_age_s
-
-    @property
-    def leaving(self) -> bool:
-        """Whether the worker or its node is drained, and still runs its streams."""
-        return self.drained or self._peer.leaving
 
     @property
     def usage(self) -> WorkerUsage:

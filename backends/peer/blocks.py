@@ -14,8 +14,13 @@ from yarl import URL
 
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
-from draftgate.backends.kv_transfer.format import KvFormat
+from draftgate.backends.kv_transfer.exchange import (
+    BlockCount,
+    ExportBlocks,
+    KvOperation,
+    KvResult,
+)
+from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
 from draftgate.backends.peer.block_stream import (
@@ -38,11 +43,12 @@ UNREACHABLE_S: Final = 30.0
 """Time in seconds until a node that could not reach another node tries again. An attempt costs a
 transfer up to `REACH_S` of the other node. (Chosen, not tuned, 2026-11-23.)"""
 
-OUTCOME_S: Final = 0.25
-"""Time in seconds that the outcome of a transfer may take to arrive. (Chosen, not tuned,
-2026-11-23.)"""
+OUTCOME_S: Final = 0.5
+"""Time in seconds that a transfer between two other nodes may take besides the transfer itself: to
+connect, and to report its outcome. (Chosen, not tuned, 2026-11-23.)"""
 
 _BROKEN: Final = "the stream of blocks broke"
+_UNEXPECTED: Final = "it sent an unexpected answer"
 
 
 class PeerBlocks(OperatedBlocks):
@@ -82,8 +88,8 @@ class PeerBlocks(OperatedBlocks):
         """
         calls = await self.open()
         reply = await calls.run(KvCall(next(self._call_ids), operation))
-        if not isinstance(reply, KvReply):
-            raise BackendFailed(_BROKEN)
+        if not isinstance(reply, KvReply) or not _answers(operation, reply.result):
+            raise BackendFailed(_UNEXPECTED)
         return reply.result
 
     async def fetch(
@@ -114,7 +120,7 @@ class PeerBlocks(OperatedBlocks):
         except TimeoutError:
             return TransferOutcome(TransferEnd.LATE)
         if not isinstance(report, FetchedBlocks):
-            raise BackendFailed(_BROKEN)
+            raise BackendFailed(_UNEXPECTED)
         if report.outcome is None:
             self._unreachable[source] = now_s + UNREACHABLE_S
         return report.outcome
@@ -157,6 +163,13 @@ class PeerBlocks(OperatedBlocks):
             response.close()
             raise BackendFailed("it has another secret, or none")
         return _Calls(response, connection.transport, self._form)
+
+
+def _answers(operation: KvOperation, result: KvResult) -> bool:
+    """Return whether a result belongs to an operation, and no block to another hash."""
+    if isinstance(result, KvChunk) and isinstance(operation, ExportBlocks):
+        return result.hashes == operation.hashes[: len(result.hashes)]
+    return isinstance(result, BlockCount) and not isinstance(operation, ExportBlocks)
 
 
 def _has_ended(opening: asyncio.Task[_Calls]) -> bool:

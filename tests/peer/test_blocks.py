@@ -167,6 +167,27 @@ async def test_frozen_source_ends_at_the_time_limit() -> None:
         assert await source.held_blocks(hashes) == 30
 
 
+class Confused(BlockWorker):
+    """A worker that answers with the blocks of other hashes."""
+
+    async def operate(self, operation: KvOperation) -> KvResult:
+        result = await super().operate(operation)
+        if isinstance(result, KvChunk):
+            return structs.replace(result, hashes=result.hashes[::-1])
+        return result
+
+
+async def test_blocks_of_other_hashes_are_refused() -> None:
+    """Blocks that the destination did not request never reach its cache."""
+    worker, sink = Confused(), BlockWorker()
+    hashes = await worker.fill(8)
+    async with remote(worker) as source:
+        assert await Transfer(source, sink, hashes).run() is TransferEnd.FAILED
+        with pytest.raises(BackendFailed, match="unexpected answer"):
+            await pulled(source, hashes)
+    assert await sink.held_blocks(hashes[::-1]) == 0
+
+
 class Failing(BlockWorker):
     """A worker whose operations on blocks fail."""
 
