@@ -13,7 +13,7 @@ from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 
 class Task(StrEnum):
@@ -193,22 +193,7 @@ class GenerationRequest:
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan."""
-        return GenerationRequest(  # a fifth of the time of `replace`, which every request needs
-            self.request_id,
-            self.prompt_ids,
-            self.sampling,
-            speculation,
-            self.n,
-            self.tenant,
-            self.grammar,
-            self.resumed,
-            self.service,
-            self.traced,
-            self.task,
-            self.block_hashes,
-            self.trace_context,
-            self.prediction_ids,
-        )
+        return replace(self, speculation=speculation)
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:

@@ -9,11 +9,10 @@ prompt. The prompt tokens ahead must also fit into its next steps.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Final
 
 from draftgate.policies.types import WorkerLoad
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 STEPS_AHEAD: Final = 2
 """Prompt tokens that a worker holds, in steps: the running step and the next one. With one step,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Final
@@ -25,7 +25,7 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket, WorkerLoad
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 
 @immutable

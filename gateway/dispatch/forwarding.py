@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final
@@ -35,7 +34,7 @@ from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Route, RouteView
 from draftgate.policies.types import RequestView
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
+from draftgate.policies.values import replace
 
 
 class PartialOutput:

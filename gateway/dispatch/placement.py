@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.core.prefix_cache import extend_chain
@@ -28,7 +27,7 @@ from draftgate.policies.types import (
     SpeculationPlan,
     WorkerLoad,
 )
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
 """The plan of a request without a worker."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed
@@ -24,7 +24,7 @@ from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 RECONSIDER_S: Final = 4.5
 """Wait in seconds after which admission decides again about a request.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -52,6 +51,7 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
+from draftgate.policies.values import replace
 
 INLINE_BYTES: Final = 256 << 10
 """Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than

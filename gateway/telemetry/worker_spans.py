@@ -11,7 +11,6 @@ node then creates none (`Phases.recorded`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from yarl import URL
@@ -19,6 +18,7 @@ from yarl import URL
 from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.gateway.telemetry.span_attributes import outcome_attributes, revision_attributes
 from draftgate.gateway.telemetry.tracing import AttributeValue, Span
+from draftgate.policies.values import replace
 
 MOST_CHOICES: Final = 8
 """Maximum choices with spans per request. With more, `draftgate.traced_choices` is set."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from draftgate.policies.admission.refusals import queue_full, times_out
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.admission.wait_forecast import WaitForecast, admit, forecast_wait
+from draftgate.policies.values import replace
 
 
 class Bounded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -20,7 +19,7 @@ from draftgate.policies.admission.wait_forecast import (
     drained_s,
     forecast_wait,
 )
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from draftgate.policies.values import immutable
 
 
 class StepSize(NamedTuple):
@@ -30,7 +28,7 @@ class StepSize(NamedTuple):
     pairs: int
 
 
-@immutable
+@dataclass(slots=True, unsafe_hash=True)
 class StepCost:
     """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
 
@@ -68,7 +66,7 @@ class StepCost:
             raise ValueError("step_s must be non-negative and must not fall")
         before_s = steps[-2] if len(steps) > 1 else 0.0
         slope_s = (steps[-1] - before_s) / self._last_width
-        object.__setattr__(self, "_slope_s", slope_s)
+        self._slope_s = slope_s
 
     def seconds(self, tokens: int, kv_tokens: int = 0, sequences: int = 0, slots: int = 0) -> float:
         """Return the predicted seconds of a step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from draftgate.policies.routing.prediction import Prediction, predict
@@ -16,6 +15,7 @@ from draftgate.policies.routing.types import (
     RouteView,
     ScoredWorker,
 )
+from draftgate.policies.values import replace
 
 TIE_MARGIN: Final = 0.05
 """Relative cost margin within which a worker equals the best worker. It must also be no busier and

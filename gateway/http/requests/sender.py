@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.policies.types import ANYTIME, ServiceLevel
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 
 @immutable
