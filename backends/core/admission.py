@@ -8,7 +8,7 @@ from typing import Final
 from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import GenerationRequest, Task
+from draftgate.backends.types import GenerationRequest, GrammarSpec, Task
 
 CHECKED_TOKENS: Final = 1 << 14
 """Number of prompt tokens to check before other threads may run."""
@@ -70,47 +70,43 @@ class Admission:
                     param="prompt" if prompt >= limit else "max_tokens",
                     limit_tokens=limit,
                 )
-        for choice in request.choices:
+        for choice in request.resumed:
             if choice.output_ids and len(choice.output_ids) >= output:
                 raise RequestRejected(
                     f"choice {choice.choice} already has {len(choice.output_ids)} tokens, "
                     f"and {output} were requested",
                     param="max_tokens",
                 )
-        vocab = self.tokenizer.vocab_size
-        resumed = (choice.output_ids for choice in request.choices)
-        if not all(_all_below(vocab, ids) for ids in (request.prompt_ids, *resumed)):
-            raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
+        self._check_ids("prompt", request.prompt_ids)
+        for choice in request.resumed:
+            self._check_ids("prompt", choice.output_ids)
         sampling = request.sampling
-        for param, ids in (
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("bad_words", [token for word in sampling.bad_words for token in word]),
-        ):
-            if not _all_below(vocab, ids):
-                raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param=param)
-        self._check_grammar(request)
+        if sampling.logit_bias:
+            self._check_ids("logit_bias", [token for token, _ in sampling.logit_bias])
+        if sampling.stop_token_ids:
+            self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        for word in sampling.bad_words:
+            self._check_ids("bad_words", word)
+        if request.grammar is not None:
+            self._check_grammar(request, request.grammar)
 
-    def _check_grammar(self, request: GenerationRequest) -> None:
-        if request.grammar is None:
-            return
+    def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        """Check that all ids are in the vocabulary."""
+        vocab = self.tokenizer.vocab_size
+        for begin in range(0, len(token_ids), CHECKED_TOKENS):
+            some = token_ids[begin : begin + CHECKED_TOKENS]
+            if min(some) < 0 or max(some) >= vocab:
+                raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param=param)
+
+    def _check_grammar(self, request: GenerationRequest, wanted: GrammarSpec) -> None:
         if self._grammars is None:
             raise RequestRejected(
-                "this worker does not support structured output", param=request.grammar.param
+                "this worker does not support structured output", param=wanted.param
             )
-        grammar = self._grammars.start(request.grammar)
+        grammar = self._grammars.start(wanted)
         for choice in request.choices:
             if grammar.legal(choice.output_ids) < len(choice.output_ids):
                 raise RequestRejected(
                     f"choice {choice.choice} already has tokens that the format does not allow",
-                    param=request.grammar.param,
+                    param=wanted.param,
                 )
-
-
-def _all_below(bound: int, token_ids: Sequence[int]) -> bool:
-    """Return whether all ids are at least 0 and below the bound."""
-    for begin in range(0, len(token_ids), CHECKED_TOKENS):
-        some = token_ids[begin : begin + CHECKED_TOKENS]
-        if min(some) < 0 or max(some) >= bound:
-            return False
-    return True

@@ -49,7 +49,7 @@ class KvBlocks:
     @property
     def num_free(self) -> int:
         """Number of blocks that could be allocated now: free, cached and lent blocks."""
-        return self._available + len(self._lent)
+        return self._free.num_free + self._cache.num_unused + len(self._lent)
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""
@@ -212,7 +212,7 @@ class KvBlocks:
     @property
     def _available(self) -> int:
         """Number of blocks that are free or can be evicted."""
-        return len(self._free) + self._cache.num_unused
+        return self._free.num_free + self._cache.num_unused
 
     @property
     def _spare(self) -> int:
@@ -220,7 +220,7 @@ class KvBlocks:
         return self._available - self._cache.num_held
 
     def _evict_until(self, free: int) -> None:
-        missing = free - len(self._free)
+        missing = free - self._free.num_free
         if missing > 0:
             self._free.give_back(self._cache.evict(missing))
 
@@ -256,16 +256,16 @@ class FreeRuns:
 
     A new run starts in the middle of the largest gap, so that both the run and its neighbour can
     grow. If the next block is not free, a run continues elsewhere. Blocks never move.
+
+    Attributes:
+        num_free: number of free blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
         """Start with every block free."""
         self._gaps = {0: num_blocks}  # first block of a gap -> its length
         self._gap_ends = {num_blocks: 0}  # block after a gap -> its first block
-        self._num_free = num_blocks
-
-    def __len__(self) -> int:
-        return self._num_free
+        self.num_free = num_blocks
 
     def take(self, after: int | None, wanted: int) -> list[int]:
         """Take up to `wanted` free blocks.
@@ -288,7 +288,7 @@ class FreeRuns:
     def give_back(self, blocks: Iterable[int]) -> None:
         """Free blocks. A run of neighbours takes little longer than a single block."""
         for start, end in _runs(sorted(blocks)):
-            self._num_free += end - start
+            self.num_free += end - start
             self._free_run(start, end)
 
     def blocks(self) -> list[int]:
@@ -299,23 +299,24 @@ class FreeRuns:
         """
         assert not set(self._gaps) & set(self._gap_ends), "neighbouring gaps are not merged"
         free = [b for start, length in self._gaps.items() for b in range(start, start + length)]
-        assert len(free) == self._num_free, "the count of free blocks is off"
+        assert len(free) == self.num_free, "the count of free blocks is off"
         return free
 
     def _take_run(self, after: int | None, wanted: int) -> range:
         """Take up to `wanted` neighbouring blocks, at `after` if it is free, else in a gap."""
-        start = after if after in self._gaps else None
-        if start is None:
-            start = self._new_start(wanted)
-        gap_start, gap_length = self._gap_around(start)
-        taken = min(wanted, gap_start + gap_length - start)
+        if after is not None and after in self._gaps:
+            gap_start = start = after
+        else:
+            gap_start, start = self._new_start(wanted)
+        gap_end = gap_start + self._gaps[gap_start]
+        end = min(start + wanted, gap_end)
         self._remove_gap(gap_start)
         if start > gap_start:
             self._add_gap(gap_start, start - gap_start)
-        if start + taken < gap_start + gap_length:
-            self._add_gap(start + taken, gap_start + gap_length - start - taken)
-        self._num_free -= taken
-        return range(start, start + taken)
+        if end < gap_end:
+            self._add_gap(end, gap_end - end)
+        self.num_free -= end - start
+        return range(start, end)
 
     def _free_run(self, start: int, end: int) -> None:
         """Turn a run into a gap, merged with the gaps on either side."""
@@ -327,19 +328,12 @@ class FreeRuns:
             self._remove_gap(gap_start)
         self._add_gap(start, end - start)
 
-    def _new_start(self, wanted: int) -> int:
-        """Return the start of a new run, the middle of the largest gap's slack."""
+    def _new_start(self, wanted: int) -> tuple[int, int]:
+        """Return the start of the largest gap, and that of a new run in the middle of its slack."""
         gap_start = max(self._gaps, key=self._gaps.__getitem__)
         slack = self._gaps[gap_start] - wanted
         # No run before block 0 could grow into the gap.
-        return gap_start if gap_start == 0 or slack <= 0 else gap_start + slack // 2
-
-    def _gap_around(self, block: int) -> tuple[int, int]:
-        """Return the start and the length of the gap with the block."""
-        if block in self._gaps:
-            return block, self._gaps[block]
-        start = max(start for start in self._gaps if start <= block)
-        return start, self._gaps[start]
+        return gap_start, gap_start + max(slack // 2, 0) if gap_start else 0
 
     def _add_gap(self, start: int, length: int) -> None:
         self._gaps[start] = length

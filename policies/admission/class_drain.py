@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from draftgate.policies.ordering.fair import OVERDUE_EVERY
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 FLOW_S: Final = 20.0
 """Time constant of the rate of a flow, in seconds. If each request takes a tenth of a second of the
@@ -114,7 +114,8 @@ class Drain:
 
         An admitted request waits for seconds only, in which a flow rarely ends.
         """
-        return replace(self, coming_s=math.inf)
+        # `wait_s` ignores the flows of a class that nothing precedes.
+        return self if self.least >= 1.0 else replace(self, coming_s=math.inf)
 
     def wait_s(self, all_s: float, own_s: float, pressing_s: float) -> float:
         """Return the seconds that the work ahead takes.
@@ -155,7 +156,9 @@ class ClassFlows:
         """
         priority = _clamp(priority)
         booked = {level for level in map(_clamp, booked) if level < priority}
-        rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}
+        rates = {
+            level: flow.rate(now_s) for level, flow in self._flows.items() if level != priority
+        }
         better = {
             level: rate for level, rate in rates.items() if level < priority and rate > LEAST_SHARE
         }

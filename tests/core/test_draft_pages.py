@@ -136,9 +136,9 @@ def test_unread_tokens_take_no_pages() -> None:
     pages.extend(table, 400, unread=389)
     assert table.pages[:97] == [8] * 97
     assert len(table.pages) == 100
-    assert blocks.num_blocks - len(blocks._free) == 3
+    assert blocks.num_blocks - blocks._free.num_free == 3
     pages.release(table)
-    assert len(blocks._free) == 8
+    assert blocks._free.num_free == 8
 
 
 def test_free_pages_are_used_before_new_blocks() -> None:

@@ -18,6 +18,8 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
     Raises:
         InvalidRequest: the words are too many, or a word is too long.
     """
+    if not words:
+        return ()
     if len(words) > MAX_BAD_WORDS:
         raise invalid("bad_words", f"must have at most {MAX_BAD_WORDS} words, not {len(words)}")
     if any(len(word) > MAX_BAD_WORD_CHARACTERS for word in words):

@@ -88,8 +88,14 @@ def _as_integer(token: re.Match[bytes]) -> bytes:
     return b"%d" % number if number.is_integer() else token[0]
 
 
+def values_of(wire: msgspec.Struct, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the values of at least two fields, which is faster than reading each by its name."""
+    values: tuple[Any, ...] = _reader(names)(wire)
+    return values
+
+
 @cache
-def _values_of(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
+def _reader(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
     return attrgetter(*names)
 
 
@@ -101,7 +107,10 @@ def reject_unsupported(wire: msgspec.Struct, names: tuple[str, ...], n: int = 1)
         names: names of at least two unsupported fields.
         n: number of choices, which `best_of` may equal.
     """
-    for name, value in zip(names, _values_of(names)(wire), strict=True):
+    values = values_of(wire, names)
+    if values.count(None) == len(values):
+        return  # the usual case
+    for name, value in zip(names, values, strict=True):
         if value is None or (not value and not _matters_if_empty(name, value)):
             continue
         neutral = (1, n) if name == "best_of" else ALSO_NEUTRAL.get(name, ())

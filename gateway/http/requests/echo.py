@@ -19,6 +19,8 @@ def prompt_alternatives(wire: GenerationFields) -> int | None:
     Raises:
         Unsupported: a stream cannot contain the log probabilities.
     """
+    if wire.prompt_logprobs is None and not getattr(wire, "echo", None):
+        return None  # the usual case
     if wire.prompt_logprobs is not None and wire.stream:
         raise Unsupported("prompt_logprobs", " together with stream")
     echoed = wire.logprobs if isinstance(wire, CompletionBody) and wire.echo else None

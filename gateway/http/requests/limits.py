@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -120,9 +121,9 @@ def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
         wire: the decoded struct.
         within: path of the struct in the body, with a trailing dot.
     """
-    for name in _bounded_fields(type(wire)):
-        value = getattr(wire, name)
-        if type(value) in _NUMBERS:
+    for name, read in _bounded_fields(type(wire)):
+        value = read(wire)
+        if value is not None and type(value) in _NUMBERS:
             RANGES[name].check(within + name, value)
 
 
@@ -130,8 +131,11 @@ _NUMBERS: Final = frozenset({int, float})
 
 
 @cache
-def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in kind.__struct_fields__ if name in RANGES)
+def _bounded_fields(
+    kind: type[msgspec.Struct],
+) -> tuple[tuple[str, attrgetter[Any]], ...]:
+    """Return the names of the bounded fields, each with a function that reads the field."""
+    return tuple((name, attrgetter(name)) for name in kind.__struct_fields__ if name in RANGES)
 
 
 _STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}

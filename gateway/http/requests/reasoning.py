@@ -9,6 +9,7 @@ from typing import Any, Final
 from draftgate.backends.token_ids import TokenIds
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import Unsupported
+from draftgate.gateway.http.requests.decoding import values_of
 from draftgate.gateway.http.requests.schemas import ChatBody, ThinkingOptions
 
 OPENED: Final = "<think>"
@@ -17,6 +18,8 @@ CLOSED: Final = "</think>"
 
 SWITCHES: Final = ("enable_thinking", "thinking")
 """Template variables that switch reasoning: of Qwen3 and GLM-4.5, and of DeepSeek-V3.1."""
+
+_FIELDS: Final = ("reasoning_effort", "enable_thinking", "thinking", "chat_template_kwargs")
 
 _END_TOKENS: Final = 16
 """Number of tokens at the end of a prompt in which a marker is sought. A marker that is not one
@@ -54,6 +57,8 @@ def template_variables(wire: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     Raises:
         Unsupported: the template does not use a variable, or reasoning cannot be switched.
     """
+    if values_of(wire, _FIELDS).count(None) == len(_FIELDS):
+        return {}  # the usual case
     known = tokenizer.template_variables
     switches, marks = known.intersection(SWITCHES), marks_reasoning(tokenizer)
     found: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from draftgate.backends.types import GrammarKind, GrammarSpec
 from draftgate.gateway.errors import Unsupported, invalid
+from draftgate.gateway.http.requests.decoding import values_of
 from draftgate.gateway.http.requests.limits import MAX_GUIDED_CHOICES
 from draftgate.gateway.http.requests.schemas import (
     GenerationFields,
@@ -17,6 +18,9 @@ from draftgate.gateway.http.requests.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
+
+_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
 
 ANY_OBJECT: Final = '{"type": "object"}'
 
@@ -28,6 +32,8 @@ def grammar_of(wire: GenerationFields) -> GrammarSpec | None:
         InvalidRequest: a parameter is malformed, or several parameters set a grammar.
         Unsupported: an option of `structured_outputs` is not supported.
     """
+    if values_of(wire, _FIELDS).count(None) == len(_FIELDS):
+        return None  # the usual case
     found = [*_of_format(wire.response_format), *_of_guided(wire)]
     if wire.structured_outputs is not None:
         found += _of_structured(wire.structured_outputs)
@@ -48,8 +54,7 @@ def _of_format(wanted: ResponseFormat | None) -> Iterator[GrammarSpec]:
 
 def _of_guided(wire: GenerationFields) -> Iterator[GrammarSpec]:
     """Yield the grammars of vLLM's older names."""
-    guided = (wire.guided_json, wire.guided_regex, wire.guided_choice, wire.guided_grammar)
-    return _of_forms(*guided, prefix="guided_")
+    return _of_forms(*values_of(wire, _GUIDED), prefix="guided_")
 
 
 def _of_structured(options: StructuredOutputs) -> Iterator[GrammarSpec]:

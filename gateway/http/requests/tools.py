@@ -68,6 +68,8 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
         InvalidRequest: a tool or the choice is malformed.
         Unsupported: the model's template has no tools, or writes calls in an unknown format.
     """
+    if wire.tools is None and wire.tool_choice is None:
+        return None  # the usual case
     functions, choice = [tool.function for tool in wire.tools or ()], wire.tool_choice
     _check_functions(wire.tools or ())
     if isinstance(choice, AllowedToolChoice):

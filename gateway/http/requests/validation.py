@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -57,7 +56,7 @@ from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import SpeculationMode
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions. Chats continue until the model ends or the context is full."""
@@ -225,7 +224,7 @@ def _call(
     logprobs: int | None,
 ) -> ParsedRequest:
     speculation = wire.speculation or SpeculationOptions()
-    prompts = tuple(_truncated(prompt, wire, served, max_tokens) for prompt in prompts)
+    prompts = tuple([_truncated(prompt, wire, served, max_tokens) for prompt in prompts])
     random_seed = wire.seed in {None, RANDOM_SEED}
     sampling = SamplingParams(
         max_tokens=1 if max_tokens is None else max_tokens,
@@ -301,7 +300,9 @@ def _temperature(wire: GenerationFields) -> float:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     """Return the stop texts. Empty texts are ignored, because clients send them for none."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not stop:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"must have at most {MAX_STOPS} texts, not {len(stops)}")
     if any(len(text) > MAX_STOP_CHARACTERS for text in stops):
