@@ -13,8 +13,11 @@ from draftgate.gateway.state.store import Store
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory, KeyTally
 
-AT_ONCE: Final = 200
-"""Tallies, and bookings, per exchange."""
+AT_ONCE: Final = 100
+"""Tallies, and bookings, per exchange.
+
+Such an update takes 3 ms of the server, a sixth of the deadline (CPU time with Redis 6.2, AMD
+EPYC, 2026-11-23)."""
 
 
 class Sharing:

@@ -36,8 +36,11 @@ SOURCE_S: Final = 3600.0
 
 A gateway repeats an update after an outage, which is usually shorter."""
 
-MOST_NEWS: Final = 500
-"""Maximum number of entries in the news of one exchange."""
+MOST_NEWS: Final = 200
+"""Maximum number of entries of each kind in the news of one exchange.
+
+Such news take 1.6 ms of the server and 1.8 ms of the gateway's event loop (CPU times with Redis
+6.2, AMD EPYC, 2026-11-23)."""
 
 
 class Update(NamedTuple):
