@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     leases: Leases
     watchdog: Watchdog
     kv: KvFetcher
+    replicator: Replicator
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
         """Return the routing policy's view of a prompt, or of the rest of a prompt."""
@@ -98,6 +100,7 @@ class Attempt:
         self._span: Span = NO_SPAN
         self._spans: WorkerSpans | None = None  # if recorded
         self._begun = False
+        self._prefix: PrefixUse | None = None  # of a sent request, if workers had it cached
 
     async def __aenter__(self) -> AsyncGenerator[Delta, None]:
         try:
@@ -106,21 +109,16 @@ class Attempt:
                 return self._joined
             if self._reservation is None:
                 await self._prepare()
-                if self._request.resumed or self._routed.cached_blocks:
-                    await self._fetch()
+                if self._request.resumed:
+                    await self._parts.kv.fetch_resumed(self._run, self.placed)
+                elif self._routed.cached_blocks:
+                    cached_blocks = self._routed.cached_blocks
+                    await self._parts.kv.fetch_new(self._run, self.placed, cached_blocks)
             self._run.place(self._index, self.placed)
             return self._send()
         except BaseException as error:
             await self._end(error)
             raise
-
-    async def _fetch(self) -> None:
-        """Pull the KV blocks of the prompt that the worker lacks, if that saves time."""
-        if self._request.resumed:
-            await self._parts.kv.fetch_resumed(self._run, self.placed)
-        elif self._routed.cached_blocks:
-            cached_blocks = self._routed.cached_blocks
-            await self._parts.kv.fetch_new(self._run, self.placed, cached_blocks)
 
     async def prepare(self) -> None:
         """Lease the worker and decide about speculation, before the context is entered.
@@ -250,6 +248,9 @@ class Attempt:
         if self._span.recording:
             self._spans = WorkerSpans(self._span)
             request = self._spans.carried(request)
+        if self._routed.cached_blocks:
+            cached_blocks = self._routed.cached_blocks
+            self._prefix = self._parts.replicator.begin(run, self.placed, cached_blocks)
         lease = None if self._reservation is None else self._reservation.lease
         self._deltas = deltas = worker.run(request, 0 if lease is None else lease.number)
         if run.pace is not Pace.FULL:
@@ -286,6 +287,8 @@ class Attempt:
         """Release the capacity of the worker, and dispatch the next request."""
         request_id, claims = self._request.request_id, self._parts.queue.claims
         self._worker.release(request_id)
+        if self._prefix is not None:
+            self._parts.replicator.end(self._prefix)
         claimed = request_id in claims
         if not (claimed and isinstance(error, NoCapacity)):  # a claim outlives the refusal
             if claimed:

@@ -16,6 +16,7 @@ from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.replication import Replicator
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -80,7 +81,8 @@ class Dispatcher:
         self.sharing = sharing
         self._placer = placer
         kv = KvFetcher(fleet, queue.router.pulls)
-        parts = Parts(queue, admission, placer, leases, Watchdog(), kv)
+        replicator = Replicator(fleet, queue.router, queue.now_s)
+        parts = Parts(queue, admission, placer, leases, Watchdog(), kv, replicator)
         self._failover = Failover(fleet, parts, most_resumes)
         self._counted = InFlight(fleet, lifecycle)
 

@@ -130,7 +130,7 @@ class KvFetcher:
         most = len(hashes)
         decision = decide_pull(self.pulls.view(source, sink, form, known, most))
         if decision.pulls:
-            known = await _answer(sink.kv.begin_import(hashes))
+            known = await blocks_held(sink.kv.begin_import(hashes))
             decision = decide_pull(self.pulls.view(source, sink, form, known, most))
         fetch = KvFetch(FetchCause.NEW, source.worker_id, sink.worker_id, decision, known)
         if not decision.pulls:
@@ -142,8 +142,8 @@ class KvFetcher:
     ) -> KvFetch:
         """Pull a prefix from the worker that holds most of it."""
         known, *held = await asyncio.gather(
-            _answer(sink.kv.begin_import(hashes)),
-            *(_answer(one.kv.held_blocks(hashes)) for one in sources),
+            blocks_held(sink.kv.begin_import(hashes)),
+            *(blocks_held(one.kv.held_blocks(hashes)) for one in sources),
         )
         most, source = max(zip(held, sources, strict=True), key=lambda pair: pair[0])
         decision = decide_pull(self.pulls.view(source, sink, form, known, most))
@@ -153,7 +153,7 @@ class KvFetcher:
         return await self.pulls.run(fetch, source, sink, form, hashes[:most])
 
 
-async def _answer(blocks: Coroutine[None, None, int]) -> int:
+async def blocks_held(blocks: Coroutine[None, None, int]) -> int:
     """Return how many blocks a worker holds, or 0 without an answer in time."""
     try:
         async with asyncio.timeout(ASK_S):

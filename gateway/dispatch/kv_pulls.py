@@ -30,6 +30,8 @@ class FetchCause(StrEnum):
     """A new prompt goes to the worker, and another worker has cached its prefix."""
     MOVED = "moved"
     """A running prompt moves to the worker."""
+    HOT = "hot"
+    """The requests of a prefix take much of the capacity of all workers that have cached it."""
 
 
 @immutable
@@ -112,6 +114,11 @@ class KvPulls:
             self._links.get(_link(source, sink), LinkSpeed()).at(self._now_s()),
             sink.backend.load(),
         )
+
+    @property
+    def measured(self) -> bool:
+        """Whether a transfer has measured a link."""
+        return bool(self._links)
 
     def bytes_per_s(self, source: FleetWorker, sink: FleetWorker) -> float:
         """Return the expected bandwidth between two workers, one of which serves requests."""

@@ -12,7 +12,14 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.routing.placement_history import PlacementHistory
-from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.types import (
+    Candidate,
+    Candidates,
+    Draw,
+    PrefixPull,
+    Route,
+    RouteView,
+)
 
 View = Callable[[], RouteView]
 """A function that returns the current view of a request, called only for the policy."""
@@ -98,7 +105,8 @@ class Router:
         ids = [worker.worker_id for worker in workers]
         blocks = self.history.cached_blocks(ids, request.block_hashes)
         if blocks:
-            candidates = self._holding(request, usable, workers, blocks)
+            pulls = self._pulls(request, usable, workers, blocks) if self.pulls.measured else {}
+            candidates = _holding(request, usable, blocks, pulls)
         else:
             candidates = tuple([worker.candidate(at) for worker, at in usable])
         if len(usable) == 1:
@@ -111,16 +119,14 @@ class Router:
         choices = tuple(usable[place][0] for place in chosen)
         return Routed(choices[0], route, choices, cached_blocks=blocks)
 
-    def _holding(
+    def _pulls(
         self,
         request: RouteView,
         usable: Sequence[tuple[FleetWorker, WorkerUsage]],
         workers: Sequence[FleetWorker],
         blocks: Mapping[str, int],
-    ) -> tuple[Candidate, ...]:
-        """Return the candidates with the parts of the prompt that they hold or would pull.
-
-        They would pull from the worker that holds most.
+    ) -> dict[str, PrefixPull]:
+        """Return the pulls from the worker that holds most of the prompt, by destination.
 
         Args:
             blocks: leading blocks that workers probably hold, by worker id.
@@ -128,13 +134,13 @@ class Router:
         most = max(blocks.values())
         holder = next(one for one in workers if blocks.get(one.worker_id) == most)
         most = min(most, (request.request.prompt_tokens - 1) // request.block_tokens)
-        found = []
-        for worker, at in usable:
-            known, pull = blocks.get(worker.worker_id, 0), None
-            if known < most:
-                pull = self.pulls.offer(holder, worker, known, most)
-            found.append(worker.candidate(at, _tokens(request, known), pull))
-        return tuple(found)
+        found = {}
+        for worker, _ in usable:
+            known = blocks.get(worker.worker_id, 0)
+            offer = self.pulls.offer(holder, worker, known, most) if known < most else None
+            if offer is not None:
+                found[worker.worker_id] = offer
+        return found
 
     def _placed(self, request: RouteView, worker: Candidate) -> None:
         """Report the worker of a request to the policy, and record what it will have cached."""
@@ -142,6 +148,17 @@ class Router:
         self.history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
 
 
-def _tokens(request: RouteView, blocks: int) -> int:
-    """Return the prompt tokens in a number of cached blocks, without the last token."""
-    return max(min(blocks * request.block_tokens, request.request.prompt_tokens - 1), 0)
+def _holding(
+    request: RouteView,
+    usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+    blocks: Mapping[str, int],
+    pulls: Mapping[str, PrefixPull],
+) -> tuple[Candidate, ...]:
+    """Return the candidates with the parts of the prompt that they have cached or would pull."""
+    size, most = request.block_tokens, request.request.prompt_tokens - 1
+    found = []
+    for worker, at in usable:
+        held = blocks.get(worker.worker_id, 0)
+        tokens = min(held * size, most) if held else 0
+        found.append(worker.candidate(at, tokens, pulls.get(worker.worker_id)))
+    return tuple(found)

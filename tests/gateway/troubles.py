@@ -181,6 +181,7 @@ async def dispatching(
     timeout_s: float = 60.0,
     shared: bool = False,
     store: Store | None = None,
+    routing: str = "least_cost",
 ) -> AsyncIterator[Dispatched]:
     """Start workers and a dispatcher as a node does, without HTTP and on any clock."""
     config = config or WorkerConfig()
@@ -190,7 +191,13 @@ async def dispatching(
     lifecycle.move_to(NodeState.READY)
     store, decisions = store or MemoryStore(loop_time_s), Decisions(None, loop_time_s)
     bounds = Bounds(timeout_s=timeout_s)
-    rules = WaitingRules(admission="none", bounds=bounds, most_resumes=most_resumes, shared=shared)
+    rules = WaitingRules(
+        admission="none",
+        bounds=bounds,
+        routing=routing,
+        most_resumes=most_resumes,
+        shared=shared,
+    )
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(
         *(fleet, store, lifecycle, decisions, policy, rules),
