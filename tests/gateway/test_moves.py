@@ -24,7 +24,8 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.fleet import FleetWorker
@@ -41,6 +42,7 @@ from tests.gateway.troubles import (
     RecordingWatch,
     dispatching,
     quick_starts,
+    run_job,
     run_scenario,
 )
 
@@ -214,10 +216,10 @@ class Fault(StrEnum):
 
 @dataclass
 class Script:
-    """A fault in one of the operations on KV blocks, which the workers of a test share.
+    """A fault in one of the operations on KV blocks or one of the deltas of a destination.
 
     Attributes:
-        left: number of operations before the fault.
+        left: number of operations and deltas before the fault, on all workers of a test.
     """
 
     fault: Fault
@@ -266,6 +268,13 @@ class Troubled(SimBackend):
 
     def free_memory(self) -> None:
         self._exchange._blocks.release(self.filler)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                if request.resumed:  # both workers run the stream, or the destination alone
+                    await self.script.step(self, as_source=False)
+                yield delta
 
     async def begin_import(self, hashes: Any) -> int:
         await self.script.step(self, as_source=False)
@@ -329,12 +338,15 @@ async def read(dispatched: Dispatched, job: Job, choices: list[Choice], drained_
 @example(Fault.SINK_FULL, 2, 600, 10, 1)
 @example(Fault.CLIENT_LEAVES, 3, 600, 10, 2)
 @example(Fault.DAMAGED, 1, 600, 10, 1)
+@example(Fault.SOURCE_DIES, 20, 300, 10, 1)
+@example(Fault.SINK_DIES, 14, 300, 10, 2)
+@example(Fault.SINK_DIES, 40, 300, 10, 1)
+@example(Fault.CLIENT_LEAVES, 16, 300, 10, 1)
 def test_no_fault_of_a_move_changes_a_stream(
     fault: Fault, step: int, tokens: int, drained_at: int, n: int
 ) -> None:
-    """Whatever fails in whichever operation of a move, the client gets the text of an undisturbed
-    run with one ending, and nothing stays reserved. A client that leaves has the beginning of the
-    text."""
+    """Whatever fails in whichever step of a move, the client gets the text of an undisturbed run
+    with one ending, and nothing stays reserved. A client that leaves has the beginning of it."""
     job = make_job(tokens, n=n, output_tokens=120)
     script = Script(fault, step)
     choices, claims = run_scenario(disturbed(job, script, drained_at))
@@ -346,6 +358,60 @@ def test_no_fault_of_a_move_changes_a_stream(
     for choice, whole in zip(choices, plain, strict=True):
         assert whole.text.startswith(choice.text)
         assert whole.token_ids[: len(choice.token_ids)] == choice.token_ids
+
+
+STREAMS = 16
+
+
+def make_stream(number: int) -> Job:
+    """Return a job with 4,000 tokens of its own."""
+    prompt = compact([8 + (number + 1) * index % 499 for index in range(4000)])
+    return Job(f"r{number}", (prompt,), SamplingParams(1, seed=number, ignore_eos=True), 400)
+
+
+async def drain_streams(jobs: list[Job]) -> tuple[list[Choice], list[RecordingWatch], float, int]:
+    """Drain a worker that runs all jobs.
+
+    Returns:
+        The choices, the observers, the seconds until the worker was empty, and the number of
+        prompt tokens that the other worker computed.
+    """
+    config = structs.replace(CONFIG, kv_bytes=6000 * BLOCK_BYTES)
+    async with dispatching(Counting, 2, config=config, timeout_s=math.inf) as dispatched:
+        source, sink = dispatched.fleet.workers
+        sink.drained = True
+        watches = [RecordingWatch() for _ in jobs]
+        tasks = [
+            asyncio.create_task(run_job(dispatched.dispatcher, job, watch))
+            for job, watch in zip(jobs, watches, strict=True)
+        ]
+        await reached(lambda: source.usage.started == len(jobs))
+        sink.drained, source.drained = False, True
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await reached(lambda: not source.usage.sequences)
+        drained_s = loop.time() - began_s
+        choices = [choice for found in await asyncio.gather(*tasks) for choice in found]
+        await eventually(dispatched.is_idle)
+        return choices, watches, drained_s, sink.backend.computed_tokens
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    """Wait in virtual time until a condition holds."""
+    while not condition():  # noqa: ASYNC110 - the condition sets no event
+        await asyncio.sleep(0.005)
+
+
+def test_worker_with_16_streams_is_empty_within_5_s() -> None:
+    """16 streams of 4,000 tokens leave a drained worker within 5 s, none fails, and the other
+    worker computes at most 64 tokens of each."""
+    jobs = [make_stream(number) for number in range(STREAMS)]
+    choices, watches, drained_s, computed = run_scenario(drain_streams(jobs))
+    assert drained_s < 5.0
+    assert computed <= 64 * STREAMS
+    assert all(len(watch.resumes) == 1 for watch in watches)
+    assert all(len(choice.token_ids) == 400 for choice in choices)
+    assert choices[:1] == undisturbed(jobs[0])
 
 
 async def test_trace_metrics_and_response_describe_a_move() -> None:
