@@ -85,7 +85,7 @@ class Moves:
         del streams[stream]
         if not streams:
             del self._streams[worker]
-        move = self._moving.get(stream)
+        move = self._moving.pop(stream, None)
         if move is not None:
             move.cancel()
             await asyncio.wait({move})
@@ -131,7 +131,8 @@ class Moves:
     def _may_move(self, stream: Stream) -> bool:
         """Return whether a stream decodes, is read at full speed, and does not move yet."""
         decodes = stream.attempt.reading.decodes and stream.run.pace is Pace.FULL
-        return decodes and stream not in self._moving and stream.retry_s <= self._now_s()
+        moves = stream in self._moving or stream.successor is not None
+        return decodes and not moves and stream.retry_s <= self._now_s()
 
     def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
         """Return the policy's view of a stream that could move to a worker like `sink`."""
@@ -163,7 +164,7 @@ class Moves:
             end = MoveEnd.FAILED
             log(logging.ERROR, "a move failed", error=error)
         finally:
-            del self._moving[stream]
+            self._moving.pop(stream, None)
             if end is not MoveEnd.MOVED:
                 stream.retry_s = self._now_s() + RETRY_S
                 stream.failures += end in _FAILURES

@@ -366,15 +366,15 @@ STREAMS = 16
 def make_stream(number: int) -> Job:
     """Return a job with 4,000 tokens of its own."""
     prompt = compact([8 + (number + 1) * index % 499 for index in range(4000)])
-    return Job(f"r{number}", (prompt,), SamplingParams(1, seed=number, ignore_eos=True), 400)
+    return Job(f"r{number}", (prompt,), SamplingParams(1, seed=number, ignore_eos=True), 4000)
 
 
-async def drain_streams(jobs: list[Job]) -> tuple[list[Choice], list[RecordingWatch], float, int]:
-    """Drain a worker that runs all jobs.
+async def drain_streams(jobs: list[Job]) -> tuple[list[RecordingWatch], float, int]:
+    """Drain a worker that runs all jobs, and cancel them afterwards.
 
     Returns:
-        The choices, the observers, the seconds until the worker was empty, and the number of
-        prompt tokens that the other worker computed.
+        The observers, the seconds until the worker was empty, and the number of prompt tokens that
+        the other worker computed.
     """
     config = structs.replace(CONFIG, kv_bytes=6000 * BLOCK_BYTES)
     async with dispatching(Counting, 2, config=config, timeout_s=math.inf) as dispatched:
@@ -391,9 +391,12 @@ async def drain_streams(jobs: list[Job]) -> tuple[list[Choice], list[RecordingWa
         began_s = loop.time()
         await reached(lambda: not source.usage.sequences)
         drained_s = loop.time() - began_s
-        choices = [choice for found in await asyncio.gather(*tasks) for choice in found]
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await eventually(dispatched.is_idle)
-        return choices, watches, drained_s, sink.backend.computed_tokens
+        return watches, drained_s, sink.backend.computed_tokens
 
 
 async def reached(condition: Callable[[], bool]) -> None:
@@ -402,16 +405,15 @@ async def reached(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.long
 def test_worker_with_16_streams_is_empty_within_5_s() -> None:
     """16 streams of 4,000 tokens leave a drained worker within 5 s, none fails, and the other
     worker computes at most 64 tokens of each."""
     jobs = [make_stream(number) for number in range(STREAMS)]
-    choices, watches, drained_s, computed = run_scenario(drain_streams(jobs))
+    watches, drained_s, computed = run_scenario(drain_streams(jobs))
     assert drained_s < 5.0
     assert computed <= 64 * STREAMS
     assert all(len(watch.resumes) == 1 for watch in watches)
-    assert all(len(choice.token_ids) == 400 for choice in choices)
-    assert choices[:1] == undisturbed(jobs[0])
 
 
 async def test_trace_metrics_and_response_describe_a_move() -> None:
