@@ -130,6 +130,7 @@ class Attempt:
         except BaseException as error:
             await self._end(error)
             raise
+        self._worker.started(self._request.request_id)  # the prompt arrives as KV blocks
 
     async def abandon(self) -> None:
         """Release a prepared attempt whose context is not entered."""
