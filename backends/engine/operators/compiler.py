@@ -27,11 +27,13 @@ HEADER: Final = "vectors.h"
 
 FLAGS: Final = (
     "-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-Wno-psabi",
-    "-shared", "-fPIC",
+    "-shared", "-fPIC", "--param=avoid-fma-max-bits=0",
 )  # fmt: skip
 """Options of gcc.
 
--ffast-math is absent to keep the order of sums. gcc always fuses multiplications and additions.
+-ffast-math is absent to keep the order of sums. gcc always fuses multiplications and additions. The
+parameter is necessary on AMD Zen, for which gcc otherwise does not fuse them in the sums of some
+loops. The bits of a row would then depend on the number of rows.
 """
 
 COMPILE_TIMEOUT_S: Final = 120.0
@@ -52,8 +54,11 @@ def compiler_version() -> str | None:
 
 @lru_cache(maxsize=1)
 def library_name() -> str:
-    """Return a name of compiler, `-march` and source hash, which all affect the results."""
-    sources = hashlib.sha256()
+    """Return a name of compiler, `-march`, and a hash of options and sources.
+
+    All of these affect the results.
+    """
+    sources = hashlib.sha256(" ".join(FLAGS).encode())
     for path in sorted((*FOLDER.glob("*.c"), FOLDER / HEADER)):
         sources.update(path.read_bytes())
     return f"{compiler_version()}-{march()}-{sources.hexdigest()[:8]}"
