@@ -57,6 +57,26 @@ async def test_only_the_end_of_a_request_adds_a_load_within_the_interval(
     assert [text for text, load in texts if load is None and text] == ["a", "b"]
 
 
+async def test_updates_after_a_cancelled_request_have_a_load(
+    scripted: ScriptedBackend, updates: list[Update], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates after a cancelled request have loads, because a later step frees its capacity."""
+    monkeypatch.setattr(session, "LOAD_S", math.inf)
+    async with running(backends=[scripted]) as peer, linked_to(peer.url) as linked:
+        leaver = linked.generate(make_request(linked, max_tokens=400))
+        async with aclosing(linked.generate(make_request(linked, max_tokens=400))) as keeper:
+            leaving, kept = await scripted.submitted.get(), await scripted.submitted.get()
+            scripted.emit(leaving, "a")
+            await anext(leaver)
+            await leaver.aclose()
+            await scripted.abandoned.get()
+            before = len(updates)
+            for text in ("b", "c"):
+                scripted.emit(kept, text)
+                await anext(keeper)
+    assert [one.load is not None for one in updates[before:] if one.deltas] == [True, True]
+
+
 async def test_every_update_has_a_load_after_the_interval(
     scripted: ScriptedBackend, updates: list[Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:

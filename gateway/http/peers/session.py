@@ -42,11 +42,15 @@ MOST_DELTAS: Final = 1024
 batch of 256 sequences fills the outbox in four steps."""
 
 LOAD_S: Final = 0.01
-"""Minimum seconds between two loads, except after the end of a request, which frees capacity.
+"""Minimum seconds between two loads, except when the end of a request frees capacity.
 
 A load is computed anew after each step, for a quarter of the CPU time of an update. With steps of 6
 ms, every second update has a load. (Chosen by a profile of a simulated device without step times,
 AMD EPYC, 2026-11-23.)"""
+
+LOADS_AFTER_CANCEL: Final = 4
+"""Number of updates with a load after a request was cancelled. The running step may still contain
+it, its deltas may be in transit, and the next step frees its capacity."""
 
 _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
 """Errors whose messages are sent to the other node."""
@@ -106,6 +110,7 @@ class PeerSession:
         self._name = secrets.token_hex(4)
         self._leaving = False
         self._load_s = -math.inf
+        self._loads_due = 0
         self._streams: dict[str, tuple[PeerStream, asyncio.Task[None]]] = {}
 
     async def run(self, answer: str) -> None:
@@ -162,6 +167,7 @@ class PeerSession:
             if isinstance(command, SetPace):
                 stream.set_pace(command.pace)
             else:
+                self._loads_due = LOADS_AFTER_CANCEL
                 task.cancel()
 
     def _submit(self, command: Submit) -> None:
@@ -216,8 +222,9 @@ class PeerSession:
             refusing = f"the node is {lifecycle.state.value}"
         now_s = time.monotonic()
         load, watermark = None, 0
-        if failed or now_s - self._load_s >= LOAD_S or any(map(_ends_choice, deltas)):
-            self._load_s = now_s
+        freed = self._loads_due or failed or any(map(_ends_choice, deltas))
+        if freed or now_s - self._load_s >= LOAD_S:
+            self._load_s, self._loads_due = now_s, max(0, self._loads_due - 1)
             load, watermark = worker.backend.load(), worker.watermark
         return Update(deltas, load, failed, now_s, refusing or "", watermark, self._leaving)
 
