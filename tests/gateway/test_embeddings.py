@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,8 +250,8 @@ async def test_backend_without_embeddings_returns_400_unsupported() -> None:
 async def scripted() -> ScriptedBackend:
     """A backend whose embeddings of four numbers the test sets."""
     backend = ScriptedBackend()
-    card = backend.card
-    object.__setattr__(card, "capabilities", Capabilities(embeddings=True, embedding_size=4))
+    able = Capabilities(embeddings=True, embedding_size=4)
+    backend.card = replace(backend.card, capabilities=able)
     return backend
 
 

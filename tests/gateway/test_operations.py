@@ -208,6 +208,7 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
         "/live", "/", "/web/{name}",
         "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items", "/openapi.json", "/peer/v1/workers/{number}",
+            "/peer/v1/workers/{number}/blocks",
         "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip
 
