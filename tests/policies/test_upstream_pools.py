@@ -156,7 +156,7 @@ def test_split_between_replicas_is_nearly_optimal(
 ) -> None:
     """The throughput of one replica of each kind is close to that of the best split.
 
-    The throughput is within 5%, or 10% for few clients. It is at most 0.5% below that of one pool.
+    The throughput is within 7%, or 10% for few clients. It is at most 0.5% below that of one pool.
     """
     token_s = 0.02 / knee_tokens
     fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
@@ -173,7 +173,7 @@ def test_split_between_replicas_is_nearly_optimal(
         fast.rate(drafting_clients) + slow.rate(clients - drafting_clients)
         for drafting_clients in range(clients + 1)
     ]
-    assert got >= (0.95 if clients >= 20 else 0.9) * max(rates)
+    assert got >= (0.93 if clients >= 20 else 0.9) * max(rates)
     assert got >= 0.995 * max(rates[0], rates[-1])
 
 
