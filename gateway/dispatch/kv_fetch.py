@@ -51,10 +51,7 @@ class KvFetcher:
         if form is None or not sources:
             return
         for hashes in await offload(_chains, placed.request, form.block_tokens):
-            with run.span.child("kv.transfer") as span:
-                fetched = await self._fetch_prefix(hashes, sources, sink, form)
-                describe_kv_fetch(span, fetched)
-            run.watch.fetched(fetched)
+            await reported(run, self._fetch_prefix(hashes, sources, sink, form))
 
     async def fetch_new(
         self, run: Run, placed: Placement, cached_blocks: Mapping[str, int]
@@ -86,10 +83,7 @@ class KvFetcher:
                 source, most = one, blocks
         if source is None:
             return
-        with run.span.child("kv.transfer") as span:
-            fetched = await self._fetch_cached(hashes[:most], source, sink, form, known)
-            describe_kv_fetch(span, fetched)
-        run.watch.fetched(fetched)
+        await reported(run, self._fetch_cached(hashes[:most], source, sink, form, known))
 
     async def copy(
         self, run: Run, request: GenerationRequest, source: FleetWorker, sink: FleetWorker
@@ -102,18 +96,20 @@ class KvFetcher:
         Raises:
             BackendFailed: the destination failed.
         """
-        form, fetches = sink.kv_format, list[KvFetch]()
+        form = sink.kv_format
         assert form is not None
-        for hashes in await offload(_chains, request, form.block_tokens):
-            with run.span.child("kv.transfer") as span:
-                known = await sink.kv.begin_import(hashes)
-                workers = source.worker_id, sink.worker_id
-                fetched = KvFetch(FetchCause.MOVED, *workers, _MOVE, known)
-                fetched = await self.pulls.run(fetched, source, sink, form, hashes)
-                describe_kv_fetch(span, fetched)
-            run.watch.fetched(fetched)
-            fetches.append(fetched)
-        return fetches
+        return [
+            await reported(run, self._copy_prefix(hashes, source, sink, form))
+            for hashes in await offload(_chains, request, form.block_tokens)
+        ]
+
+    async def _copy_prefix(
+        self, hashes: Sequence[bytes], source: FleetWorker, sink: FleetWorker, form: KvFormat
+    ) -> KvFetch:
+        """Pull a prefix without a decision, because the request moves anyway."""
+        known = await sink.kv.begin_import(hashes)
+        fetch = KvFetch(FetchCause.MOVED, source.worker_id, sink.worker_id, _MOVE, known)
+        return await self.pulls.run(fetch, source, sink, form, hashes)
 
     async def _fetch_cached(
         self,
@@ -127,15 +123,10 @@ class KvFetcher:
 
         The source is not asked first. The transfer ends at the first block that it does not hold.
         """
-        most = len(hashes)
-        decision = decide_pull(self.pulls.view(source, sink, form, known, most))
-        if decision.pulls:
-            known = await blocks_held(sink.kv.begin_import(hashes))
-            decision = decide_pull(self.pulls.view(source, sink, form, known, most))
-        fetch = KvFetch(FetchCause.NEW, source.worker_id, sink.worker_id, decision, known)
+        decision = decide_pull(self.pulls.view(source, sink, form, known, len(hashes)))
         if not decision.pulls:
-            return fetch
-        return await self.pulls.run(fetch, source, sink, form, hashes)
+            return KvFetch(FetchCause.NEW, source.worker_id, sink.worker_id, decision, known)
+        return await pull_if_faster(self.pulls, FetchCause.NEW, hashes, source, sink, form)
 
     async def _fetch_prefix(
         self, hashes: Sequence[bytes], sources: list[FleetWorker], sink: FleetWorker, form: KvFormat
@@ -146,11 +137,44 @@ class KvFetcher:
             *(blocks_held(one.kv.held_blocks(hashes)) for one in sources),
         )
         most, source = max(zip(held, sources, strict=True), key=lambda pair: pair[0])
-        decision = decide_pull(self.pulls.view(source, sink, form, known, most))
-        fetch = KvFetch(FetchCause.RESUMED, source.worker_id, sink.worker_id, decision, known)
-        if not decision.pulls:
-            return fetch
-        return await self.pulls.run(fetch, source, sink, form, hashes[:most])
+        cause = FetchCause.RESUMED
+        return await _pull(self.pulls, cause, hashes[:most], source, sink, form, known)
+
+
+async def reported(run: Run, fetching: Coroutine[None, None, KvFetch]) -> KvFetch:
+    """Await a fetch for a request, and describe it in the request's trace and metrics."""
+    with run.span.child("kv.transfer") as span:
+        fetch = await fetching
+        describe_kv_fetch(span, fetch)
+    run.watch.fetched(fetch)
+    return fetch
+
+
+async def pull_if_faster(
+    pulls: KvPulls,
+    cause: FetchCause,
+    hashes: Sequence[bytes],
+    source: FleetWorker,
+    sink: FleetWorker,
+    form: KvFormat,
+) -> KvFetch:
+    """Pull the blocks of a chain that the destination lacks, unless computing them is faster."""
+    known = await blocks_held(sink.kv.begin_import(hashes))
+    return await _pull(pulls, cause, hashes, source, sink, form, known)
+
+
+async def _pull(
+    pulls: KvPulls,
+    cause: FetchCause,
+    hashes: Sequence[bytes],
+    source: FleetWorker,
+    sink: FleetWorker,
+    form: KvFormat,
+    known: int,
+) -> KvFetch:
+    decision = decide_pull(pulls.view(source, sink, form, known, len(hashes)))
+    fetch = KvFetch(cause, source.worker_id, sink.worker_id, decision, known)
+    return await pulls.run(fetch, source, sink, form, hashes) if decision.pulls else fetch
 
 
 async def blocks_held(blocks: Coroutine[None, None, int]) -> int:

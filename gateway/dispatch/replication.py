@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draftgate.backends.kv_transfer.format import KvFormat
-from draftgate.gateway.dispatch.kv_fetch import blocks_held
+from draftgate.gateway.dispatch.kv_fetch import pull_if_faster, reported
 from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, can_supply
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.telemetry.span_attributes import describe_kv_fetch
 from draftgate.policies.kv_transfer import decide_pull
 from draftgate.policies.replication import (
     CopyBudget,
@@ -69,7 +68,7 @@ class Replicator:
         self._now_s = now_s
         self._budget = CopyBudget()
         self._prefixes: dict[bytes, _Prefix] = {}
-        self._copies = set[asyncio.Task[None]]()
+        self._copies = set[asyncio.Task[KvFetch]]()
 
     def begin(self, run: Run, placed: Placement, cached_blocks: Mapping[str, int]) -> PrefixUse:
         """Count a request that is sent, and copy its prefix if that is hot now.
@@ -135,7 +134,9 @@ class Replicator:
         prefix.copied.add(chosen)
         # From now on, the router sends requests to the new holder, where they wait for the copy.
         self._history.record(chosen, hashes, sink.backend.load().kv_blocks_total)
-        copy = asyncio.create_task(self._run(run, source, sink, form, hashes))
+        # The copy takes at most the time in which the destination would compute the prefix.
+        pull = pull_if_faster(self._pulls, FetchCause.HOT, hashes, source, sink, form)
+        copy = asyncio.create_task(reported(run, pull))
         self._copies.add(copy)
         copy.add_done_callback(self._copies.discard)
 
@@ -156,24 +157,6 @@ class Replicator:
             load.kv_blocks_free * form.block_bytes,
             pays=decide_pull(view).pulls,
         )
-
-    async def _run(
-        self,
-        run: Run,
-        source: FleetWorker,
-        sink: FleetWorker,
-        form: KvFormat,
-        hashes: Sequence[bytes],
-    ) -> None:
-        """Copy a prefix, within the time in which the destination would compute it."""
-        with run.span.child("kv.transfer") as span:
-            known = await blocks_held(sink.kv.begin_import(hashes))
-            decision = decide_pull(self._pulls.view(source, sink, form, known, len(hashes)))
-            fetch = KvFetch(FetchCause.HOT, source.worker_id, sink.worker_id, decision, known)
-            if decision.pulls:
-                fetch = await self._pulls.run(fetch, source, sink, form, hashes)
-            describe_kv_fetch(span, fetch)
-        run.watch.fetched(fetch)
 
 
 def _holder(prefix: _Prefix, worker: FleetWorker) -> Holder:
