@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
 from draftgate.gateway.state.local.store import LocalStore
@@ -19,6 +22,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
+from tests.gateway.redis_server import RedisServer
 
 BEGIN_US: Final = 1_763_800_000_000_000
 
@@ -115,6 +119,39 @@ class TimedRedis:
 
 
 Timed = TimedMemory | TimedLocal | TimedRedis
+
+
+class OnMemory:
+    """The store of a contract is that of a node without a pool."""
+
+    @pytest.fixture
+    async def timed(self) -> Timed:
+        """A memory store."""
+        return TimedMemory()
+
+
+class OnLocal:
+    """The store of a contract is that of the processes of a node."""
+
+    @pytest.fixture
+    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
+        """A memory store on a Unix socket."""
+        opened = TimedLocal(tmp_path / "store")
+        await opened.begin()
+        yield opened
+        await opened.close()
+
+
+class OnRedis:
+    """The store of a contract is that of a pool."""
+
+    @pytest.fixture
+    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
+        """A store in a Redis server whose time the test sets."""
+        opened = TimedRedis(redis_server.url)
+        await opened.begin()
+        yield opened
+        await opened.close()
 
 
 def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:

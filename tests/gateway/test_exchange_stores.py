@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -15,40 +13,19 @@ from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from tests.gateway.exchange_contract import ExchangeContract
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
+from tests.gateway.stores import OnLocal, OnMemory, OnRedis
 
 
-class TestMemoryExchange(ExchangeContract):
+class TestMemoryExchange(OnMemory, ExchangeContract):
     """The exchange of a node without a pool."""
 
-    @pytest.fixture
-    async def timed(self) -> Timed:
-        """A memory store."""
-        return TimedMemory()
 
-
-class TestLocalExchange(ExchangeContract):
+class TestLocalExchange(OnLocal, ExchangeContract):
     """The exchange of the processes of a node."""
 
-    @pytest.fixture
-    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
-        """A memory store on a Unix socket."""
-        opened = TimedLocal(tmp_path / "store")
-        await opened.begin()
-        yield opened
-        await opened.close()
 
-
-class TestRedisExchange(ExchangeContract):
+class TestRedisExchange(OnRedis, ExchangeContract):
     """The exchange of a pool."""
-
-    @pytest.fixture
-    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
-        """A store in a Redis server whose time the test sets."""
-        opened = TimedRedis(redis_server.url)
-        await opened.begin()
-        yield opened
-        await opened.close()
 
 
 async def test_an_exchange_is_one_round_trip(redis_server: RedisServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -18,7 +17,7 @@ from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 from tests.examples import examples
 from tests.gateway.quota_contract import QuotaContract, reservation
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.stores import Timed, TimedLocal, TimedMemory, TimedRedis
+from tests.gateway.stores import OnLocal, OnMemory, OnRedis, Timed, TimedMemory, TimedRedis
 
 T = TypeVar("T")
 
@@ -30,37 +29,16 @@ tenants = st.sampled_from(TENANTS)
 requests = st.sampled_from(REQUESTS)
 
 
-class TestMemoryQuotas(QuotaContract):
+class TestMemoryQuotas(OnMemory, QuotaContract):
     """The quotas of a node without a pool."""
 
-    @pytest.fixture
-    async def timed(self) -> Timed:
-        """A memory store."""
-        return TimedMemory()
 
-
-class TestLocalQuotas(QuotaContract):
+class TestLocalQuotas(OnLocal, QuotaContract):
     """The quotas that the processes of a node share."""
 
-    @pytest.fixture
-    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
-        """A memory store on a Unix socket."""
-        opened = TimedLocal(tmp_path / "store")
-        await opened.begin()
-        yield opened
-        await opened.close()
 
-
-class TestRedisQuotas(QuotaContract):
+class TestRedisQuotas(OnRedis, QuotaContract):
     """The quotas of a pool."""
-
-    @pytest.fixture
-    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
-        """A store in a Redis server whose time the test sets."""
-        opened = TimedRedis(redis_server.url)
-        await opened.begin()
-        yield opened
-        await opened.close()
 
 
 class QuotaMachine(RuleBasedStateMachine):

@@ -18,10 +18,10 @@ from tests.gateway.harness import eventually
 from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
 from tests.gateway.stores import (
-    Timed,
+    OnLocal,
+    OnMemory,
+    OnRedis,
     TimedLocal,
-    TimedMemory,
-    TimedRedis,
     granted,
     leased_tokens,
     report,
@@ -30,37 +30,16 @@ from tests.gateway.stores import (
 )
 
 
-class TestMemoryStore(StoreContract):
+class TestMemoryStore(OnMemory, StoreContract):
     """The store of a node without a pool."""
 
-    @pytest.fixture
-    async def timed(self) -> Timed:
-        """A memory store."""
-        return TimedMemory()
 
-
-class TestLocalStore(StoreContract):
+class TestLocalStore(OnLocal, StoreContract):
     """The store that the processes of a node share."""
 
-    @pytest.fixture
-    async def timed(self, tmp_path: Path) -> AsyncIterator[Timed]:
-        """A memory store on a Unix socket."""
-        opened = TimedLocal(tmp_path / "store")
-        await opened.begin()
-        yield opened
-        await opened.close()
 
-
-class TestRedisStore(StoreContract):
+class TestRedisStore(OnRedis, StoreContract):
     """The store of a pool."""
-
-    @pytest.fixture
-    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
-        """A store in a Redis server whose time the test sets."""
-        opened = TimedRedis(redis_server.url)
-        await opened.begin()
-        yield opened
-        await opened.close()
 
 
 @pytest.fixture
