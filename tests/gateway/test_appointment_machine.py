@@ -6,7 +6,6 @@ no appointment in the room of a booking that it could know, and honours the appo
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,46 +13,31 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop
 from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.policies.admission.appointments import Appointments, Booking
-from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
+from draftgate.policies.admission.appointments import Booking
 from tests.examples import examples
-from tests.gateway.flaky_store import FlakyStore, guarded
-from tests.gateway.test_exchange_machine import BACK_S, GATEWAYS, gateways
+from tests.gateway.sharing_gateways import SharingGateway, SharingGateways, gateways
+from tests.gateway.troubled_gateways import is_connected
 
 WORK_S = 0.5
 
 
-class Gateway:
-    """A gateway with its own connection to the store that it shares.
+class Gateway(SharingGateway):
+    """A gateway whose knowledge of bookings is known.
 
     Attributes:
         known: fingerprints of the bookings that the gateway must know.
     """
 
     def __init__(self, inner: MemoryStore) -> None:
-        self.remote = FlakyStore()
-        self.remote.inner = inner
-        self.store = guarded(self.remote)
-        self.appointments = Appointments()
-        history = AcceptanceHistory()
-        self.sharing = Sharing(self.store, history, self.appointments, loop_time_s)
+        super().__init__(inner)
         self.known = set[int]()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether an exchange succeeds."""
-        healthy = self.remote.failure is None and not self.remote.delay_s
-        return healthy and self.store.outage is None
 
 
 @dataclass
@@ -65,36 +49,24 @@ class Promise:
     until_s: float
 
 
-class SharedAppointments(RuleBasedStateMachine):
+class SharedAppointments(SharingGateways):
     """Gateways of an overloaded pool, whose clients return on time to any gateway."""
 
+    make_gateway = Gateway
+    gateways: list[Gateway]
+
     def __init__(self) -> None:
-        super().__init__()
         self.promises: dict[int, Promise] = {}  # by fingerprint
         self.in_store = set[int]()  # fingerprints of the bookings that the store must have
         self.fingerprints = 0
-        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self.runner.run(self._begin())
+        super().__init__()
 
-    async def _begin(self) -> None:
-        self.inner = MemoryStore(asyncio.get_running_loop().time)
-        self.gateways = [Gateway(self.inner) for _ in range(GATEWAYS)]
-        await self._beat()
-
-    async def _beat(self) -> None:
+    async def beat(self) -> None:
         for gateway in self.gateways:
             await gateway.sharing.exchange()
-            if gateway.is_connected:
+            if is_connected(gateway):
                 self.in_store |= gateway.known
                 gateway.known |= self.in_store
-
-    def teardown(self) -> None:
-        async def end() -> None:
-            for gateway in self.gateways:
-                await gateway.store.close()
-
-        self.runner.run(end())
-        self.runner.close()
 
     def run_now(self, call: Callable[[float], None]) -> None:
         """Call a function with the time of the loop."""
@@ -147,64 +119,25 @@ class SharedAppointments(RuleBasedStateMachine):
                 one.known.discard(fingerprint)
             self.in_store.discard(fingerprint)
 
-    # --- time and trouble -------------------------------------------------------------------------
-
-    @rule(seconds=st.sampled_from([0.01, 0.25, 1.0, 4.0]))
-    def pass_time(self, seconds: float) -> None:
-        """Let time pass, with a heartbeat of every gateway each second."""
-
-        async def passed() -> None:
-            await asyncio.sleep(seconds % 1.0)
-            for _ in range(int(seconds)):
-                await asyncio.sleep(1.0)
-                await self._beat()
-
-        self.runner.run(passed())
-
-    @rule(
-        gateway=gateways,
-        failure=st.none() | st.just("refused"),
-        delay_s=st.sampled_from([0.0, 0.0, 0.03, 0.5]),
-    )
-    def change_connection(self, gateway: int, failure: str | None, delay_s: float) -> None:
-        """Change the connection. The answers of slow calls are lost, but the calls have effect."""
-        remote = self.gateways[gateway].remote
-        remote.failure, remote.delay_s = failure, delay_s
+    # --- trouble ----------------------------------------------------------------------------------
 
     @rule(gateway=gateways)
     def kill(self, gateway: int) -> None:
         """Replace a gateway by a new process, which knows nothing."""
-
-        async def replaced() -> None:
-            self.gateways[gateway].remote.failure = "dead"
-            await self.gateways[gateway].store.close()
-            self.gateways[gateway] = Gateway(self.inner)
-
-        self.runner.run(replaced())
+        self.runner.run(self.replace_gateway(gateway))
 
     @rule()
     def flush(self) -> None:
         """Delete the memory of the store."""
-
-        async def flushed() -> None:
-            await asyncio.sleep(0.01)  # a store that starts at the same time would be the same
-            self.inner = MemoryStore(asyncio.get_running_loop().time)
-            for gateway in self.gateways:
-                gateway.remote.inner = self.inner
-
         self.in_store.clear()
-        self.runner.run(flushed())
+        self.runner.run(self.flush_store())
 
     @rule()
     def recover(self) -> None:
         """After a recovery, all gateways know the same bookings, and no booking is lost."""
 
         async def recovered() -> None:
-            for gateway in self.gateways:
-                gateway.remote.failure, gateway.remote.delay_s = None, 0.0
-            for _ in range(round(BACK_S) + 2):
-                await asyncio.sleep(1.0)
-                await self._beat()
+            await self.recover_all()
             for gateway in self.gateways:
                 gateway.appointments.expire(loop_time_s())
 

@@ -6,47 +6,26 @@ store contains every choice once, within the documented bounds.
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import rule, run_state_machine_as_test
 
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop
-from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.dispatch.sharing import Sharing
-from draftgate.gateway.state.calls import PATIENCE
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import (
-    AcceptanceHistory,
     DraftCounts,
     Key,
     Tally,
 )
 from tests.examples import examples
 from tests.gateway.exchange_contract import told
-from tests.gateway.flaky_store import FlakyStore, guarded
+from tests.gateway.sharing_gateways import SharingGateway, SharingGateways, gateways
 
-GATEWAYS = 2
-BACK_S = 2 * PATIENCE.longest_pause_s
 KEY: Key = (None, "m", True)
 """The sum over all tenants, which contains every choice."""
 
-gateways = st.integers(0, GATEWAYS - 1)
 
-
-class Gateway:
-    """A gateway with its own connection to the store that it shares."""
-
-    def __init__(self, inner: MemoryStore) -> None:
-        self.remote = FlakyStore()
-        self.remote.inner = inner
-        self.store = guarded(self.remote)
-        self.history = AcceptanceHistory()
-        self.sharing = Sharing(self.store, self.history, Appointments(), loop_time_s)
-        self.learned = 0
+class Gateway(SharingGateway):
+    """A gateway whose share of the history is known."""
 
     def counts(self, tenant: str) -> DraftCounts:
         """Return the counts of a tenant."""
@@ -70,31 +49,18 @@ class Gateway:
         return 0 if entry is None else entry.sent.choices + entry.new.choices
 
 
-class SharedHistory(RuleBasedStateMachine):
+class SharedHistory(SharingGateways):
     """Gateways that learn from choices of two tenants."""
+
+    make_gateway = Gateway
+    gateways: list[Gateway]
 
     def __init__(self) -> None:
         super().__init__()
-        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self.runner.run(self._begin())
         self.learned = 0
         self.lost = 0  # choices that the store may not have
         self.repeated = 0  # choices that the store may have twice
         self.flushed = self.killed = False
-
-    async def _begin(self) -> None:
-        self.inner = MemoryStore(asyncio.get_running_loop().time)
-        self.gateways = [Gateway(self.inner) for _ in range(GATEWAYS)]
-        for gateway in self.gateways:
-            await gateway.sharing.exchange()
-
-    def teardown(self) -> None:
-        async def end() -> None:
-            for gateway in self.gateways:
-                await gateway.store.close()
-
-        self.runner.run(end())
-        self.runner.close()
 
     @rule(gateway=gateways, tenant=st.sampled_from("ab"), count=st.integers(1, 3))
     def learn(self, gateway: int, tenant: str, count: int) -> None:
@@ -105,46 +71,17 @@ class SharedHistory(RuleBasedStateMachine):
             history.add_choice(tenant, "m", greedy=True, drafted=40, histogram=histogram)
         self.learned += count
 
-    @rule(seconds=st.sampled_from([0.01, 0.25, 1.0, 4.0]))
-    def pass_time(self, seconds: float) -> None:
-        """Let time pass, with a heartbeat of every gateway each second."""
-
-        async def passed() -> None:
-            await asyncio.sleep(seconds % 1.0)
-            for _ in range(int(seconds)):
-                await asyncio.sleep(1.0)
-                for gateway in self.gateways:
-                    await gateway.sharing.exchange()
-
-        self.runner.run(passed())
-
     @rule(gateway=gateways)
-    def beat(self, gateway: int) -> None:
+    def beat_once(self, gateway: int) -> None:
         """Let one gateway have its heartbeat before the others."""
         self.runner.run(self.gateways[gateway].sharing.exchange())
-
-    @rule(
-        gateway=gateways,
-        failure=st.none() | st.just("refused"),
-        delay_s=st.sampled_from([0.0, 0.0, 0.03, 0.5]),
-    )
-    def change_connection(self, gateway: int, failure: str | None, delay_s: float) -> None:
-        """Change the connection. The answers of slow calls are lost, but the calls have effect."""
-        remote = self.gateways[gateway].remote
-        remote.failure, remote.delay_s = failure, delay_s
 
     @rule(gateway=gateways)
     def kill(self, gateway: int) -> None:
         """Replace a gateway by a new process, which knows nothing."""
         self.killed = True
         self.lost += self.gateways[gateway].unconfirmed
-
-        async def replaced() -> None:
-            self.gateways[gateway].remote.failure = "dead"
-            await self.gateways[gateway].store.close()
-            self.gateways[gateway] = Gateway(self.inner)
-
-        self.runner.run(replaced())
+        self.runner.run(self.replace_gateway(gateway))
 
     @rule()
     def flush(self) -> None:
@@ -153,29 +90,22 @@ class SharedHistory(RuleBasedStateMachine):
         self.repeated += sum(gateway.in_flight for gateway in self.gateways)
 
         async def flushed() -> None:
-            await asyncio.sleep(0.01)  # a store that starts at the same time would be the same
-            total = dict((await told(self.inner, "test", 1)).history).get(KEY, Tally()).choices
-            self.lost += total - max(gateway.stored for gateway in self.gateways)
-            self.inner = MemoryStore(asyncio.get_running_loop().time)
-            for gateway in self.gateways:
-                gateway.remote.inner = self.inner
+            total = (await self.stored_tally()).choices
+            known = max(gateway.stored for gateway in self.gateways)
+            self.lost += max(0, total - known)  # the gateways restore what they know
+            await self.flush_store()
 
         self.runner.run(flushed())
+
+    async def stored_tally(self) -> Tally:
+        """Return the sum that the store has."""
+        return dict((await told(self.inner, "test", 1)).history).get(KEY, Tally())
 
     @rule()
     def recover(self) -> None:
         """After a recovery, all gateways have the counts of the store, which has every choice."""
-
-        async def recovered() -> Tally:
-            for gateway in self.gateways:
-                gateway.remote.failure, gateway.remote.delay_s = None, 0.0
-            for _ in range(round(BACK_S) + 2):
-                await asyncio.sleep(1.0)
-                for gateway in self.gateways:
-                    await gateway.sharing.exchange()
-            return dict((await told(self.inner, "test", 1)).history).get(KEY, Tally())
-
-        found = self.runner.run(recovered())
+        self.runner.run(self.recover_all())
+        found = self.runner.run(self.stored_tally())
         assert found.choices <= self.learned + self.repeated
         if not (self.flushed and self.killed):  # a killed gateway restores nothing
             assert found.choices >= self.learned - self.lost

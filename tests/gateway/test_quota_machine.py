@@ -12,26 +12,17 @@ from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop
 from draftgate.gateway.dispatch.leases import LEASE_S
-from draftgate.gateway.state.calls import PATIENCE
-from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.quotas import Quota
 from tests.examples import examples
 from tests.gateway.test_guarded_quotas import Gateway
+from tests.gateway.troubled_gateways import BACK_S, TroubledGateways, is_connected
 
 GATEWAYS = 3
 RATE, BURST, TOKENS_BURST = 60, 12, 300
 QUOTA = Quota(RATE, RATE * 10, BURST, TOKENS_BURST)
-BACK_S = 2 * PATIENCE.longest_pause_s
 
 gateways = st.integers(0, GATEWAYS - 1)
 
@@ -66,36 +57,26 @@ class Trouble:
     largest: int = 0
 
 
-class SharedQuotas(RuleBasedStateMachine):
+class SharedQuotas(TroubledGateways):
     """Gateways that grant requests of one tenant."""
 
+    gateways: list[Gateway]
+
     def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self.runner.run(self._begin())
         self.lives = 0
         self.granted: list[Granted] = []
         self.open: list[Granted] = []
         self.troubles: list[Trouble] = []
         self.flushed_s: list[float] = []
         self.killed_s = -math.inf
+        super().__init__()
 
-    async def _begin(self) -> None:
-        self.inner = MemoryStore(asyncio.get_running_loop().time)
+    async def begin(self) -> None:
         self.gateways = [self._gateway(f"g{index}-") for index in range(GATEWAYS)]
-        for gateway in self.gateways:
-            await gateway.beat()
+        await self.beat()
 
     def _gateway(self, name: str) -> Gateway:
         return Gateway(name, self.inner, GATEWAYS, QUOTA)
-
-    def teardown(self) -> None:
-        self.runner.run(self._end())
-        self.runner.close()
-
-    async def _end(self) -> None:
-        for gateway in self.gateways:
-            await gateway.store.close()
 
     @property
     def now_s(self) -> float:
@@ -157,21 +138,13 @@ class SharedQuotas(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.25, 1.0, 4.0, 15.0]))
     def pass_time(self, seconds: float) -> None:
-        self.runner.run(self._pass_time(seconds))
+        self.runner.run(self.pass_seconds(seconds))
 
-    async def _pass_time(self, seconds: float) -> None:
-        await asyncio.sleep(seconds % 1.0)
-        for _ in range(int(seconds)):
-            await asyncio.sleep(1.0)
-            await self._beat()
-
-    async def _beat(self) -> None:
+    async def beat(self) -> None:
         for gateway in self.gateways:
             await gateway.beat()
         for trouble in self.troubles:
-            gateway = self.gateways[trouble.gateway]
-            healthy = gateway.remote.failure is None and not gateway.remote.delay_s
-            if trouble.end_s is None and healthy and gateway.store.outage is None:
+            if trouble.end_s is None and is_connected(self.gateways[trouble.gateway]):
                 trouble.end_s = asyncio.get_running_loop().time()
 
     @rule(
@@ -206,27 +179,15 @@ class SharedQuotas(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.flushed_s.append(self.now_s)
-
-        async def flushed() -> None:
-            self.inner = MemoryStore(asyncio.get_running_loop().time)
-            for gateway in self.gateways:
-                gateway.remote.inner = self.inner
-
-        self.runner.run(flushed())
+        self.runner.run(self.flush_store())
 
     # --- guarantees -------------------------------------------------------------------------------
 
     @rule()
     def recover(self) -> None:
         """After a recovery, the store has exactly the reservations of the living gateways."""
-
-        async def recovered() -> None:
-            for gateway in self.gateways:
-                gateway.remote.failure, gateway.remote.delay_s = None, 0.0
-            expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
-            await self._pass_time(BACK_S + max(2.0, expiry_s - self.now_s))
-
-        self.runner.run(recovered())
+        expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
+        self.runner.run(self.end_trouble(BACK_S + max(2.0, expiry_s - self.now_s)))
         assert all(gateway.store.outage is None for gateway in self.gateways)
         found = self.runner.run(self.inner.quotas.totals("t"))
         assert found.open == sum(made.tokens for made in self.open)
